@@ -220,7 +220,7 @@ def _record(config: GenerationConfig, engine: Any) -> InstanceRecord:
         end_tokens=list(engine.limits.end_tokens),
         model=config.model,
         device=engine.device,
-        refused_features={feature.value: reason for feature, reason in engine.support.refused.items()},
+        refused_features=engine.support.by_name(),
         registered_at=time.time(),
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.generation.engine.model_support import by_reason
 from services.local.findings import Finding, FindingState
 
 _SECONDS = 300
@@ -33,14 +34,7 @@ def findings_of(told: Mapping[str, Any]) -> list[Finding]:
     found = [Finding("model", FindingState.FINE, about)]
     if told["unknown"]:
         found = [Finding("model", FindingState.SCARCE, f"unknown whether vLLM loads it: {told['unknown']}")]
-    by_reason: dict[str, list[str]] = {}
-    for feature, reason in told["refused"].items():
-        by_reason.setdefault(reason, []).append(feature)
-    without = [
-        Finding("without", FindingState.SCARCE, f"{', '.join(names)}: {reason}")
-        for reason, names in by_reason.items()
-    ]
-    return found + without
+    return found + [Finding("without", FindingState.SCARCE, line) for line in by_reason(told["refused"])]
 
 
 def _asked(model: Path, dtype: str) -> Mapping[str, Any]:

@@ -40,4 +40,5 @@ def refused_to_resume(engine: Any, request: EngineRequest) -> str:
 
 def listed(engine: Any) -> dict[str, str]:
     """Return what an engine refuses."""
-    return {feature.value: reason for feature, reason in engine.support.refused.items()}
+    found: dict[str, str] = engine.support.by_name()
+    return found

@@ -10,22 +10,15 @@ Not thread-safe: one thread builds and calls it. One engine per process, because
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# Read by vLLM when it is imported, and when an engine is built: a process that was forked from where this module is
-# imported may have another environment. Without multiprocessing the executor is in this process: runner_choice.py.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-os.environ.update({**_ENVIRONMENT, **os.environ})
+from services.generation.engine.runner_choice import V2, check_runner, runner_of, set_variables
+
+set_variables()
 
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
@@ -43,7 +36,6 @@ from services.generation.engine.migration import EngineMigration
 from services.generation.engine.model_support import Feature, ModelSupport
 from services.generation.engine.prefix_hits import PrefixHits
 from services.generation.engine.refusals import WRONG_VALUES, refused, unsampled
-from services.generation.engine.runner_choice import V2, check_runner, runner_of
 from services.generation.engine.step_log import StepLog
 from services.generation.engine.step_memory import row_capacity
 from services.generation.engine.stop_strings import StopStrings
@@ -77,7 +69,7 @@ class Engine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        os.environ.update({**_ENVIRONMENT, **os.environ})
+        set_variables()
         refuse_early_numba()
         check_runner(options.engine)
         config = engine_config(options)

@@ -93,12 +93,21 @@ class ModelSupport:
         more = (feature, *_NEED_DRAFTS) if feature is Feature.DRAFTS else (feature,)
         return replace(self, refused=dict.fromkeys(more, reason) | dict(self.refused))
 
+    def by_name(self) -> dict[str, str]:
+        """Return the reasons by the names of the features, as they are sent and stored."""
+        return {feature.value: reason for feature, reason in self.refused.items()}
+
     def __str__(self) -> str:
         """Return the refusals with their features, those with the same reason together; "" if there are none."""
-        by_reason: dict[str, list[str]] = {}
-        for feature, reason in self.refused.items():
-            by_reason.setdefault(reason, []).append(feature.value)
-        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+        return "; ".join(by_reason(self.by_name()))
+
+
+def by_reason(refused: Mapping[str, str]) -> list[str]:
+    """Return lines `features: reason` for the reasons by feature: those with the same reason together."""
+    names: dict[str, list[str]] = {}
+    for feature, reason in refused.items():
+        names.setdefault(reason, []).append(feature)
+    return [f"{', '.join(each)}: {reason}" for reason, each in names.items()]
 
 
 def model_support(engine: EngineTraits) -> ModelSupport:

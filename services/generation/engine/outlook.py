@@ -9,7 +9,6 @@ has shapes and no memory, and on CPU its kernels whether they compute layers of 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-# Read by vLLM when it is imported.
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+from services.generation.engine.runner_choice import set_variables
+
+set_variables()
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -60,11 +59,11 @@ def outlook(model: str, dtype: str = "auto") -> Outlook:
         specs = [layer.get_kv_cache_spec(config) for layer in layers]
     except Exception as error:
         support = model_support(engine_traits(config, v2=False))
-        return Outlook("", _text(error), name, (), _plain(support.refused))
+        return Outlook("", _text(error), name, (), support.by_name())
     kinds = kinds_of(each for each in specs if each is not None)
     support = model_support(engine_traits(config, v2=False, kinds=kinds))
     refusal = next(_kernel_refusals(layers, config), "") if current_platform.is_cpu() else ""
-    return Outlook(refusal, "", name, tuple(sorted(kinds)), _plain(support.refused))
+    return Outlook(refusal, "", name, tuple(sorted(kinds)), support.by_name())
 
 
 def _layers(config: VllmConfig) -> list[Any]:
@@ -82,10 +81,6 @@ def _kernel_refusals(layers: Iterable[Any], config: VllmConfig) -> Iterator[str]
     from services.generation.engine.cpu_kernels import layer_refusal
 
     yield from filter(None, (layer_refusal(layer, config) for layer in layers))
-
-
-def _plain(refused: Any) -> dict[str, str]:
-    return {feature.value: reason for feature, reason in refused.items()}
 
 
 def _text(error: Exception) -> str:

@@ -11,9 +11,25 @@ import sys
 from services.generation.engine.types import EngineOptions
 from services.step_time.machine import on_cpu
 
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_VARIABLES = {
+    # The executor is in this process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    RUNNER_VARIABLE: "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 AUTO, V1, V2 = "auto", "v1", "v2"
 """Values of the option `engine`."""
-RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def set_variables() -> None:
+    """Set what vLLM reads when it is imported, and when an engine is built; what is set already stays.
+
+    A process that was forked where vLLM is imported may have another environment.
+    """
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
 
 
 def runner_of(engine: str) -> str:
