@@ -21,6 +21,7 @@ import torch
 from paceline.adapters import CONFIG
 from paceline.errors import Violation
 from paceline.lora_options import BY_FLEET, refused
+from paceline.regular_file import read_regular
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.weights.shards import MappedTensors, open_shards
 
@@ -29,6 +30,7 @@ Floats = npt.NDArray[np.float32]
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _BLOCK_BYTES = 4 << 20
+_MOST_CONFIG_BYTES = 4 << 20
 _MERGED = {torch.bfloat16, torch.float16, torch.float32}
 
 
@@ -48,12 +50,12 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[A
         DataLoss: its files are corrupt.
     """
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = json.loads(read_regular(folder / CONFIG, _MOST_CONFIG_BYTES))
         if not isinstance(config, dict):
             raise ValueError("it is no object")
     except FileNotFoundError as error:
         raise InvalidArgument([Violation("disk.path", f"{folder} has no {CONFIG}")]) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataLoss(f"{folder / CONFIG} is corrupt: {error}") from error
     stored = {name: shard for shard in open_shards(folder, indexed=False) for name in shard.tensors}
     found = {name: shard.tensors[name].shape for name, shard in stored.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,19 @@ def test_what_becomes_infinite_is_refused_by_name(fleet: Fleet) -> None:
     folder = fleet.weights.write_adapter(1, Adapter(huge, CONFIG), fleet.base())
     with pytest.raises(InvalidArgument, match="NaN or infinite"):
         fleet.readers[0].read(1, GivenWeights(folder, expansion.checksum(folder)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["fifo", "deep", "large"])
+def test_a_hostile_configuration_is_refused(tmp_path: Path, kind: str) -> None:
+    config = tmp_path / "adapter_config.json"
+    if kind == "fifo":
+        # Nobody writes to it, and opening it would wait for that.
+        os.mkfifo(config)
+    else:
+        config.write_text("[" * 100_000 if kind == "deep" else " " * (5 << 20) + "{}")
+    with pytest.raises(DataLoss, match="is corrupt"):
+        read_adapter(tmp_path, SHAPES)
 
 
 def test_a_folder_that_is_no_adapter_says_so(tmp_path: Path) -> None:
