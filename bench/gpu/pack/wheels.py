@@ -87,7 +87,7 @@ def relock(pins: Iterable[Pin], versions: Mapping[str, str], folder: Path) -> st
 
 
 def versions_of(path: Path) -> dict[str, str]:
-    """Return the versions that a lock without hashes has by name."""
+    """Return the versions that a lock has by name."""
     return dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", path.read_text(), re.MULTILINE))
 
 
