@@ -92,10 +92,13 @@ class ResourceExhausted(ServiceError):
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, resource: str, message: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, resource: str, message: str, retry_after: float | None = None, **metadata: str
+    ) -> None:
+        self.reason = resource
         failure = error_details_pb2.QuotaFailure()
         failure.violations.add(subject=resource, description=_clip(message, MAX_TEXT))
-        info = _info("RESOURCE_EXHAUSTED", {"resource": resource})
+        info = _info("RESOURCE_EXHAUSTED", {"resource": resource, **metadata})
         super().__init__(message, failure, info, *_retry(retry_after))
 
 
@@ -154,6 +157,7 @@ class PermissionDenied(ServiceError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
     def __init__(self, message: str, reason: str = "PERMISSION_DENIED", **metadata: str) -> None:
+        self.reason = reason
         super().__init__(message, _info(reason, metadata))
 
 

@@ -15,7 +15,8 @@ class BatchKeys:
         run_id, batch_id = key
         prefix = f"{namespace}:{{{run_id}:{batch_id}}}"
         self.meta = f"{prefix}:meta"
-        """Hash: request, fingerprint, accepted_at, total, lenience, open, term, acked, trimmed, finished_at."""
+        """Hash: request, fingerprint, accepted_at, total, lenience, open, account, term, acked, trimmed,
+        finished_at."""
         self.events = f"{prefix}:events"
         """Hash: sample index -> serialised sample without its chunks, until it is acknowledged."""
         self.done = f"{prefix}:done"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,10 +54,11 @@ async def to_the_end(work: Coroutine[Any, Any, T], running: set[asyncio.Task[Any
     return await asyncio.shield(task)
 
 
-async def uninterrupted(work: Awaitable[T]) -> T:
+async def uninterrupted(work: Awaitable[T], hasten: Callable[[], object] = lambda: None) -> T:
     """Wait for work that cannot be cancelled, such as a thread's; a cancellation is raised once it has ended.
 
-    So a lock that is held meanwhile is held for as long as the work needs it.
+    So a lock that is held meanwhile is held for as long as the work needs it. `hasten` is called when the waiting
+    is cancelled, to make the work end soon.
     """
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
@@ -66,6 +67,7 @@ async def uninterrupted(work: Awaitable[T]) -> T:
             await asyncio.wait({task})
         except asyncio.CancelledError as error:
             interrupted = error
+            hasten()
     if interrupted is not None:
         if not task.cancelled():
             task.exception()  # Not reported as one that nobody asked for.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -29,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.foreign_json import MOST_CONFIG_BYTES, parse_json
+from paceline.regular_file import open_regular, read_regular
 from services.contracts.durable_files import sync, write_durably
 from services.contracts.errors import DataLoss
 
@@ -134,7 +137,7 @@ def verify(path: Path, sha256: str) -> None:
 def digest(path: Path) -> str:
     """Return the SHA-256 of a drafter's weights, without torch. CorruptCheckpoint: they cannot be read."""
     try:
-        with (path / WEIGHTS).open("rb") as stream:
+        with os.fdopen(open_regular(path / WEIGHTS), "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise CorruptCheckpoint(path, f"{WEIGHTS} cannot be read: {error.strerror}") from error
@@ -156,7 +159,7 @@ def version_of(path: Path) -> int:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the config of a drafter. CorruptCheckpoint: missing, or no config of an EAGLE-3 head."""
     try:
-        config = json.loads(_read(path, CONFIG))
+        config = parse_json(_read(path, CONFIG))
     except ValueError as error:
         raise CorruptCheckpoint(path, f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -249,7 +252,7 @@ def _vocabulary_fault(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _read(path: Path, name: str) -> bytes:
     try:
-        return (path / name).read_bytes()
+        return read_regular(path / name, MOST_CONFIG_BYTES)
     except OSError as error:
         raise CorruptCheckpoint(path, f"{name} cannot be read: {error.strerror}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _REFERENCE = re.compile(r"#(?:/(\$defs|definitions)/([A-Za-z0-9_.-]+))?")
@@ -45,19 +45,47 @@ def refers_to_itself(root: dict[str, Any]) -> Iterator[str]:
                 on_trail.add(then)
 
 
-def are_disjoint(schemas: list[Any], root: dict[str, Any]) -> bool:
+class ListedValues:
+    """Values that the schemas of one root list, each as JSON, found once: many places may refer to a long list."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[set[str], set[str]] | None] = {}
+
+    def of(self, schema: Any) -> set[str] | None:
+        """Return the values that a schema lists; None if it does not list them."""
+        found = self._found(schema)
+        return None if found is None else found[0]
+
+    def types(self, schema: Any) -> set[str] | None:
+        """Return the types of those values."""
+        found = self._found(schema)
+        return None if found is None else found[1]
+
+    def _found(self, schema: Any) -> tuple[set[str], set[str]] | None:
+        if not isinstance(schema, dict):
+            return None
+        if id(schema) not in self._known:
+            listed = _listed(schema)
+            self._known[id(schema)] = None if listed is None else (listed, set(map(_type_of, listed)))
+        return self._known[id(schema)]
+
+
+def are_disjoint(schemas: list[Any], root: dict[str, Any], values: ListedValues) -> bool:
     """Return whether it is plain that no value fits two of some schemas.
 
     They differ in type, or in the values that they list, or in those of a property that all of them require.
     """
-    resolved = [_resolved(schema, root) for schema in schemas]
-    types = [_types(schema, root) for schema in resolved]
+    resolved = [each for each in (_resolved(schema, root) for schema in schemas) if each is not False]
+    if len(set(map(id, resolved))) < len(resolved):
+        # Two references lead to the same schema, so a value that fits one fits both.
+        return False
+    types = [_types(schema, root, values) for schema in resolved]
     for kind in _TYPES:
         alike = [schema for schema, own in zip(resolved, types, strict=True) if kind in own]
-        if len(alike) < 2 or _differ([_listed(each) for each in alike]):
+        if len(alike) < 2 or _differ(values.of(each) for each in alike):
             continue
         shared = set.intersection(*(_required(each) for each in alike)) if kind == "object" else ()
-        if not any(_differ([_listed_by(each, name, root) for each in alike]) for name in shared):
+        if not any(_differ(_listed_by(each, name, root, values) for each in alike) for name in shared):
             return False
     return True
 
@@ -94,7 +122,7 @@ def _resolved(schema: Any, root: dict[str, Any]) -> Any:
     return True
 
 
-def _types(schema: Any, root: dict[str, Any]) -> set[str]:
+def _types(schema: Any, root: dict[str, Any], values: ListedValues) -> set[str]:
     """Return the types of the values that fit a schema; integers are numbers."""
     found, seen, waiting = set[str](), set[int](), [schema]
     while waiting:
@@ -103,8 +131,8 @@ def _types(schema: Any, root: dict[str, Any]) -> set[str]:
             continue
         seen.add(id(each))
         within = [key for key in _WITHIN if key in each] if isinstance(each, dict) else []
-        if (listed := _listed(each)) is not None:
-            found.update(map(_type_of, listed))
+        if (listed := values.types(each)) is not None:
+            found |= listed
         elif within:
             waiting += each[within[0]]
         elif isinstance(each, dict) and "type" in each:
@@ -147,12 +175,18 @@ def _required(schema: Any) -> set[str]:
     return set(schema.get("required", ())) if isinstance(schema, dict) else set()
 
 
-def _listed_by(schema: dict[str, Any], name: str, root: dict[str, Any]) -> set[str] | None:
+def _listed_by(
+    schema: dict[str, Any], name: str, root: dict[str, Any], values: ListedValues
+) -> set[str] | None:
     """Return the values that a schema lists for a property; None if it does not list them."""
-    return _listed(_resolved(schema["properties"][name], root)) if "properties" in schema else None
+    return values.of(_resolved(schema["properties"][name], root)) if "properties" in schema else None
 
 
-def _differ(listed: list[set[str] | None]) -> bool:
+def _differ(listed: Iterable[set[str] | None]) -> bool:
     """Return whether all schemas list their values, and no value is listed by two."""
-    known = [each for each in listed if each is not None]
-    return len(known) == len(listed) and sum(map(len, known)) == len(set().union(*known))
+    seen = set[str]()
+    for each in listed:
+        if each is None or not seen.isdisjoint(each):
+            return False
+        seen |= each
+    return True

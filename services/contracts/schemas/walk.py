@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
-from services.contracts.schemas.branches import are_disjoint, refers_to_itself, target_of
+from services.contracts.schemas.branches import ListedValues, are_disjoint, refers_to_itself, target_of
 from services.contracts.schemas.limits import Fault, check_counts, check_number, check_string, is_of, is_plain
 
 LONGEST_SCHEMA, DEEPEST_SCHEMA = 1 << 16, 64
@@ -68,6 +68,7 @@ class SchemaWalk:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
+        self._listed = ListedValues()
 
     def faults(self) -> Iterator[Fault]:
         """Yield the faults of the schema and of those that it defines."""
@@ -130,7 +131,7 @@ class SchemaWalk:
                 for fault in self._schema(each, f"{place}/{form}/{index}"):
                     sound = False
                     yield fault
-            if form == "oneOf" and sound and not are_disjoint(value, self._root):
+            if form == "oneOf" and sound and not are_disjoint(value, self._root, self._listed):
                 yield place, _ONE_OF
 
     def _values(self, values: list[Any], form: str, schema: dict[str, Any], place: str) -> Iterator[Fault]:

@@ -59,6 +59,9 @@ class ServiceConfig(BaseSettings):
     """Host that peers should dial. Unset: `host`, or this machine's own address when `host` is a wildcard."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Prometheus port, on `host`; 0 picks a free one."""
+    probe_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port, on `host`, that answers /livez and /readyz alone, in plain HTTP and without a token, for kubelets; 0
+    picks a free one. Unset: none."""
     insecure: bool = False
     """Allow listening beyond loopback, and sending the token there, without TLS and token."""
     tls: TlsConfig | None = None
@@ -68,8 +71,9 @@ class ServiceConfig(BaseSettings):
     token_file: Path | None = None
     """File that holds the token; instead of `token`. Read again when it changes."""
     tokens_file: Path | None = None
-    """YAML file of the hashed tokens of callers and their scopes; `paceline token` makes entries. Read again when
-    it changes. `token` is accepted as well, with all scopes."""
+    """YAML file of the hashed tokens of callers and their scopes, or a folder of such files, which end in .yaml and
+    lie in it or one folder deeper; `paceline token` makes entries. Read again when they change. `token` is
+    accepted as well, with all scopes."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The store: redis://host:port/db, unix://path, redis+sentinel://host:port,host:port/name/db (the primary of
     that name), or redis+cluster://host:port,host:port; with rediss instead of redis: TLS."""
@@ -86,6 +90,10 @@ class ServiceConfig(BaseSettings):
     max_concurrent_calls: int = Field(default=16384, ge=1)
     """Calls served at once, streams included and health not; of more, each is answered RESOURCE_EXHAUSTED with the
     time to wait."""
+    max_parsed_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
+    """Memory for the requests that are worked on at once, counted before they are parsed: their bytes, 256 for each
+    field and 16 for each token id. Large requests of more wait for up to 10 s and are then answered
+    RESOURCE_EXHAUSTED with the time to wait."""
     max_connections: int = Field(default=8192, ge=1)
     """Connections to the gRPC port at once; of more, each is closed."""
     max_connection_age_seconds: float | None = Field(default=None, ge=1, allow_inf_nan=False)
@@ -116,8 +124,8 @@ class ServiceConfig(BaseSettings):
             self._token_from_file = True
         if self.token is not None and not self.token.get_secret_value():
             raise ValueError("token: must not be empty; leave it unset to ask for none")
-        if self.tokens_file is not None and not self.tokens_file.is_file():
-            raise ValueError(f"tokens_file: {self.tokens_file} is not a file")
+        if self.tokens_file is not None and not (self.tokens_file.is_file() or self.tokens_file.is_dir()):
+            raise ValueError(f"tokens_file: {self.tokens_file} is neither a file nor a folder")
         return self
 
     @property

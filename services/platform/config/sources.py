@@ -122,7 +122,7 @@ def _environment(cls: type[BaseSettings], environ: Mapping[str, str]) -> _Source
 def _file(path: Path) -> _Source:
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError([f"--config {path}: {error}"]) from None
     if values is None:
         values = {}

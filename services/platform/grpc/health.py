@@ -1,7 +1,8 @@
 """Health probe of a service of this machine: `python -m services.platform.grpc.health`.
 
-It exits with status 0 if the service says SERVING. For probes of containers, which do not support TLS or client
-certificates. It reads the same variables as the service. It is started often, so it imports gRPC and no service.
+It exits with status 0 if the service says SERVING. For Docker's health checks and `helm test`, over TLS with client
+certificates as well; kubelet asks the port of probes. It reads the same variables as the service. It is started
+often, so it imports gRPC and no service.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Interceptor of all RPCs of a server.
 
-It identifies the request, checks token and deadline, counts, and turns exceptions into statuses. An unexpected
-exception becomes INTERNAL with nothing but the request id: its text stays in the log. A call that is refused is
-refused before its message is received, and bytes that are no message are the caller's mistake.
+It identifies the request, checks token, deadline and the runs that are named, counts, and turns exceptions into
+statuses. An unexpected exception becomes INTERNAL with nothing but the request id: its text stays in the log. A
+call that is refused for its token is refused before its message is received, and bytes that are no message are the
+caller's mistake.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import math
 import re
 import time
 import uuid
-from asyncio import CancelledError, Task, current_task
+from asyncio import CancelledError, Task, current_task, get_running_loop, timeout
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import grpc
@@ -22,7 +23,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 
-from paceline.errors import Violation
+from paceline.channel import CALLER
 from services.contracts.errors import (
     InvalidArgument,
     ResourceExhausted,
@@ -31,11 +32,15 @@ from services.contracts.errors import (
     Unimplemented,
     to_status,
 )
+from services.platform.grpc.parse_budget import NO_MESSAGE, ParseBudget
+from services.platform.grpc.wire_count import Shape, shape_of
 from services.platform.observability import tracing
 from services.platform.observability.metrics import RpcMetrics
 from services.platform.observability.span import TRACE_PARENT
 from services.platform.redis.connection import OUTAGES, reason_of
+from services.platform.security.caller import TokenHolder, act_for, current_caller, read_caller
 from services.platform.security.guard import Guard
+from services.platform.security.named_runs import check_runs
 from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
@@ -51,7 +56,8 @@ WATCH = f"{HEALTH}Watch"
 
 _FAULTS = {"DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN"}
 """Statuses that are an error of the server, as OpenTelemetry's conventions have it."""
-_NO_DEADLINE = Violation("deadline", "is missing; every call must set a timeout")
+_UNARY_SECONDS = 600.0
+"""Longest time of a unary call whose caller sets no deadline, as stubs of other languages do by default."""
 _SAFE_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -63,14 +69,18 @@ if TYPE_CHECKING:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor with a guard; without one every caller may call every method.
 
-    `service` labels the metrics; more than `most_calls` at once, health not counted, are refused.
+    `service` labels the metrics; more than `most_calls` at once, health not counted, are refused. Messages are
+    parsed when `budget` has room for them.
     """
 
-    def __init__(self, service: str, guard: Guard | None, metrics: RpcMetrics, most_calls: int) -> None:
+    def __init__(
+        self, service: str, guard: Guard | None, metrics: RpcMetrics, most_calls: int, budget: ParseBudget
+    ) -> None:
         self._service = service
         self._guard = guard
         self._metrics = metrics
         self._most_calls = most_calls
+        self._budget = budget
         self._calls: set[Task[Any]] = set()
         self._watchers: set[Task[Any]] = set()
         self._stopping = False
@@ -94,15 +104,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         try:
             self._admit(method, handler_call_details.invocation_metadata)
         except Exception as refusal:
-            return self._refuse(method, refusal)
+            return self._refuse(method, refusal, streams=handler.response_streaming)
         return self._wrap(handler, method)
 
     def _admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Check the caller and count the call until it is handled or its task ends, or raise."""
         if method.startswith(HEALTH):
             return
+        on_behalf = _value(metadata, CALLER)
         if self._guard is not None:
-            self._guard.admit(method, _value(metadata, "authorization"))
+            self._guard.admit(method, _value(metadata, "authorization"), on_behalf)
+        elif on_behalf:
+            # Where no token is required, this can only bound what is allowed.
+            act_for(read_caller(on_behalf))
         if len(self._calls) >= self._most_calls:
             raise ResourceExhausted(
                 "concurrent_calls",
@@ -114,31 +128,48 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # The handler of a caller who leaves early is never entered.
         task.add_done_callback(self._calls.discard)
 
-    def _refuse(self, method: str, refusal: Exception) -> Handler:
+    def _refuse(self, method: str, refusal: Exception, *, streams: bool) -> Handler:
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
             async with self._around(method, context):
                 raise refusal
 
-        # As if the caller streamed its request, whose message would be received first otherwise.
+        async def stream(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            await call(requests, context)
+            answers: tuple[bytes, ...] = ()
+            for answer in answers:
+                yield answer
+
+        # As if the caller streamed its request, whose message would be received first otherwise. Where answers are
+        # no stream, gRPC sends an empty one with the status, which a reader of a stream would take for an answer.
+        if streams:
+            return grpc.stream_stream_rpc_method_handler(stream)  # type: ignore[arg-type, return-value]
         return grpc.stream_unary_rpc_method_handler(call)  # type: ignore[arg-type, return-value]
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
         shape = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
         behaviour = getattr(handler, shape)
         unary = shape == "unary_unary" and not method.startswith(HEALTH)
-        parse = _parser(handler.request_deserializer)
+        parser = _Parser(handler.request_deserializer, self._budget, method, current_caller())
 
-        def read(request: Any) -> Any:
-            return _Parsed(request, parse) if handler.request_streaming else parse(request)
+        def messages(request: Any, context: Context) -> AbstractAsyncContextManager[Any]:
+            if handler.request_streaming:
+                return aclosing(_Parsed(request, parser, context))
+            return parser.parsed(request, context, handled=not handler.response_streaming)
 
         async def call(request: Any, context: Context) -> Any:
-            async with self._around(method, context):
-                if unary and not _has_deadline(context):
-                    raise InvalidArgument([_NO_DEADLINE])
-                return await behaviour(read(request), context)
+            async with (
+                self._around(method, context),
+                self._in_time(context, unary=unary),
+                messages(request, context) as message,
+            ):
+                return await behaviour(message, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with self._around(method, context), aclosing(behaviour(read(request), context)) as replies:
+            async with (
+                self._around(method, context),
+                messages(request, context) as message,
+                aclosing(behaviour(message, context)) as replies,
+            ):
                 async for response in replies:
                     yield response
 
@@ -146,6 +177,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else call
         # Without a deserializer: an error in one would be gRPC's to answer, as UNKNOWN.
         return make(wrapped, None, handler.response_serializer)  # type: ignore[no-any-return]
+
+    @asynccontextmanager
+    async def _in_time(self, context: Context, *, unary: bool) -> AsyncIterator[None]:
+        """End a unary call without a deadline in time. Streams may continue: keepalive watches their peers."""
+        seconds = _UNARY_SECONDS if unary and not _has_deadline(context) else None
+        try:
+            async with timeout(seconds) as limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            text = f"it took {seconds:g} s, the most without a deadline; set one where it may take longer"
+            raise ServiceError(text, code=grpc.StatusCode.DEADLINE_EXCEEDED) from error
 
     @asynccontextmanager
     async def _around(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -172,7 +216,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             code = _code(context)
             raise
         except Exception as raised:
-            error = _service_error(raised, request_id)
+            error = _without_frames(_service_error(raised, request_id))
             code = error.code.name
         except (CancelledError, GeneratorExit) as ended:
             code = _cancelled_code(context)
@@ -189,44 +233,107 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._calls.discard(cast(Task[Any], current_task()))
             self._metrics.in_flight.labels(*labels).dec()
             self._metrics.requests.labels(*labels, code).inc()
+            if error is not None:
+                self._metrics.count_refusal(self._service, error)
             self._metrics.seconds.labels(*labels).observe(time.perf_counter() - began)
             if span is not None:
                 span.end(code if code in _FAULTS else "", **{"rpc.grpc.status_code": code})
         # Only now, so that a caller that has the answer finds the call counted, and room for the next one.
         if error is not None:
             status = to_status(error)
-            details = (STATUS_DETAILS, status.SerializeToString())
-            await context.abort(error.code, status.message, (*trailer, details))
+            # Not `abort`, whose exception holds the call, its request included, and is held by it: megabytes would
+            # stay until garbage is collected.
+            context.set_code(error.code)
+            context.set_details(status.message)
+            context.set_trailing_metadata((*trailer, (STATUS_DETAILS, status.SerializeToString())))
+
+
+class _Parser:
+    """Parser of a caller's requests of a method, within the budget of the server."""
+
+    def __init__(
+        self,
+        deserialize: Callable[[bytes], Any] | None,
+        budget: ParseBudget,
+        method: str,
+        caller: TokenHolder | None,
+    ) -> None:
+        self._deserialize = deserialize
+        self._budget = budget
+        self._method = method
+        self._caller = caller
+        kind = getattr(deserialize, "__self__", None)
+        self._shape = Shape() if kind is None else shape_of(kind.DESCRIPTOR)
+
+    async def take(self, request: bytes, context: Context) -> int:
+        """Take room for a message; return what to give back."""
+        return await self._budget.take(request, self._shape, lambda: self._place(context))
+
+    def _place(self, context: Context) -> str:
+        """Return who shares a place in the line for room: a caller by name, or all of an address."""
+        return context.peer().rpartition(":")[0] if self._caller is None else f"caller {self._caller.name}"
+
+    def give_back(self, counted: int) -> None:
+        """Give back the room of a message."""
+        self._budget.give_back(counted)
+
+    def parse(self, request: bytes) -> Any:
+        """Return the message.
+
+        InvalidArgument: the bytes are none. PermissionDenied: it names a run that is not the caller's.
+        """
+        try:
+            parsed = request if self._deserialize is None else self._deserialize(request)
+        except DecodeError as error:
+            raise InvalidArgument([NO_MESSAGE]) from error
+        if self._caller is not None:
+            check_runs(self._caller, self._method, parsed)
+        return parsed
+
+    @asynccontextmanager
+    async def parsed(self, request: bytes, context: Context, *, handled: bool) -> AsyncIterator[Any]:
+        """Yield the message; its room is given back at the end.
+
+        Unless it is `handled` by then, for it is answered by a stream: the room is given back once its handler
+        waits for the first time. It has read the message by then, and may go on for hours.
+        """
+        counted = await self.take(request, context)
+        if not handled:
+            get_running_loop().call_soon(self.give_back, counted)
+        try:
+            yield self.parse(request)
+        finally:
+            if handled:
+                self.give_back(counted)
 
 
 class _Parsed:
-    """Messages of a caller's stream, parsed one by one."""
+    """Messages of a caller's stream, parsed one by one.
 
-    def __init__(self, requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> None:
+    The room of one is given back when the next is asked for.
+    """
+
+    def __init__(self, requests: AsyncIterator[bytes], parser: _Parser, context: Context) -> None:
         # Without aiter, which begins gRPC's generator: a call that ends before it reads would leave that unused,
         # and Python warns of a coroutine that was never awaited.
         self._requests = requests
-        self._parse = parse
+        self._parser = parser
+        self._context = context
+        self._held = 0
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
-        return self._parse(await anext(self._requests))
+        await self.aclose()
+        request = await anext(self._requests)
+        self._held = await self._parser.take(request, self._context)
+        return self._parser.parse(request)
 
-
-def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Return a parser of requests that raises InvalidArgument for bytes that are none."""
-
-    def parse(request: bytes) -> Any:
-        try:
-            return request if deserialize is None else deserialize(request)
-        except DecodeError as error:
-            raise InvalidArgument(
-                [Violation("request", "is not an encoded message of this method")]
-            ) from error
-
-    return parse
+    async def aclose(self) -> None:
+        """Give back the room of the last message."""
+        held, self._held = self._held, 0
+        self._parser.give_back(held)
 
 
 def _service_error(error: Exception, request_id: str) -> ServiceError:
@@ -243,6 +350,19 @@ def _service_error(error: Exception, request_id: str) -> ServiceError:
     log.error("rpc_failed", exc_info=error)
     detail = error_details_pb2.RequestInfo(request_id=request_id)
     return ServiceError(f"internal error, request id {request_id}", detail, code=grpc.StatusCode.INTERNAL)
+
+
+def _without_frames(error: ServiceError) -> ServiceError:
+    """Let an error go of the frames that it came through, which hold the request and are held by it in turn.
+
+    A request of megabytes would stay until the next full collection of garbage.
+    """
+    held: list[BaseException] = [error]
+    while held:
+        each = held.pop()
+        held += [other for other in (each.__cause__, each.__context__) if other is not None]
+        each.__traceback__ = each.__cause__ = each.__context__ = None
+    return error
 
 
 def _request_id(context: Context) -> str:

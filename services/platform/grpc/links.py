@@ -116,6 +116,7 @@ class Links(Generic[L]):
     async def _look(self, records: dict[str, InstanceRecord] | None) -> None:
         if records is not None:
             await self._drop_others(records)
+            self._refused &= {record.address for record in records.values()}
             for name, record in records.items():
                 if name not in self.known and record.address not in self._refused:
                     self._connect(record)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from paceline.channel import KEEPALIVE_MS
@@ -17,7 +17,9 @@ from services.platform.config.settings import ServiceConfig, TlsConfig, listenin
 from services.platform.config.sources import ConfigError
 from services.platform.grpc.channel import Options, common_options
 from services.platform.grpc.interceptor import CallInterceptor
+from services.platform.grpc.parse_budget import ParseBudget
 from services.platform.observability.metrics import rpc_metrics
+from services.platform.observability.probes import ProbeServer
 from services.platform.security.certificates import Certificates, watch_certificates
 from services.platform.security.guard import guard_of
 
@@ -29,9 +31,17 @@ LIVENESS = "liveness"
 WATCHER_GRACE = 0.1
 """Seconds that watchers of health get to receive the last status; they never end by themselves."""
 
+UNCOMPRESSED = 1
+"""Set of gRPC's compression algorithms that has none: a few bytes of a compressed message become any number."""
+
 PENDING_SECONDS = 24 * 3600
 """Longest time that a call waits to be taken; its own deadline ends it before that."""
 
+REFLECTION = "grpc.reflection.v1.ServerReflection"
+"""Reflection as newer tools ask for it; its messages are those of v1alpha."""
+
+_INTERNAL = "paceline.internal."
+"""How the names of services begin that only the platform's own processes call."""
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 _running: set[GrpcServer] = set()
 
@@ -48,26 +58,40 @@ class GrpcServer:
     ) -> None:
         self._config = config
         metrics = rpc_metrics(REGISTRY if registry is None else registry)
-        self._interceptor = CallInterceptor(service, guard_of(config), metrics, config.max_concurrent_calls)
+        self.guard = guard_of(config)
+        budget = ParseBudget(config.max_parsed_bytes, config.max_message_bytes)
+        self._interceptor = CallInterceptor(service, self.guard, metrics, config.max_concurrent_calls, budget)
         server = grpc.aio.server(interceptors=[self._interceptor], options=server_options(config))
         self._services = _NamingServer(server)
         self.server = cast(grpc.aio.Server, self._services)
         self.port = 0
         self._health = health.aio.HealthServicer()
+        self._serving = False
+        self._probes = ProbeServer({"/readyz": self._problem})
 
     @property
     def address(self) -> str:
         """ "host:port" as peers should dial it; the port is known after `start`."""
         return f"{advertised(self._config)}:{self.port}"
 
+    @property
+    def probe_port(self) -> int:
+        """Port of probes, once started; 0 if there is none."""
+        return self._probes.port
+
     async def start(self) -> None:
-        """Bind and serve. ConfigError if the address is not allowed, RuntimeError if it is taken."""
+        """Bind and serve.
+
+        ConfigError if the address is not allowed, RuntimeError if it is taken, OSError if the port of probes is.
+        """
         if problems := listening_problems(self._config):
             await self._end_unused()
             raise ConfigError(problems)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflected = reflection.aio.ReflectionServicer([*self._services.names, reflection.SERVICE_NAME])
+        public = [name for name in self._services.names if not name.startswith(_INTERNAL)]
+        reflected = reflection.aio.ReflectionServicer([*public, reflection.SERVICE_NAME])
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, self.server)
+        self._services.add_generic_rpc_handlers([_under_its_later_name(reflected)])
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_store(True)
         await self.set_serving(False)
@@ -78,6 +102,8 @@ class GrpcServer:
             raise
         await self.server.start()
         _running.add(self)
+        if self._config.probe_port is not None:
+            self._probes.start(self._config.host, self._config.probe_port)
 
     async def _end_unused(self) -> None:
         """Start and stop a server that never ran; collecting it otherwise can crash the process."""
@@ -86,6 +112,7 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of the server as a whole ("") and of every service on it."""
+        self._serving = serving
         response = health_pb2.HealthCheckResponse
         status = response.SERVING if serving else response.NOT_SERVING
         for name in ("", *self._services.names):
@@ -99,11 +126,16 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Stop: health becomes NOT_SERVING, new calls are refused, running ones get `grace` seconds."""
         _running.discard(self)
+        self._serving = False
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self.server.stop(grace))
         await asyncio.wait([stopping], timeout=WATCHER_GRACE)
         self._interceptor.end_watchers()
         await stopping
+        await self._probes.stop()
+
+    async def _problem(self) -> str:
+        return "" if self._serving else "it does not serve now"
 
     def _bind(self, address: str) -> int:
         if self._config.tls is None:
@@ -119,6 +151,8 @@ async def stop_servers(grace: float) -> None:
 def server_options(config: ServiceConfig) -> Options:
     """Return the options of a server: clients may ping it, and its port belongs to one process only.
 
+    It takes no compressed messages: they are answered UNIMPLEMENTED before they are received.
+
     gRPC cancels calls that the event loop has not taken yet: beyond 1,000 of them at random, beyond 3,000 each, and
     all that have waited for 30 s. Here as many wait as may be served, and as many again, so that the interceptor
     answers those that are too many.
@@ -129,6 +163,7 @@ def server_options(config: ServiceConfig) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
+        ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server.max_pending_requests", most_pending),
         ("grpc.server.max_pending_requests_hard_limit", most_pending),
@@ -167,6 +202,16 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
 def _shown(certificates: Certificates, tls: TlsConfig) -> grpc.ServerCertificateConfiguration:
     pair: Any = (certificates.key, certificates.chain)
     return grpc.ssl_server_certificate_configuration([pair], certificates.roots if tls.client_auth else None)
+
+
+def _under_its_later_name(reflected: Any) -> grpc.GenericRpcHandler:
+    """Return the handlers of `REFLECTION`, which the package for Python does not have."""
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflected.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(REFLECTION, {"ServerReflectionInfo": handler})
 
 
 class _NamingServer:

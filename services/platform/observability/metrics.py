@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
 from weakref import WeakKeyDictionary
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import (
     REGISTRY,
@@ -22,13 +20,15 @@ from prometheus_client import (
     disable_created_metrics,
     make_wsgi_app,
 )
-from prometheus_client.exposition import ThreadingWSGIServer
 
+from services.contracts.errors import PermissionDenied, ResourceExhausted
 from services.platform.config.settings import ServiceConfig, TlsConfig, listening_problems
 from services.platform.config.sources import ConfigError
 from services.platform.config.watched import Watched
 from services.platform.memory_limits import own_memory_share
+from services.platform.observability.bounded_server import BoundedServer, serve
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.security.caller import current_caller
 from services.platform.security.certificates import server_context
 from services.platform.security.guard import Guard, guard_of
 
@@ -47,6 +47,20 @@ class RpcMetrics(MetricSet, prefix="paceline_rpc_"):
     requests = counter("requests_total", "RPCs ended.", "component", "method", "code")
     seconds = histogram("seconds", "Duration of RPCs.", RPC_SECONDS, "component", "method")
     in_flight = gauge("in_flight", "RPCs running now.", "component", "method")
+    refused = counter(
+        "refused_total",
+        "RPCs refused of a token, by its name and what it lacks: MISSING_SCOPE, RUN_NOT_GRANTED, or what was used "
+        "up, such as requests, max_queued_samples and max_queued_tokens.",
+        "component",
+        "grant",
+        "reason",
+    )
+
+    def count_refusal(self, component: str, error: Exception) -> None:
+        """Count an error if it refuses what the current caller may not have, or not now."""
+        caller = current_caller()
+        if caller is not None and isinstance(error, PermissionDenied | ResourceExhausted):
+            self.refused.labels(component, caller.name, error.reason).inc()
 
 
 _rpc_metrics: WeakKeyDictionary[CollectorRegistry, RpcMetrics] = WeakKeyDictionary()
@@ -102,17 +116,8 @@ def start_metrics_server(config: ServiceConfig, registry: CollectorRegistry = RE
     guard = guard_of(config)
     if guard is not None:
         app = _guarded(app, guard)
-    kind = ThreadingWSGIServer if config.tls is None else tls_server(config.tls)
-    server = make_server(config.host, config.metrics_port, app, kind, _QuietHandler)
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
-    return int(server.server_port)
-
-
-class _QuietHandler(WSGIRequestHandler):
-    """Handler that does not log scrapes."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    kind = BoundedServer if config.tls is None else tls_server(config.tls)
+    return int(serve(config.host, config.metrics_port, app, "metrics", kind).server_port)
 
 
 def _guarded(app: WsgiApp, guard: Guard) -> WsgiApp:
@@ -130,11 +135,8 @@ def _guarded(app: WsgiApp, guard: Guard) -> WsgiApp:
     return answer
 
 
-_HANDSHAKE_SECONDS = 10.0
-
-
-def tls_server(tls: TlsConfig) -> type[ThreadingWSGIServer]:
-    """Return the server class for `make_server`. Raises as `certificates.read_certificates`."""
+def tls_server(tls: TlsConfig) -> type[BoundedServer]:
+    """Return the server class for `serve`. Raises as `certificates.read_certificates`."""
     paths = [path for path in (tls.key_file, tls.cert_file, tls.ca_file) if path is not None]
     context = Watched("metrics_certificate", paths, lambda: server_context(tls))
 
@@ -144,12 +146,11 @@ def tls_server(tls: TlsConfig) -> type[ThreadingWSGIServer]:
     return Server
 
 
-class _TlsServer(ThreadingWSGIServer):
+class _TlsServer(BoundedServer):
     contexts: Watched[ssl.SSLContext]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake in the thread of the connection, so that a slow client does not block others."""
-        request.settimeout(_HANDSHAKE_SECONDS)
         try:
             secured = self.contexts.current().wrap_socket(request, server_side=True)
         except OSError:

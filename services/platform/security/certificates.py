@@ -6,6 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.tls_files import TlsFileError, check_tls_files, no_password
 from services.platform.config.settings import TlsConfig
 from services.platform.config.watched import Unreadable, Watched
 
@@ -42,34 +43,22 @@ def server_context(tls: TlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(str(tls.cert_file), str(tls.key_file), password=_no_password)
+        context.load_cert_chain(str(tls.cert_file), str(tls.key_file), password=no_password)
         if tls.client_auth:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cafile=str(tls.ca_file))
+    except TlsFileError as error:
+        raise Unreadable(str(error)) from error
     except ssl.SSLError as error:
         raise Unreadable(f"{tls.cert_file}, {tls.key_file} or {tls.ca_file}: {error}") from error
     return context
 
 
 def _check(tls: TlsConfig) -> None:
-    """Verify the files with OpenSSL, since gRPC accepts invalid ones and then fails every handshake."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if tls.cert_file is not None and tls.key_file is not None:
-        try:
-            context.load_cert_chain(tls.cert_file, tls.key_file, password=_no_password)
-        except ssl.SSLError as error:
-            reason = f"{tls.cert_file} and {tls.key_file} are not a certificate and its key: {error}"
-            raise Unreadable(reason) from error
-    if tls.ca_file is not None:
-        try:
-            context.load_verify_locations(cafile=tls.ca_file)
-        except ssl.SSLError as error:
-            raise Unreadable(f"{tls.ca_file} holds no certificate authority: {error}") from error
-
-
-def _no_password() -> str:
-    # Without this OpenSSL would ask the terminal.
-    raise Unreadable("the private key is encrypted; it must not be")
+    try:
+        check_tls_files(tls.ca_file, tls.cert_file, tls.key_file)
+    except TlsFileError as error:
+        raise Unreadable(str(error)) from error
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -6,17 +6,22 @@ import hmac
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
+import structlog
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from paceline.tokens import NAME_PATTERN, TokenScope, hash_token
+from paceline.tokens import TokenScope, hash_token
 from services.contracts.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from services.platform.config.settings import ServiceConfig
 from services.platform.config.sources import ConfigError
 from services.platform.config.watched import Unreadable, Watched
+from services.platform.security.caller import TokenHolder, act_for, read_caller
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +51,13 @@ class Bucket:
         return (1.0 - self._level) / self.rate.per_second
 
 
-class Grant(BaseModel):
+class Grant(TokenHolder):
     """One accepted token.
 
     A token is 32 random bytes, so its plain SHA-256 is kept: slow password hashes protect against dictionaries, and
     no dictionary has such a token.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    """Name of the owner, which errors and logs show instead of the token."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the token, in hexadecimal."""
     scopes: Annotated[frozenset[TokenScope], Field(min_length=1)]
@@ -65,6 +66,13 @@ class Grant(BaseModel):
     """Sustained rate of RPCs at each server. Unset: unlimited."""
     burst: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """RPCs that may begin at once. Unset: those of two seconds."""
+
+    @model_validator(mode="after")
+    def _check_internal(self) -> Self:
+        bounds = (self.runs, self.max_queued_samples, self.max_queued_tokens)
+        if TokenScope.INTERNAL in self.scopes and any(each is not None for each in bounds):
+            raise ValueError("scopes: internal is for services, which have no runs and no limits of samples")
+        return self
 
     @property
     def rate(self) -> Rate | None:
@@ -77,24 +85,41 @@ class Grant(BaseModel):
 _GRANTS = TypeAdapter(list[Grant])
 
 
+@lru_cache(maxsize=4)
 def service_grant(token: str) -> Grant:
     """Return the grant of the services' own token: all scopes, no limit."""
     return Grant(name="services", sha256=hash_token(token), scopes=frozenset(TokenScope))
 
 
-def read_grants(path: Path) -> tuple[Grant, ...]:
-    """Return the grants of a YAML file: a list of `name`, `sha256`, `scopes` and optionally limits.
+def grant_files(path: Path) -> list[Path]:
+    """Return the files of `tokens_file`: itself, or the *.yaml files of a folder and of its folders.
 
-    OSError if it cannot be read, Unreadable if an entry is invalid or a name or token occurs twice.
+    Folders with a dot are left out: Kubernetes keeps the versions of a secret in them. Unreadable if there is none.
     """
-    try:
-        grants = _GRANTS.validate_python(yaml.safe_load(path.read_text()) or [])
-    except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Unreadable(f"{path}: {_said(error)}") from error
+    if not path.is_dir():
+        return [path]
+    found = [each for pattern in ("*.yaml", "*/*.yaml") for each in path.glob(pattern)]
+    found = [each for each in found if not each.parent.name.startswith(".") or each.parent == path]
+    if not found:
+        raise Unreadable(f"{path}: neither the folder nor one in it has a *.yaml file")
+    return sorted(found)
+
+
+def read_grants(*paths: Path) -> tuple[Grant, ...]:
+    """Return the grants of YAML files: lists of `name`, `sha256`, `scopes` and optionally runs and limits.
+
+    OSError if one cannot be read, Unreadable if an entry is invalid or a name or token occurs twice.
+    """
+    grants: list[Grant] = []
+    for path in paths:
+        try:
+            grants += _GRANTS.validate_python(yaml.safe_load(path.read_text()) or [])
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            raise Unreadable(f"{path}: {_said(error)}") from error
     for field in ("name", "sha256"):
         values = [getattr(grant, field) for grant in grants]
         if len(set(values)) < len(values):
-            raise Unreadable(f"{path}: two entries have the same {field}")
+            raise Unreadable(f"{', '.join(map(str, paths))}: two entries have the same {field}")
     return tuple(grants)
 
 
@@ -130,20 +155,42 @@ class Guard:
         self._clock = clock
         self._buckets: dict[str, Bucket] = {}
 
-    def admit(self, method: str, authorization: str) -> None:
-        """Admit a call of "/package.Service/Method", or raise.
+    def admit(self, method: str, authorization: str, on_behalf: str = "") -> TokenHolder | None:
+        """Admit a call of "/package.Service/Method", or raise; return its caller, None for a service.
+
+        What follows in this task is done for the caller. A service may call `on_behalf` of another, as its metadata
+        say; what others say there is ignored.
 
         Unauthenticated without a known token, PermissionDenied without the scope, ResourceExhausted above the
         token's rate.
         """
         if method.removeprefix("/") in _TICKETED:
             # Its servicer compares the ticket before it reads a message.
-            return
+            return None
         grant = self._known(authorization)
         if grant is None:
             raise Unauthenticated("a valid bearer token is needed in the metadata `authorization`")
+        caller: TokenHolder | None = grant
+        if TokenScope.INTERNAL in grant.scopes:
+            caller = read_caller(on_behalf) if on_behalf else None
+        act_for(caller)
         self._check_scope(grant, method)
         self._check_rate(grant)
+        return caller
+
+    def warn_of_shared_runs(self) -> list[str]:
+        """Warn if several tokens may generate samples and some may name any run; return the names of these."""
+        holders = [grant for grant in self._grants() if TokenScope.ROLLOUTS in grant.scopes]
+        unbounded = sorted(grant.name for grant in holders if grant.runs is None)
+        if len(holders) < 2 or not unbounded:
+            return []
+        log.warning(
+            "grants_of_any_run",
+            tokens=unbounded,
+            reason="several tokens have the scope rollouts, and these may read and end the runs of all others; "
+            "give each the `runs` that it is for",
+        )
+        return unbounded
 
     def may_scrape(self, authorization: str) -> bool | None:
         """Return True if the bearer may read metrics; None if the token is unknown."""
@@ -202,7 +249,8 @@ def _grants_of(path: Path | None) -> Callable[[], tuple[Grant, ...]]:
     if path is None:
         return lambda: ()
     try:
-        return Watched("tokens", [path], lambda: read_grants(path)).current
+        files = grant_files(path)
+        return Watched("tokens", files, lambda: read_grants(*files)).current
     except (OSError, Unreadable) as error:
         raise ConfigError([f"tokens_file: {error}"]) from error
 
@@ -227,6 +275,7 @@ _SERVICES: dict[str, frozenset[TokenScope]] = {
     "paceline.v1.RolloutService": frozenset({TokenScope.ROLLOUTS}),
     "paceline.v1.WeightService": frozenset({TokenScope.WEIGHTS}),
     "paceline.v1.FleetService": frozenset({TokenScope.FLEET}),
+    "grpc.reflection.v1.ServerReflection": _READERS,
     "grpc.reflection.v1alpha.ServerReflection": _READERS,
 }
 _METHODS: dict[str, frozenset[TokenScope]] = {

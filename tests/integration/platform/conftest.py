@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from paceline.internal.v1 import demand_pb2_grpc
+from paceline.internal.v1.demand_pb2_grpc import DemandServiceServicer
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.platform.config import watched
 from services.platform.config.settings import ServiceConfig
@@ -82,6 +84,7 @@ def serve() -> Serve:
         server = GrpcServer(config, service="toy", registry=registry)
         servicer = ToyFleet()
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server.server)
+        demand_pb2_grpc.add_DemandServiceServicer_to_server(DemandServiceServicer(), server.server)
         await server.start()
         try:
             async with open_channel(server.address, client or config) as channel:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -18,8 +20,10 @@ from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.contracts import errors
 from services.platform.config.settings import ServiceConfig
 from services.platform.config.sources import ConfigError
+from services.platform.grpc import interceptor
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import LIVENESS, GrpcServer
+from tests.support.waiting import until
 
 LIST = "paceline.v1.FleetService/ListInstances"
 WATCH = "paceline.v1.FleetService/WatchFleet"
@@ -89,6 +93,49 @@ async def test_an_error_ends_a_stream_after_its_messages(serve: Any) -> None:
         retry = error_details_pb2.RetryInfo()
         assert any(detail.Unpack(retry) for detail in status_of(error).details)
         assert retry.retry_delay.seconds == 2
+
+
+@pytest.mark.parametrize("entered", [False, True], ids=["for-its-token", "by-its-servicer"])
+async def test_a_refused_stream_has_no_message_of_the_refusal(serve: Any, entered: bool) -> None:
+    async with serve(ServiceConfig(token="right")) as toy, bare(toy.server.address) as channel:
+        stub: Any = toy.stub if entered else fleet_pb2_grpc.FleetServiceStub(channel)
+        toy.servicer.error = errors.FailedPrecondition("BUSY", "come again")
+        stream = aiter(stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=60))
+        if entered:
+            assert (await anext(stream)).instances, "its servicer's own"
+        error = await refused(anext(stream))
+        refused_for = grpc.StatusCode.FAILED_PRECONDITION if entered else grpc.StatusCode.UNAUTHENTICATED
+        assert error.code() is refused_for
+        assert status_of(error).details
+
+
+@pytest.fixture
+def collection_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_a_refused_call_leaves_nothing_for_the_collector_of_garbage(
+    serve: Any, collection_off: None
+) -> None:
+    """Its request may have megabytes, and full collections are minutes apart."""
+
+    def kept() -> list[errors.ServiceError]:
+        return [each for each in gc.get_objects() if isinstance(each, errors.ServiceError)]
+
+    async with serve(ServiceConfig()) as toy:
+        junk = toy.channel.unary_unary("/paceline.v1.FleetService/ListInstances")
+        for call in (
+            lambda: junk(b"\xff" * 100_000, timeout=60),
+            lambda: toy.stub.ListInstances(OK, timeout=60),
+            lambda: read_all(toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest(), timeout=60)),
+        ):
+            toy.servicer.error = errors.FailedPrecondition("BUSY", "come again")
+            await refused(call())
+            toy.servicer.error = None
+            await until(lambda: not kept(), "the error is gone, and with it the call")
 
 
 async def test_an_error_of_a_task_group_is_seen_as_itself(serve: Any) -> None:
@@ -188,11 +235,33 @@ async def test_reflection_needs_the_token_and_names_the_service(serve: Any) -> N
         assert {"paceline.v1.FleetService", "grpc.health.v1.Health"} <= names
 
 
-async def test_a_unary_call_needs_a_deadline(serve: Any) -> None:
+async def test_reflection_is_there_under_the_name_that_newer_tools_ask_for(serve: Any) -> None:
+    async with serve(ServiceConfig(token="right")) as toy:
+        call = toy.channel.stream_stream(
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            reflection_pb2.ServerReflectionRequest.SerializeToString,
+            reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        asked = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="paceline.v1.FleetService"),
+        ]
+        listed, described = await read_all(call(iter(asked), timeout=60))
+        names = [each.name for each in listed.list_services_response.service]
+        assert "paceline.v1.FleetService" in names
+        assert not [name for name in names if "internal" in name], "what is the platform's own is not listed"
+        assert described.file_descriptor_response.file_descriptor_proto
+
+
+async def test_a_unary_call_without_a_deadline_gets_one(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve(ServiceConfig()) as toy:
-        error = await refused(toy.stub.ListInstances(OK))
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "deadline" in (error.details() or "")
+        assert (await toy.stub.ListInstances(OK)).instances
+        monkeypatch.setattr(interceptor, "_UNARY_SECONDS", 0.2)
+        error = await refused(toy.stub.Drain(fleet_pb2.DrainRequest()))
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "took 0.2 s, the most without a deadline" in (error.details() or "")
+        assert count(toy, "paceline.v1.FleetService/Drain", "DEADLINE_EXCEEDED") == 1
+        assert (await toy.stub.ListInstances(OK, timeout=60)).instances, "one that has a deadline has its own"
         stream = toy.stub.WatchFleet(fleet_pb2.WatchFleetRequest())
         assert (await anext(aiter(stream))).instances
         stream.cancel()

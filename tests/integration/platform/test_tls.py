@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from typing import Any
@@ -17,8 +19,10 @@ from services.platform.config.settings import ServiceConfig, TlsConfig
 from services.platform.config.watched import Unreadable
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
+from services.platform.observability.bounded_server import MOST_CONNECTIONS
 from services.platform.observability.metrics import start_metrics_server
 from tests.support.certificates import DAY
+from tests.support.waiting import until
 
 REQUEST = fleet_pb2.ListInstancesRequest()
 
@@ -140,3 +144,26 @@ def test_a_client_that_does_not_shake_hands_holds_up_nobody(authority: Any) -> N
         )
         with urllib.request.urlopen(request, timeout=60, context=context) as answer:
             assert answer.status == 200
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_idle_connections_to_a_metrics_port_are_few_and_keep_no_scrape_out(
+    authority: Any, tls: bool
+) -> None:
+    config = ServiceConfig(tls=authority("ours").tls("server") if tls else None)
+    port = start_metrics_server(config, CollectorRegistry())
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(MOST_CONNECTIONS + 40)]
+    try:
+        # The first ones make way for the last ones, whose handshake or request never comes.
+        assert not any(connection.recv(1) for connection in idle[:40])
+        # A thread outlives its connection by a moment.
+        await until(lambda: threading.active_count() <= before + MOST_CONNECTIONS, "the threads end")
+        context = ssl.create_default_context(cafile=str(config.tls.ca_file)) if config.tls else None
+        url = f"{'https' if tls else 'http'}://127.0.0.1:{port}/metrics"
+        answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=60, context=context)
+        assert answer.status == 200
+        answer.close()
+    finally:
+        for connection in idle:
+            connection.close()

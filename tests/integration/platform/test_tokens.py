@@ -12,8 +12,12 @@ import yaml
 
 import paceline
 from paceline import Client, RetryPolicy
+from paceline.channel import CALLER
 from paceline.tokens import hash_token
+from paceline.v1 import fleet_pb2
 from services.platform.config.settings import ServiceConfig
+from services.platform.grpc.parse_budget import ParseBudget
+from services.platform.security.caller import TokenHolder
 
 PATIENT = RetryPolicy(seconds=30)
 """Calls that find no connection are made again, and those that are to come again later are not."""
@@ -77,3 +81,22 @@ async def test_who_calls_too_often_is_told_when_to_come_again(serve: Any, tokens
             with pytest.raises(paceline.ResourceExhaustedError):
                 await call(lambda: next(client.watch_fleet()))
             assert await call(other.instances), "others are not held up"
+
+
+async def test_callers_behind_one_service_have_each_a_place_in_the_line_for_room(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = []
+
+    async def take(self: ParseBudget, request: bytes, shape: Any, caller: Callable[[], str]) -> int:
+        places.append(caller())
+        return 0
+
+    monkeypatch.setattr(ParseBudget, "take", take)
+    async with serve(ServiceConfig()) as toy:
+        for name in ("ann", "bob", "ann"):
+            on_behalf = ((CALLER, TokenHolder(name=name).metadata()),)
+            await toy.stub.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=on_behalf, timeout=60)
+        await toy.stub.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=60)
+    assert places[0] == places[2]
+    assert len(set(places)) == 3

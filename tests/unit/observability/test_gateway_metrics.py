@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from services.gateway.metrics import GatewayMetrics
@@ -53,6 +54,42 @@ def test_instances_are_shown_until_they_are_forgotten() -> None:
     metrics.show_instances({"b": True}, {"a"})
     assert series(registry, "instance_up") == {("b",): 1}
     assert series(registry, "running_samples") == {}
+
+
+def test_runs_beyond_a_number_are_shown_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.metrics._MOST_RUNS", 10)
+    registry = CollectorRegistry()
+    runs = GatewayMetrics(registry)
+    for number in range(50):
+        runs.show_run(f"run-{number}", float(number), step=number, reward=1.0)
+        runs.show_run("heard of", float(number), step=number)
+    assert series(registry, "step").keys() == {*((f"run-{n}",) for n in range(41, 50)), ("heard of",)}
+    assert len(series(registry, "reward")) == 9
+
+
+def test_counters_of_instances_that_never_come_back_go_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.metrics._MOST_GONE", 10)
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    metrics.show_instances({"stays": True}, ())
+    for name in ("stays", *(f"pod-{number}" for number in range(50))):
+        metrics.tokens.labels(name).inc()
+        metrics.placements.labels(name).inc()
+        metrics.losses.labels(name).inc()
+        metrics.refused(name, 8)
+        metrics.refused(name, 14)
+    for number in range(50):
+        metrics.show_instances({f"pod-{number}": True}, ())
+        metrics.show_instances({}, {f"pod-{number}"})
+        # One that restarts under its name keeps its counters.
+        metrics.show_instances({}, {"stays"})
+        metrics.show_instances({"stays": True}, ())
+    left = {("stays",), *((f"pod-{number}",) for number in range(41, 50))}
+    for name in ("tokens_total", "placements_total", "instance_losses_total"):
+        assert series(registry, name).keys() == left, name
+    assert {key[:1] for key in series(registry, "refusals_total")} == left
+    assert len(series(registry, "refusals_total")) == 2 * len(left)
+    assert series(registry, "instance_up").keys() == {("stays",)}
 
 
 def test_refusals_are_counted_by_the_name_of_their_code() -> None:

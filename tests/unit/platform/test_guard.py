@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import structlog
 import yaml
 from google.rpc import error_details_pb2
 
@@ -18,15 +20,24 @@ from services.contracts.errors import PermissionDenied, ResourceExhausted, Servi
 from services.platform.config.settings import ServiceConfig
 from services.platform.config.sources import ConfigError
 from services.platform.config.watched import Unreadable
+from services.platform.security.caller import TokenHolder, act_for, current_caller
 from services.platform.security.guard import Grant, Guard, guard_of, read_grants, scopes_for
 
 SUBMIT = "/paceline.v1.RolloutService/SubmitRollouts"
 DRAIN = "/paceline.v1.FleetService/Drain"
+ENTRY = {"name": "a", "sha256": "0" * 64, "scopes": ["rollouts"]}
 LIST = "/paceline.v1.FleetService/ListInstances"
 WORK = "/paceline.internal.v1.GenerationService/Work"
 
 
-def grant(token: str, *scopes: TokenScope, **limits: float) -> Grant:
+@pytest.fixture(autouse=True)
+def nobody() -> Iterator[None]:
+    """Whoever is admitted here calls nothing in the tests that follow in this process."""
+    yield
+    act_for(None)
+
+
+def grant(token: str, *scopes: TokenScope, **limits: Any) -> Grant:
     return Grant(name=f"of-{token}", sha256=hash_token(token), scopes=frozenset(scopes), **limits)
 
 
@@ -152,10 +163,37 @@ def test_what_a_token_may_not_do_costs_it_nothing() -> None:
     guarded.admit(SUBMIT, "Bearer t")
 
 
+def test_a_service_calls_on_behalf_of_somebody_and_nobody_else_does() -> None:
+    trusted = guard(grant("t", TokenScope.ROLLOUTS, runs=["a*"]), grant("i", TokenScope.INTERNAL), own="own")
+    other = TokenHolder(name="other", runs=("b*",))
+    for token in ("own", "i"):
+        assert trusted.admit(SUBMIT, f"Bearer {token}", other.metadata()) == other == current_caller()
+        assert trusted.admit(SUBMIT, f"Bearer {token}") is None is current_caller()
+    mine = trusted.admit(SUBMIT, "Bearer t", other.metadata())
+    assert mine is not None
+    assert (mine.name, mine.runs) == ("of-t", ("a*",))
+    assert current_caller() is mine
+    act_for(None)
+
+
+@pytest.mark.parametrize(
+    ("runs", "named"),
+    [([None], []), ([["a*"], ["b*"]], []), ([None, ["b*"]], ["of-0"]), ([None, None], ["of-0", "of-1"])],
+)
+def test_tokens_of_any_run_are_warned_of_where_there_are_others(
+    runs: list[list[str] | None], named: list[str]
+) -> None:
+    grants = [grant(str(n), TokenScope.ROLLOUTS, **({"runs": r} if r else {})) for n, r in enumerate(runs)]
+    with structlog.testing.capture_logs() as logs:
+        assert guard(*grants, grant("w", TokenScope.WEIGHTS)).warn_of_shared_runs() == named
+    assert [log["tokens"] for log in logs] == ([named] if named else [])
+
+
 def test_the_command_makes_an_entry_that_the_gateway_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["token", "--name=trainer", "--scope=rollouts", "--scope=weights"]) == 0
+    bounds = ["--run=team-a-*", "--run=b", "--max-queued-samples=7", "--max-queued-tokens=9"]
+    assert run(["token", "--name=trainer", "--scope=rollouts", "--scope=weights", *bounds]) == 0
     said = capsys.readouterr().out
     (token,) = [line for line in said.splitlines() if line.startswith("pl_")]
     file = tmp_path / "tokens.yaml"
@@ -163,7 +201,10 @@ def test_the_command_makes_an_entry_that_the_gateway_reads(
     assert token not in file.read_text()
     guarded = guard_of(ServiceConfig(tokens_file=file))
     assert guarded is not None
-    guarded.admit(SUBMIT, f"Bearer {token}")
+    caller = guarded.admit(SUBMIT, f"Bearer {token}")
+    assert caller is not None
+    assert caller.runs == ("team-a-*", "b")
+    assert (caller.max_queued_samples, caller.max_queued_tokens) == (7, 9)
     assert isinstance(refusal(guarded, DRAIN, token), PermissionDenied)
 
 
@@ -187,6 +228,13 @@ def test_tokens_are_long_and_differ() -> None:
         ([{"name": "a", "sha256": "0" * 64, "scopes": ["fleet"], "requests_per_second": 0}], "requests"),
         ([{"name": "a", "sha256": "0" * 64, "scopes": ["fleet"], "token": "secret-itself"}], "token"),
         ([{"name": n, "sha256": "0" * 64, "scopes": ["fleet"]} for n in "ab"], "two entries"),
+        ([{**ENTRY, "runs": []}], "runs"),
+        ([{**ENTRY, "runs": ["a b"]}], "runs"),
+        ([{**ENTRY, "runs": "a*"}], "runs"),
+        ([{**ENTRY, "max_queued_samples": 0}], "max_queued_samples"),
+        ([{**ENTRY, "max_queued_tokens": 0.5}], "max_queued_tokens"),
+        ([{**ENTRY, "scopes": ["internal"], "runs": ["a*"]}], "internal"),
+        ([{**ENTRY, "scopes": ["internal"], "max_queued_tokens": 1}], "internal"),
         ({"a": 1}, "list"),
     ],
 )
@@ -200,6 +248,32 @@ def test_a_wrong_entry_is_named_and_its_value_is_not_shown(
     assert "secret-itself" not in str(caught.value)
     with pytest.raises(ConfigError, match="tokens_file"):
         guard_of(ServiceConfig(tokens_file=file))
+
+
+def test_entries_may_be_in_the_files_of_a_folder(tmp_path: Path) -> None:
+    def entry(name: str) -> str:
+        return yaml.safe_dump([{"name": name, "sha256": hash_token(name), "scopes": ["metrics"]}])
+
+    # As Kubernetes mounts two secrets: each file leads to the present version by way of a folder with dots.
+    for name in ("a", "b"):
+        version = tmp_path / name / "..1"
+        version.mkdir(parents=True)
+        (version / "tokens.yaml").write_text(entry(name))
+        (tmp_path / name / "..data").symlink_to("..1")
+        (tmp_path / name / "tokens.yaml").symlink_to("..data/tokens.yaml")
+    guarded = guard_of(ServiceConfig(tokens_file=tmp_path))
+    assert guarded is not None
+    scrape = {name: guarded.may_scrape(f"Bearer {name}") for name in ("a", "b", "c")}
+    assert scrape == {"a": True, "b": True, "c": None}
+
+    (tmp_path / "c.yaml").write_text(entry("a"))
+    with pytest.raises(ConfigError, match="two entries have the same name"):
+        guard_of(ServiceConfig(tokens_file=tmp_path))
+
+
+def test_a_folder_without_entries_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has a \*\.yaml file"):
+        guard_of(ServiceConfig(tokens_file=tmp_path))
 
 
 def test_no_tokens_no_guard() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.contracts.schemas import branches
 from services.contracts.schemas.patterns import LONGEST_PATTERN, pattern_fault
 from services.contracts.schemas.walk import LONGEST_SCHEMA, MOST_FAULTS, schema_faults
 
@@ -31,6 +32,8 @@ def defining(schema: dict[str, Any], **defined: Any) -> dict[str, Any]:
 
 A, B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}
 REFUSED: list[tuple[Any, str, str]] = [
+    # Two references to one schema.
+    (defining(node(oneOf=[A] * 800), a=closed(**{f"p{n}": {"const": n} for n in range(240)})), "#", "oneOf"),
     # What a caller may have mistaken.
     (of("strange"), "#", "strange"),
     (of([]), "#", "type is []"),
@@ -280,3 +283,14 @@ def test_a_pattern_that_would_mean_something_else_is_refused(pattern: Any, says:
 @pytest.mark.parametrize("pattern", ["^$", "^a*(b|c)+$", r"^\d{3}-\d{4}$", "^[a-zA-Z_]\\w*$", "^é{1,}$"])
 def test_a_plain_pattern_is_allowed(pattern: str) -> None:
     assert pattern_fault(pattern) == ""
+
+
+def test_a_list_that_many_places_refer_to_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[Any]()
+    as_json = branches._as_json
+    monkeypatch.setattr(branches, "_as_json", lambda value: [read.append(value), as_json(value)][1])
+    alternatives = of("object", properties={f"p{n}": node(oneOf=[A, B]) for n in range(500)})
+    schema = defining(alternatives, a=node(enum=[*range(1000)]), b=node(enum=[*range(1000, 2000)]))
+    schema |= {"required": sorted(schema["properties"]), "additionalProperties": False}
+    assert not schema_faults(json.dumps(schema))
+    assert sorted(read) == [*range(2000)]

@@ -102,12 +102,13 @@ async def test_work_goes_on_to_its_end_if_the_waiting_is_cancelled() -> None:
 async def test_a_cancellation_waits_for_work_that_cannot_be_interrupted() -> None:
     loop = asyncio.get_running_loop()
     for outcome in (7, ValueError("no")):
-        work = loop.create_future()
-        waiting = asyncio.create_task(uninterrupted(work))
+        work, hastened = loop.create_future(), list[int]()
+        waiting = asyncio.create_task(uninterrupted(work, lambda hastened=hastened: hastened.append(1)))
         for _ in range(3):
             await asyncio.sleep(0)
             waiting.cancel()
         assert not waiting.done()
+        assert hastened
         if isinstance(outcome, int):
             work.set_result(outcome)
         else:
