@@ -34,6 +34,8 @@ class Gateway:
         self._profiling = ExitStack()
         key = GatewayKeys(config.namespace).lease
         self.server = GrpcServer(config, service="gateway", registry=registry)
+        if self.server.guard is not None:
+            self.server.guard.warn_of_shared_runs()
         self.leadership = Leadership("gateway", config, key, self._open, self._changed, self._store_changed)
         # Redis takes writes; so many finished samples wait for it that work has stopped.
         self._usable, self._paused = True, False

@@ -1,5 +1,6 @@
 """Prometheus metrics of the gateway."""
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from google.rpc import code_pb2
@@ -12,6 +13,10 @@ _SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400)
 _JOURNAL_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
 _TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _LEVELS = ("exact", "coupled_history", "lenient", "rejection")
+_MOST_RUNS = 1000
+"""Runs that are shown; a run more takes the place of the one that was silent longest."""
+_MOST_GONE = 1000
+"""Instances whose counters stay after they have left the fleet, for the last increase to be scraped."""
 _RUN_GAUGES = ("step", "lenience", "reward", "reported_kl", "reported_clip_fraction")
 
 
@@ -62,6 +67,14 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     running = gauge("running_samples", "Samples on an instance.", "instance_id")
     queue_seconds = histogram("queue_seconds", "Samples from acceptance to placement.", _SECONDS)
     sample_tokens = histogram("sample_tokens", "Response tokens of samples.", _TOKENS)
+
+    # Tokens, by the names that they have in tokens_file
+    grant_samples = gauge("grant_unfinished_samples", "Unfinished samples of a token.", "grant")
+    grant_tokens = gauge(
+        "grant_unfinished_tokens",
+        "Most tokens that these samples may come to: prompt and max_tokens.",
+        "grant",
+    )
 
     # Instances
     losses = counter("instance_losses_total", "Instances lost.", "instance_id")
@@ -163,6 +176,10 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         "pregenerated_tokens_total", "Pre-generated tokens of the samples of a step when it began."
     )
     announced = counter("announced_step_tokens_total", "Response tokens of the steps that were announced.")
+    unannounced = counter(
+        "unannounced_steps_total",
+        "Steps that nobody announced, so that nothing of them was generated ahead. The first step of a run is one.",
+    )
     coverage = gauge(
         "step_coverage_ratio", "Pre-generated tokens over real tokens, of the last announced step."
     )
@@ -207,8 +224,10 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        # Run id -> seconds of the last change of its gauges.
-        self._shown_at: dict[str, float] = {}
+        # Run id -> seconds of the last change of its gauges, the latest last.
+        self._shown_at: OrderedDict[str, float] = OrderedDict()
+        # Ids of instances that have left, the latest last. Those of a Deployment never come back.
+        self._gone: OrderedDict[str, None] = OrderedDict()
 
     def watch_turns(self, turns: TurnSelector) -> None:
         """Export the longest turn of an event loop from now on."""
@@ -222,25 +241,40 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         self.refusals.labels(instance_id, code_pb2.Code.Name(code) if known else str(code)).inc()
 
     def show_instances(self, up: dict[str, bool], gone: Collection[str]) -> None:
-        """Export which instances are up, and remove the series of those that are forgotten."""
+        """Export which instances are up, and remove the series of those that are forgotten.
+
+        Gauges go at once, counters when many others have left since.
+        """
         for instance_id, alive in up.items():
             self.instance_up.labels(instance_id).set(alive)
+            self._gone.pop(instance_id, None)
         for instance_id in gone:
             self.instance_up.remove(instance_id)
             self.running.remove(instance_id)
+            self._gone[instance_id] = None
+        while len(self._gone) > _MOST_GONE:
+            oldest, _ = self._gone.popitem(last=False)
+            for counted in (self.tokens, self.placements, self.refusals, self.losses):
+                counted.remove_by_labels({"instance_id": oldest})
 
     def show_run(self, run_id: str, now: float, **values: float) -> None:
         """Set gauges of a run, by their names. `now` is in seconds of any one clock."""
         self._shown_at[run_id] = now
+        self._shown_at.move_to_end(run_id)
+        if len(self._shown_at) > _MOST_RUNS:
+            self._hide_run(next(iter(self._shown_at)))
         for name, value in values.items():
             getattr(self, name).labels(run_id).set(value)
 
     def forget_runs(self, before: float) -> None:
         """Remove the gauges of the runs for which none has been set since."""
         for run_id in [run_id for run_id, at in self._shown_at.items() if at < before]:
-            del self._shown_at[run_id]
-            for name in _RUN_GAUGES:
-                getattr(self, name).remove(run_id)
+            self._hide_run(run_id)
+
+    def _hide_run(self, run_id: str) -> None:
+        del self._shown_at[run_id]
+        for name in _RUN_GAUGES:
+            getattr(self, name).remove(run_id)
 
     def count_whole(self, level: str, tokens: int, cached: int, reused: int) -> None:
         """Count a sample of a batch that was completed or truncated.
@@ -268,7 +302,9 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         if bubbles:
             self.bubble_average.set(sum(bubbles) / len(bubbles))
             self.bubble_most.set(max(bubbles))
-        if pregenerated is not None:
+        if pregenerated is None:
+            self.unannounced.inc()
+        else:
             self.pregenerated.inc(pregenerated)
             self.announced.inc(tokens)
             self.coverage.set(pregenerated / tokens if tokens else 0.0)

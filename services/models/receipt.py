@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from paceline.foreign_json import read_object
 from services.contracts.durable_files import write_durably
 
 NAME = ".paceline-model.json"
@@ -34,6 +35,6 @@ class Receipt:
 def read_receipt(folder: Path) -> Receipt | None:
     """Return the receipt in a folder; None if there is none that can be read."""
     try:
-        return Receipt(**json.loads((folder / NAME).read_text()))
+        return Receipt(**read_object(folder / NAME))
     except (OSError, ValueError, TypeError):
         return None

@@ -17,8 +17,8 @@ _BATCH_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Names of prompts become part of seeds, logs and history: long ones are a mistake.
 _LONGEST_PROMPT_ID = 256
-# More violations than anybody reads; checking goes no further.
-_ENOUGH = 64
+ENOUGH = 64
+"""More violations than anybody reads; checking goes no further."""
 _UNKNOWN_LEVEL = "is not an exactness level; allowed are EXACT, COUPLED_HISTORY, LENIENT and REJECTION"
 # Fields of Exactness that only LENIENT has.
 _LENIENT_FIELDS = ("lenience", "kl_target", "diversity_floor")
@@ -87,7 +87,7 @@ def check_groups(
         first = seen.setdefault(group.prompt_id, number)
         found = f"is {group.prompt_id!r}, as groups[{first}]; prompt ids are unique in a batch"
         violations += _unless(first == number, f"groups[{number}].prompt_id", found)
-        if len(violations) >= _ENOUGH:
+        if len(violations) >= ENOUGH:
             break
     return violations
 
@@ -149,7 +149,7 @@ def check_report(request: rollout_pb2.ReportRewardsRequest) -> list[Violation]:
             violations.append(
                 Violation(f"rewards[{number}]", f"is of {name}, as rewards[{first}]; a sample has one")
             )
-        if len(violations) >= _ENOUGH:
+        if len(violations) >= ENOUGH:
             break
     return violations
 

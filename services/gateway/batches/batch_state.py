@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from paceline.v1 import sample_pb2
 from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.account import Account
 from services.gateway.batches.calls import CallRules
 from services.gateway.batches.group import BatchGroup
 from services.gateway.batches.sample import (
@@ -59,6 +60,9 @@ class BatchState:
     regenerates: bool = False
     # Where its samples call tools.
     tools: CallRules | None = None
+    # On whose name they are in work, if a token's, and the most tokens that the unfinished ones may come to.
+    account: Account | None = None
+    most_tokens: int = 0
     current_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +109,7 @@ class BatchState:
         self.held_tokens -= sample.entries
         self.ended_tokens += sample.entries
         self.ended += 1
+        self.most_tokens -= self.groups[sample.group].most_tokens
         return EventEffect.ENDED
 
     def restore(self, index: int, journaled: sample_pb2.Sample, chunks: int) -> None:
@@ -131,6 +136,7 @@ class BatchState:
         assert sample.phase is SamplePhase.WAITING, f"sample {index} is {sample.phase}"
         sample.phase = SamplePhase.ENDED
         self.ended += 1
+        self.most_tokens -= self.groups[sample.group].most_tokens
 
     def reopen(self, index: int) -> None:
         """Let a sample that has ended wait again, as if it had no token yet."""
@@ -138,3 +144,4 @@ class BatchState:
         assert old.phase is SamplePhase.ENDED, f"sample {index} is {old.phase}"
         self.samples[index] = old.afresh()
         self.ended -= 1
+        self.most_tokens += self.groups[old.group].most_tokens

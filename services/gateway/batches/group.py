@@ -13,6 +13,7 @@ class BatchGroup:
     """Samples of one prompt: `count` of them, from index `first`.
 
     `prefix` are response tokens that the caller brought along, with their log-probabilities if it knows them.
+    `most_tokens` are those that a sample may come to, where its batch has an account.
     """
 
     prompt_id: str
@@ -23,3 +24,4 @@ class BatchGroup:
     prefix_logprobs: Sequence[float] = ()
     first: int = 0
     count: int = 1
+    most_tokens: int = 0

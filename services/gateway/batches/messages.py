@@ -11,6 +11,7 @@ from paceline.times import duration, seconds_of, timestamp
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
 from services.contracts.seeds import sample_seed
+from services.gateway.batches.account import Account
 from services.gateway.batches.adaptive_lenience import FLOOR
 from services.gateway.batches.calls import CallRules, with_calls
 from services.gateway.batches.group import BatchGroup
@@ -59,10 +60,11 @@ class BatchBuilder:
         lenience: float | None = None,
         *,
         opened: bool = False,
+        account: Account | None = None,
     ) -> RolloutBatch:
         """Return the batch of a valid request. Its deadline is the request's, `max_seconds` at most.
 
-        `opened`: groups may be added.
+        `opened`: groups may be added. `account`: of the token that it was submitted with.
         """
         key = (request.run_id, request.batch_id)
         batch = self._begin(request, key, request.policy_version, [], accepted_at, lenience)
@@ -74,7 +76,9 @@ class BatchBuilder:
             batch.regenerates = request.stale == rollout_pb2.STALE_REGENERATE
         if request.HasField("tools"):
             batch.tools = CallRules.of(request.tools, self.max_calls, self.call_wait_seconds)
-        batch.groups, batch.samples = grown(request, request.groups, batch.exactness)
+        batch.account = account
+        batch.groups, batch.samples = grown(request, request.groups, batch.exactness, account=account)
+        batch.most_tokens = sum(group.count * group.most_tokens for group in batch.groups)
         return batch
 
     def from_generate(
@@ -84,8 +88,9 @@ class BatchBuilder:
         policy_version: int,
         accepted_at: float,
         lenience: float | None = None,
+        account: Account | None = None,
     ) -> RolloutBatch:
-        """Return the batch of one sample that a Generate call requests.
+        """Return the batch of one sample that a Generate call requests, for the token of `account`.
 
         Without a prompt id there is no name under which its rollouts could be kept.
         """
@@ -95,8 +100,10 @@ class BatchBuilder:
             request.sampling,
             prefix=request.prefix_token_ids,
             prefix_logprobs=request.prefix_logprobs,
+            most_tokens=_most_tokens(account, request.prompt_token_ids, request.sampling),
         )
         batch = self._begin(request, key, policy_version, [group], accepted_at, lenience)
+        batch.account, batch.most_tokens = account, group.most_tokens
         batch.rewarded_as = single_samples(request.step)
         if not request.prompt_id:
             batch.cached_run = ""
@@ -141,27 +148,35 @@ def grown(
     exactness: sample_pb2.Exactness,
     first_group: int = 0,
     first_sample: int = 0,
+    account: Account | None = None,
 ) -> tuple[list[BatchGroup], list[GatewaySample]]:
-    """Return groups of a batch and their samples, after so many that it has."""
+    """Return groups of a batch of this account and their samples, after so many that it has."""
     default = with_calls(request.sampling, request.tools)
     firsts = accumulate((group.samples for group in groups), initial=first_sample)
-    made = [
-        BatchGroup(
-            group.prompt_id,
-            group.prompt_token_ids,
-            with_calls(group.sampling, request.tools) if group.HasField("sampling") else default,
-            group.expected_tokens,
-            first=first,
-            count=group.samples,
+    made = []
+    for group, first in zip(groups, firsts, strict=False):
+        own = with_calls(group.sampling, request.tools) if group.HasField("sampling") else default
+        made.append(
+            BatchGroup(
+                group.prompt_id,
+                group.prompt_token_ids,
+                own,
+                group.expected_tokens,
+                first=first,
+                count=group.samples,
+                most_tokens=_most_tokens(account, group.prompt_token_ids, own),
+            )
         )
-        for group, first in zip(groups, firsts, strict=False)
-    ]
     coupled, samples = has_coupled_history(exactness), list[GatewaySample]()
     for number, each in enumerate(made, first_group):
         for slot in range(each.count):
             seed = sample_seed(request.run_seed, request.step, each.prompt_id, slot, coupled_history=coupled)
             samples.append(GatewaySample(each.first + slot, number, slot, seed))
     return made, samples
+
+
+def _most_tokens(account: Account | None, prompt: Sequence[int], sampling: sample_pb2.SamplingParams) -> int:
+    return 0 if account is None else account.most_tokens(len(prompt), sampling)
 
 
 def work_item(

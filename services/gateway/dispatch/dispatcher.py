@@ -61,7 +61,7 @@ class Dispatcher:
         self._orders += _ORDER_STEP
         running = RunningBatch(batch, self._orders, private, events)
         self.batches.add(running)
-        self.batches.unfinished += batch.unfinished
+        self.batches.count(batch.account, batch.unfinished, batch.most_tokens)
         if not private:
             self.settlement.begin(batch, coverage)
         running.call_later(max(0.0, batch.deadline_at - time.time()), self._expire, running)
@@ -91,7 +91,9 @@ class Dispatcher:
         batch, first = running.batch, len(running.batch.samples)
         batch.groups.extend(groups)
         batch.samples.extend(samples)
-        self.batches.grow(len(samples))
+        most_tokens = sum(group.count * group.most_tokens for group in groups)
+        batch.most_tokens += most_tokens
+        self.batches.grow(batch, len(samples), most_tokens)
         self.settlement.extend(batch, len(samples))
         added = range(first, len(batch.samples))
         self.turns.run(self._enqueue(running, added))
@@ -114,7 +116,7 @@ class Dispatcher:
         running.dropped = True
         running.trace.end(delivered=running.events)
         self.batches.remove(running)
-        self.batches.unfinished -= batch.unfinished
+        self.batches.count(batch.account, -batch.unfinished, -batch.most_tokens)
         self.estimator.forget(batch)
         if not running.private:
             self.settlement.drop(batch)
@@ -252,7 +254,7 @@ class Dispatcher:
                 if sample.cancelled:
                     self._abort(running, sample.index)
                 else:
-                    self.settlement.enqueue(running, sample.index)
+                    self.placer.enqueue(running, sample.index)
             yield
         self.settlement.save(running)
         # Not before, so that the longest goes first.

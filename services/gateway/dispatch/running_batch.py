@@ -12,8 +12,10 @@ from typing import Any
 
 from services.contracts.errors import ResourceExhausted
 from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.account import Account
 from services.gateway.batches.calls import WaitingCalls
 from services.gateway.batches.rollout_batch import RolloutBatch
+from services.gateway.dispatch.accounts import Accounts
 from services.gateway.dispatch.work_link import Attempt, WorkLink
 from services.gateway.metrics import GatewayMetrics
 from services.platform.notify import Notifier
@@ -193,6 +195,8 @@ class ActiveBatches:
 
     def __init__(self, metrics: GatewayMetrics, max_samples: int, max_token_bytes: int = sys.maxsize) -> None:
         self.by_key: dict[BatchKey, RunningBatch] = {}
+        # Those of each token.
+        self.accounts = Accounts(metrics)
         # Samples that have not ended, including those that are about to be accepted.
         self.unfinished = 0
         # Samples in memory: all of the batches in work, ended or not.
@@ -223,10 +227,15 @@ class ActiveBatches:
         self.held += len(running.batch.samples)
         self._show()
 
-    def grow(self, samples: int) -> None:
-        """Count samples that were added to a batch."""
-        self.unfinished += samples
+    def grow(self, batch: RolloutBatch, samples: int, most_tokens: int) -> None:
+        """Count samples that were added to a batch, and the most tokens that they may come to."""
+        self.count(batch.account, samples, most_tokens)
         self.held += samples
+
+    def count(self, account: Account | None, samples: int, most_tokens: int) -> None:
+        """Count samples that begin to be unfinished; below 0: that end, or are nobody's any more."""
+        self.unfinished += samples
+        self.accounts.count(account, samples, most_tokens)
 
     def close(self, running: RunningBatch) -> None:
         """Note that nothing can be added to a batch any more."""
@@ -268,11 +277,13 @@ class ActiveBatches:
             )
 
     @contextmanager
-    def reserve(self, samples: int) -> Iterator[None]:
-        """Count samples as unfinished while they are being recorded.
+    def reserve(self, samples: int, account: Account | None = None, most_tokens: int = 0) -> Iterator[None]:
+        """Count samples as unfinished while they are being recorded, which may come to so many tokens.
 
-        Neither the bound of the queue nor a weight update may overlook them. ResourceExhausted beyond a bound.
+        Neither the bounds nor a weight update may overlook them. ResourceExhausted beyond a bound, of the queue or
+        of the account.
         """
+        self.accounts.check(account, samples, most_tokens)
         if self.unfinished + samples > self._max_samples:
             raise ResourceExhausted(
                 "queued_samples",
@@ -287,11 +298,11 @@ class ActiveBatches:
                 f"are accepted below {self._max_token_bytes}",
                 retry_after=5.0,
             )
-        self.unfinished += samples
+        self.count(account, samples, most_tokens)
         try:
             yield
         finally:
-            self.unfinished -= samples
+            self.count(account, -samples, -most_tokens)
 
     def token_bytes(self) -> int:
         """Return the bytes that the tokens of unfinished samples have, counted within the last 0.1 s."""

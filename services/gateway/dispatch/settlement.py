@@ -62,18 +62,11 @@ class Settlement:
         pregenerated = 0 if self.estimator.knows(batch) else None
         self._steps.begin(batch.key[0], batch.step, samples, time.time(), pregenerated)
 
-    def enqueue(self, running: RunningBatch, index: int) -> None:
-        """Let a sample of a batch that begins wait, and count the tokens of its draft."""
-        self.placer.enqueue(running, index)
-        covered = self.estimator.covered(running.batch, index)
-        if covered is not None:
-            self._steps.cover(running.batch.key[0], running.batch.step, covered.tokens)
-
     def reopen(self, running: RunningBatch, index: int) -> None:
         """Let a sample that has ended wait again, without its tokens."""
         batch = running.batch
         batch.reopen(index)
-        self.batches.unfinished += 1
+        self.batches.count(batch.account, 1, batch.group_of(index).most_tokens)
         self._steps.begin(batch.key[0], batch.step, 1, time.time())
 
     def end_feeding(self, batch: RolloutBatch) -> None:
@@ -110,7 +103,8 @@ class Settlement:
             running.left.end(index)
             self.metrics.calls.inc()
             return
-        self.batches.unfinished -= 1
+        batch = running.batch
+        self.batches.count(batch.account, -1, -batch.group_of(index).most_tokens)
         running.left.end(index)
         self._account(running, index)
 
@@ -156,7 +150,10 @@ class Settlement:
         sample = batch.samples[ending.index]
         prompt, tokens = batch.group_of(ending.index).prompt_id, len(sample.tokens)
         ended = TimedSample(sample, prompt, tokens, batch.accepted_at, ending.at)
-        report = self._steps.end(batch.key[0], batch.step, sample.spans, tokens, ending.at, ended)
+        draft = self.estimator.covered(batch, ending.index)
+        # A draft may be longer than what is sampled in the end.
+        ahead = min(draft.tokens, tokens) if draft is not None else 0
+        report = self._steps.end(batch.key[0], batch.step, sample.spans, tokens, ending.at, ended, ahead)
         if report is not None:
             bubbles = report.bubbles(self.placer.links)
             seconds = report.ended_at - report.begun_at

@@ -101,12 +101,6 @@ class IdleTimeBook:
             report.pregenerated = pregenerated + (report.pregenerated or 0)
         self._close(key)
 
-    def cover(self, run_id: str, step: int, tokens: int) -> None:
-        """Count tokens of a step's samples that existed before it began."""
-        report = self._steps.get((run_id, step))
-        if report is not None and report.pregenerated is not None:
-            report.pregenerated += tokens
-
     def end(
         self,
         run_id: str,
@@ -115,12 +109,18 @@ class IdleTimeBook:
         tokens: int,
         now: float,
         ended: TimedSample | None = None,
+        ahead: int = 0,
     ) -> StepReport | None:
-        """Record the end of a sample; return the report if it was the last one of the step."""
+        """Record the end of a sample; return the report if it was the last one of the step.
+
+        `ahead` of its tokens existed when the step began.
+        """
         report = self._steps.get((run_id, step))
         if report is None:
             return None
         report.add(spans, tokens, now)
+        if report.pregenerated is not None:
+            report.pregenerated += ahead
         if ended is not None:
             report.last.append(ended)
         return self._close((run_id, step))
@@ -143,6 +143,7 @@ def step_record(report: StepReport, bubbles: Mapping[str, float], version: int) 
     words = (
         f"step {report.step}: {report.samples} samples of {report.tokens} tokens in {seconds:.1f} s; "
         f"{share:.0%} of the time of {len(bubbles)} instances was bubbles"
+        + ("; nobody announced it" if report.pregenerated is None else "")
     )
     curves = [each.curve for each in report.shares.values()]
     width = max((curve.width for curve in curves), default=seconds)

@@ -144,12 +144,16 @@ class HintedRun:
 
 
 class HintBook:
-    """Hints of all runs: of at most `max_steps` steps each, and of at most `max_bytes` bytes in all."""
+    """Hints of all runs: of at most `max_steps` steps each, and of at most `max_bytes` bytes in all.
 
-    def __init__(self, max_steps: int, max_bytes: int) -> None:
+    Of more than `max_runs` runs, those are `idle` that were touched longest ago.
+    """
+
+    def __init__(self, max_steps: int, max_bytes: int, max_runs: int = 10_000) -> None:
         self.runs: dict[str, HintedRun] = {}
         self._max_steps = max_steps
         self._max_bytes = max_bytes
+        self._max_runs = max_runs
 
     def put(self, hint: Hint, now: float) -> tuple[HintOutcome, list[int]]:
         """Keep a hint, in place of an earlier one for its step.
@@ -188,8 +192,12 @@ class HintBook:
         return run is not None and step in run.hints
 
     def idle(self, before: float) -> list[str]:
-        """Return the runs without a batch or a hint since then."""
-        return [run.run_id for run in self.runs.values() if run.touched_at < before]
+        """Return the runs without a batch or a hint since then, and those that are too many."""
+        surplus = max(0, len(self.runs) - self._max_runs)
+        oldest = sorted(self.runs.values(), key=lambda run: run.touched_at) if surplus else self.runs.values()
+        return [
+            run.run_id for number, run in enumerate(oldest) if number < surplus or run.touched_at < before
+        ]
 
     def forget(self, run_id: str) -> None:
         """Forget a run."""

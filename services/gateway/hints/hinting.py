@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,13 +183,16 @@ class Hinting:
 
     async def run(self) -> None:
         """Store what has changed, and forget idle runs, until cancelled."""
+        looked_at = time.monotonic()
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_PAUSE):
                     await self._wake.wait()
-            except TimeoutError:
-                self._forget_idle()
             self._wake.clear()
+            # By the clock: hints may come more often than that for good.
+            if time.monotonic() - looked_at >= _PAUSE:
+                looked_at = time.monotonic()
+                self._forget_idle()
             try:
                 await self._store_changes()
             except OUTAGES as error:

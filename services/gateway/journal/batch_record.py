@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.gateway_keys import BatchKey
+from services.gateway.batches.account import Account
 from services.gateway.journal.sample_chunks import WHOLE, Head
 
 _TERM_BITS = 32
@@ -30,7 +31,8 @@ def first_cursor(term: int) -> int:
 class BatchHead:
     """Head of a batch's record. `lenience` is the l of its samples, None where the level has none.
 
-    `total` and `open`, True where groups may be added, are what they were when it was recorded or read.
+    `total` and `open`, True where groups may be added, are what they were when it was recorded or read. `account`
+    is that of the token that it was submitted with.
     """
 
     fingerprint: str
@@ -38,6 +40,7 @@ class BatchHead:
     total: int
     lenience: float | None
     open: bool = False
+    account: Account | None = None
 
 
 @dataclass(frozen=True, slots=True)

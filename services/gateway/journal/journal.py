@@ -18,6 +18,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import FailedPrecondition, Unavailable
 from services.contracts.gateway_keys import BatchKey, BatchKeys, GatewayKeys
+from services.gateway.batches.account import Account
 from services.gateway.journal import scripts
 from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
 from services.gateway.journal.fenced_records import Fenced
@@ -83,7 +84,11 @@ class Journal:
         names, head = BatchKeys(self._namespace, record.key), record.head
         lenience = "" if head.lenience is None else repr(head.lenience)
         cancels = [cancel.SerializeToString() for cancel in record.cancels]
-        args = (head.fingerprint, payload, repr(head.accepted_at), record.total, lenience, _flag(record.open))
+        account = "" if head.account is None else head.account.to_text()
+        args = (
+            *(head.fingerprint, payload, repr(head.accepted_at), record.total, lenience),
+            *(_flag(record.open), account),
+        )
         return bool(await self._eval(scripts.CREATE, names.all, self.term, *args, *cancels))
 
     async def add(self, record: BatchRecord, groups: bytes, samples: int) -> None:
@@ -167,11 +172,12 @@ class Journal:
         reply = await self._eval(scripts.ADOPT, names.all, self.term, int(with_request))
         if reply is None:
             return None
-        (fingerprint, accepted_at, total, lenience, opened, acked, request), done, events, cancels, adds = (
-            reply
-        )
+        meta, done, events, cancels, adds = reply
+        fingerprint, accepted_at, total, lenience, opened, account, acked, request = meta
         head = BatchHead(
-            text(fingerprint), float(accepted_at), int(total), number(lenience), text(opened) == "1"
+            *(text(fingerprint), float(accepted_at), int(total), number(lenience), text(opened) == "1"),
+            # None: an earlier version has recorded the batch.
+            Account.from_text(text(account or b"")),
         )
         # Up to 65,536 samples: more than a turn of the event loop may take.
         cursors, heads, indexes = await asyncio.to_thread(parse_ended, done, events)

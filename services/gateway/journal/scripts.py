@@ -58,8 +58,8 @@ if term ~= ARGV[1] then redis.call('HSET', KEYS[1], 'term', ARGV[1]) end
 """
 
 # KEYS: all of a batch. ARGV: term, fingerprint, request, accepted_at, total, lenience (empty for none), 1 if
-# groups may be added (else empty), then cancellations. Returns 1, also where this term has made the same record
-# before; 0 if there is another.
+# groups may be added (else empty), account (empty for none), then cancellations. Returns 1, also where this term
+# has made the same record before; 0 if there is another.
 CREATE = (
     _FENCE
     + """
@@ -67,9 +67,9 @@ if term then
   return (term == ARGV[1] and redis.call('HGET', KEYS[1], 'fingerprint') == ARGV[2]) and 1 or 0
 end
 redis.call('HSET', KEYS[1], 'term', ARGV[1], 'fingerprint', ARGV[2], 'request', ARGV[3],
-           'accepted_at', ARGV[4], 'total', ARGV[5], 'lenience', ARGV[6], 'open', ARGV[7])
+           'accepted_at', ARGV[4], 'total', ARGV[5], 'lenience', ARGV[6], 'open', ARGV[7], 'account', ARGV[8])
 redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6])
-for at = 8, #ARGV do redis.call('RPUSH', KEYS[4], ARGV[at]) end
+for at = 9, #ARGV do redis.call('RPUSH', KEYS[4], ARGV[at]) end
 return 1
 """
 )
@@ -188,8 +188,8 @@ return 1
 )
 
 # KEYS: all of a batch. ARGV: term, 1 for the request as well.
-# Makes the batch the caller's. Returns (fingerprint, accepted_at, total, lenience, open, acked, request), the
-# fields and values of done, the indexes that have an event, the cancellations, and with the request what was
+# Makes the batch the caller's. Returns (fingerprint, accepted_at, total, lenience, open, account, acked, request),
+# the fields and values of done, the indexes that have an event, the cancellations, and with the request what was
 # added to it; nothing if there is no such batch. Numbers come as one text: a client takes microseconds for each
 # element of a list.
 ADOPT = (
@@ -200,8 +200,8 @@ if not term then return false end
     + _MAY_BE_FULL
     + _SET_TERM
     + """
-local head = redis.call('HMGET', KEYS[1], 'fingerprint', 'accepted_at', 'total', 'lenience', 'open', 'acked',
-                        ARGV[2] == '1' and 'request' or 'nothing')
+local head = redis.call('HMGET', KEYS[1], 'fingerprint', 'accepted_at', 'total', 'lenience', 'open', 'account',
+                        'acked', ARGV[2] == '1' and 'request' or 'nothing')
 return {head, table.concat(redis.call('HGETALL', KEYS[3]), ' '), table.concat(redis.call('HKEYS', KEYS[2]), ' '),
         redis.call('LRANGE', KEYS[4], 0, -1), ARGV[2] == '1' and redis.call('LRANGE', KEYS[6], 0, -1) or {}}
 """

@@ -124,10 +124,12 @@ class Delivery:
         self.intake.check_version(version)
         if violations := check_generate(request, self.intake.limits()):
             raise InvalidArgument(violations)
-        with self.intake.batches.reserve(1):
+        account, prompt_tokens = self.intake.account(), len(request.prompt_token_ids)
+        most_tokens = 0 if account is None else account.most_tokens(prompt_tokens, request.sampling)
+        with self.intake.batches.reserve(1, account, most_tokens):
             lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
             key = (request.run_id, f"generate/{request.step}/{next(self._numbers)}")
-            batch = self.intake.builder.from_generate(request, key, version, time.time(), lenience)
+            batch = self.intake.builder.from_generate(request, key, version, time.time(), lenience, account)
         self.hinting.reach(batch)
         running = self.intake.begin(batch, private=True)
         try:

@@ -6,6 +6,7 @@ from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import FailedPrecondition, Unavailable
 from services.contracts.gateway_keys import BatchKey
 from services.contracts.sampling import ModelLimits
+from services.gateway.batches.account import Account
 from services.gateway.batches.messages import BatchBuilder
 from services.gateway.batches.rollout_batch import RolloutBatch
 from services.gateway.dispatch.dispatcher import Dispatcher
@@ -17,6 +18,7 @@ from services.gateway.journal.fenced_records import Leniences
 from services.gateway.journal.headroom import RedisHeadroom
 from services.gateway.journal.journal import Journal
 from services.gateway.journal.recorded_batches import RecordedBatches
+from services.platform.security.caller import current_caller
 
 
 @dataclass(eq=False)
@@ -40,6 +42,11 @@ class RolloutIntake:
     def version(self) -> int:
         """The published policy version; 0 if there is none."""
         return self.book.version or 0
+
+    def account(self) -> Account | None:
+        """Return the account of the current caller; None if that is a service. Unavailable: no instance serves."""
+        caller = current_caller()
+        return None if caller is None else self.batches.accounts.note(caller, self.limits().max_model_len)
 
     def begin(
         self, batch: RolloutBatch, *, private: bool = False, events: int = 0, coverage: Coverage | None = None

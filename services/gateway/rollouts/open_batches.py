@@ -117,10 +117,15 @@ class OpenBatches:
         self.intake.headroom.check()
         payload = await asyncio.to_thread(_serialise, groups)
         self._check_size(record, samples, len(payload))
-        with self.intake.batches.reserve(samples):
+        # Whoever adds: they are on the name of the token that opened the batch.
+        self.intake.account()
+        account, most_tokens = running.batch.account, 0
+        if account is not None:
+            most_tokens = await asyncio.to_thread(account.tokens_of, groups, request.sampling)
+        with self.intake.batches.reserve(samples, account, most_tokens):
             pause_collection(self.intake.batches.unfinished)
             made = await asyncio.to_thread(
-                grown, request, groups, running.batch.exactness, len(request.groups), record.total
+                grown, request, groups, running.batch.exactness, len(request.groups), record.total, account
             )
             await self.intake.journal.add(record, payload, samples)
         # No await from here on: what the journal has is known here.

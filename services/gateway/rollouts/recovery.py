@@ -157,8 +157,9 @@ def _rebuild(
     request: pb.SubmitRolloutsRequest,
     partials: list[PartialSample],
 ) -> RolloutBatch:
+    head = record.head
     batch = builder.from_submission(
-        request, record.head.accepted_at, record.head.lenience, opened=record.open
+        request, head.accepted_at, head.lenience, opened=record.open, account=head.account
     )
     for index in record.ended():
         batch.mark_ended(index)

@@ -17,6 +17,7 @@ from services.gateway.journal.batch_record import BatchRecord
 from services.gateway.rollouts.delivery import Delivery
 from services.gateway.rollouts.recovery import BatchRecovery
 from services.gateway.rollouts.submissions import Submissions
+from services.platform.security.caller import may_see
 
 log = structlog.get_logger(__name__)
 
@@ -48,8 +49,8 @@ class RunBatches:
         return status
 
     def list(self, request: pb.ListBatchesRequest) -> pb.ListBatchesResponse:
-        """Return a page of the batches that are in work or in memory."""
-        return page_of(self.recovery.intake.records.all(), request)
+        """Return a page of the batches that are in work or in memory, of runs that the caller may name."""
+        return page_of((each for each in self.recovery.intake.records.all() if may_see(each.key[0])), request)
 
     async def end(self, run_id: str) -> pb.EndRunResponse:
         """Cancel what is unfinished of a run, and let go of all that is kept for it.

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import ParamSpec, TypeVar
 
 import structlog
@@ -12,7 +13,7 @@ import structlog
 from paceline.errors import Violation
 from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import AlreadyExists, InvalidArgument, Unavailable
-from services.gateway.batches.admission import as_submission, check_names, check_submit
+from services.gateway.batches.admission import ENOUGH, as_submission, check_names, check_submit
 from services.gateway.batches.difference import first_difference
 from services.gateway.hints.book import hinted_batch
 from services.gateway.hints.bubble_link import BubbleLink
@@ -77,11 +78,14 @@ class Submissions:
             total = sum(group.samples for group in request.groups)
             small = total <= _FEW_SAMPLES and len(payload) <= _FEW_BYTES
             await self._check(request, small=small, opens=opens)
-            with self.intake.batches.reserve(total):
+            account, most_tokens = self.intake.account(), 0
+            if account is not None:
+                most_tokens = await _walk(small, account.tokens_of, request.groups, request.sampling)
+            with self.intake.batches.reserve(total, account, most_tokens):
                 pause_collection(self.intake.batches.unfinished)
                 accepted_at = time.time()
                 lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
-                head = BatchHead(fingerprint, accepted_at, total, lenience, opens)
+                head = BatchHead(fingerprint, accepted_at, total, lenience, opens, account)
                 record = await _walk(small, BatchRecord, request, head, self.intake.journal.term)
                 if known is not None:
                     # Its trainer has had all of it, and wants it again: it was restarted.
@@ -95,7 +99,13 @@ class Submissions:
                 if not created:
                     raise Unavailable(f"batch {'/'.join(key)} was recorded by another gateway; come again")
                 batch = await _walk(
-                    small, self.intake.builder.from_submission, request, accepted_at, lenience, opened=opens
+                    small,
+                    self.intake.builder.from_submission,
+                    request,
+                    accepted_at,
+                    lenience,
+                    opened=opens,
+                    account=account,
                 )
             self.intake.records.add(record)
             self.hinting.begin(batch)
@@ -181,10 +191,10 @@ async def _check_same(known: BatchRecord, request: pb.SubmitRolloutsRequest, fin
 
 
 def _check_samples(record: BatchRecord, request: pb.CancelRolloutsRequest) -> None:
-    violations = [
+    unknown = (
         Violation(f"samples[{number}]", f"prompt {each.prompt_id!r} slot {each.slot} is not in the batch")
         for number, each in enumerate(request.samples)
         if record.index_of(each.prompt_id, each.slot) is None
-    ]
-    if violations:
+    )
+    if violations := list(islice(unknown, ENOUGH)):
         raise InvalidArgument(violations)

@@ -38,6 +38,7 @@ from services.gateway.term import LeadershipTerm
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
 from services.platform.redis.registry import Registry
+from services.platform.security.caller import may_see
 
 Context = grpc.aio.ServicerContext
 
@@ -229,7 +230,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         read = self._decisions.kept if request.kept else self._decisions.follow
         try:
             async for decision in read(after, request.run_id):
-                if decision.time >= since:
+                if decision.time >= since and may_see(decision.run_id):
                     yield _decision_message(decision)
         except OUTAGES as error:
             raise Unavailable(f"the decision log cannot be read: {error}") from error

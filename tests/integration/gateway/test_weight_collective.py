@@ -225,7 +225,8 @@ class ThreadReceiver(ReceiverProcess):
     ) -> dict[str, Any]:
         described = CollectiveRendezvous.FromString(base64.b64decode(order["rendezvous"]))
         folder = Path(order["folder"])
-        rank = BroadcastReceiver(described, order["instance_id"], folder, lambda report: None)
+        most = int(order["most_bytes"])
+        rank = BroadcastReceiver(described, order["instance_id"], folder, most, lambda report: None)
         return await asyncio.to_thread(rank.receive)
 
 

@@ -39,6 +39,7 @@ from services.generation.engine.types import TensorSpec
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
+from services.generation.weights.manifest import most_bytes
 from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER, WeightStreamMetrics
 from services.generation.weights.stream.receiver_process import ReceiverProcess
@@ -114,7 +115,12 @@ class WeightNode(rpc.GenerationServiceServicer):
         self.adopted = adopted = adopt(folder)
         self.reader = WeightReader(folder / "none", manifest, None, adopted)
         self.weights = WeightStreams(
-            config, adopted, lambda address: open_channel(address, config), self.metrics, receiver
+            config,
+            adopted,
+            lambda address: open_channel(address, config),
+            self.metrics,
+            receiver,
+            most_bytes=most_bytes(manifest.values()),
         )
         self.server = GrpcServer(config, service="generation", registry=CollectorRegistry())
         rpc.add_GenerationServiceServicer_to_server(self, self.server.server)

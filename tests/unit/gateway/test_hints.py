@@ -153,6 +153,15 @@ def test_runs_that_nothing_is_heard_of_are_idle() -> None:
     assert book.idle(99.0) == ["other"]
 
 
+def test_of_too_many_runs_those_touched_longest_ago_are_idle() -> None:
+    book = HintBook(8, 1 << 20, max_runs=3)
+    for number in range(5):
+        book.begin(f"r{number}", 1, 0, 10.0 + number)
+    book.begin("r0", 2, 0, 20.0)
+    assert book.idle(0.0) == ["r1", "r2"]
+    assert book.idle(13.5) == ["r1", "r2", "r3"]
+
+
 def test_the_phases_of_a_run() -> None:
     run = HintedRun("run", 0.0)
     rollout, update = bubble_pb2.RUN_PHASE_ROLLOUT, bubble_pb2.RUN_PHASE_UPDATE
@@ -230,9 +239,9 @@ def test_batches_of_one_step_and_dropped_ones_count_as_they_should() -> None:
     book.begin("run", 3, 1, 101.0, 2)
     book.begin("run", 4, 1, 101.0)
     assert book.end("run", 3, [span("a", 104.0)], 10, 104.0) is None
-    report = book.end("run", 3, [span("a", 105.0)], 10, 105.0)
+    report = book.end("run", 3, [span("a", 105.0)], 10, 105.0, ahead=7)
     assert report is not None
-    assert (report.begun_at, report.pregenerated, report.tokens) == (100.0, 42, 20)
+    assert (report.begun_at, report.pregenerated, report.tokens) == (100.0, 49, 20)
     book.drop("run", 4, 1)
     book.drop("run", 4, 1)
     assert book.end("run", 4, [], 1, 106.0) is None

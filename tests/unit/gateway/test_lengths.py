@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import hypothesis.strategies as st
 from hypothesis import given
 
@@ -41,6 +43,27 @@ def test_a_prediction_is_one_of_the_recent_lengths(observed: list[int]) -> None:
     predicted = predictor.predict("r", "p")
     assert predicted in {max(1, length) for length in recent}
     assert sum(length <= predicted for length in recent) > 0.8 * len(recent) - 1
+
+
+def test_runs_not_seen_for_longest_are_forgotten() -> None:
+    predictor = LengthPredictor(max_runs=2)
+    for run in ("a", "b", "a", "c"):
+        predictor.observe(run, "p", 10)
+    assert [predictor.predict(run, "another") for run in "abc"] == [10, UNKNOWN_LENGTH, 10]
+
+
+def test_a_prompt_takes_little_memory() -> None:
+    """Half of what is documented is left for the names, which callers choose."""
+    prompts, predictor = 500, LengthPredictor()
+    tracemalloc.start()
+    try:
+        for number in range(WINDOW * prompts):
+            # Distinct integers: each would take memory of its own.
+            predictor.observe("r", f"p{number % prompts}", 1000 + number)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / prompts < 640
 
 
 def test_prompts_not_seen_for_longest_are_forgotten() -> None:

@@ -151,8 +151,8 @@ async def test_refused_weights_are_refused_everywhere_at_once(
 ) -> None:
     plain = staging.read_content
 
-    def damage(shard: WeightShard, *rest: Any) -> Any:
-        found = plain(shard, *rest)
+    def damage(shard: WeightShard, *rest: Any, **named: Any) -> Any:
+        found = plain(shard, *rest, **named)
         return ShardContent("0" * 64, found.largest) if "i0" in shard.path.parts else found
 
     async with stream_fleet(tmp_path, 3) as fleet:
