@@ -6,6 +6,7 @@ from prometheus_client import REGISTRY
 
 from services.facade.config import FacadeConfig
 from services.facade.process import FacadeProcess
+from services.facade.text import leave_out_torch
 from services.platform.process import Shutdown, run, serve
 
 
@@ -15,4 +16,5 @@ async def main(config: FacadeConfig, shutdown: Shutdown) -> None:
 
 
 if __name__ == "__main__":
+    leave_out_torch()
     run("facade", main, FacadeConfig)

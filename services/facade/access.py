@@ -19,6 +19,7 @@ from paceline.tokens import TokenScope
 from services.contracts.errors import ServiceError, Unimplemented
 from services.facade.http_errors import HttpError, error_body, fault, http_error, in_dialect
 from services.platform.observability.metrics import RpcMetrics
+from services.platform.security.caller import act_for
 from services.platform.security.guard import Guard, scopes_for
 
 log = structlog.get_logger(__name__)
@@ -113,6 +114,7 @@ _CODES = {
     409: "FAILED_PRECONDITION",
     411: "INVALID_ARGUMENT",
     413: "INVALID_ARGUMENT",
+    421: "PERMISSION_DENIED",
     429: "RESOURCE_EXHAUSTED",
     499: "CANCELLED",
     501: "UNIMPLEMENTED",
@@ -188,6 +190,8 @@ class Access:
 
     def _refused(self, path: str, headers: Mapping[str, str]) -> HttpError | None:
         """Return the answer to a request that is refused; None: it may go on."""
+        # Whatever served this connection before: from here on nothing is done for another caller.
+        act_for(None)
         try:
             self._admit(path, headers)
             if path in OF_ONE_FACADE and not self._alone:
@@ -196,6 +200,7 @@ class Access:
                 )
                 raise Unimplemented(path, message)
         except ServiceError as refusal:
+            self._metrics.count_refusal("facade", refusal)
             return http_error(refusal)
         if "chunked" in headers.get("transfer-encoding", "").lower():
             body = error_body(

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import metadata
 
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
@@ -15,12 +16,14 @@ from starlette.responses import JSONResponse, Response
 from paceline.errors import PacelineError
 from services.contracts.errors import ServiceError
 from services.facade.access import Access
-from services.facade.config import FacadeConfig
+from services.facade.config import FacadeConfig, GenerationDefaults
+from services.facade.dialects.defaults import FILE, model_defaults
 from services.facade.fleet import ServedFleet
 from services.facade.gateway_client import GatewayClient
 from services.facade.http_errors import HttpError, error_body, http_error, in_dialect, validation_error
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames
+from services.facade.origins import Origins
 from services.facade.routes.health import health_routes
 from services.facade.routes.paceline import paceline_routes
 from services.facade.routes.sglang import sglang_routes
@@ -30,17 +33,28 @@ from services.facade.samples import SamplesInWork
 from services.facade.serving import Facade, names_in_body
 from services.facade.text import FolderTokenizer, Tokenizer
 from services.facade.updates import Updates
+from services.facade.work.desk import Desk
+from services.facade.work.pool import WorkerPool
 from services.platform.config.sources import ConfigError
 from services.platform.observability.metrics import rpc_metrics
 from services.platform.security.guard import guard_of
 
+log = structlog.get_logger(__name__)
 
-def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
+
+def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False) -> FastAPI:
     """Return the application; it connects to the gateway at the first request.
 
     ConfigError if the tokenizer, the tokens or the certificates cannot be read. The metrics are in `registry`.
+    Unless `warm`, the workers start with the first work.
     """
     client, metrics = GatewayClient(config), FacadeMetrics(registry)
+    pool = WorkerPool(
+        config.model, config.workers, config.work_seconds, config.work_memory_bytes, config.max_waiting_work
+    )
+    if warm:
+        pool.launch()
+    tokenizer = _tokenizer(config)
     facade = Facade(
         config=config,
         client=client.current,
@@ -51,21 +65,24 @@ def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
             config.max_request_seconds,
             metrics.samples_in_flight.set,
         ),
-        tokenizer=_tokenizer(config),
+        tokenizer=tokenizer,
         metrics=metrics,
         names=SampleNames(alone=config.alone),
+        desk=Desk(tokenizer, pool),
+        defaults=_defaults(config),
     )
     made = FastAPI(
         title="Paceline",
         summary="Rollouts over HTTP, in the dialects of vLLM (OpenAI) and SGLang",
         version=metadata.version("paceline"),
-        lifespan=_closing(client),
+        lifespan=_closing(client, pool),
         redirect_slashes=False,
         redoc_url=None,
     )
-    made.state.samples = facade.samples
+    made.state.samples, made.state.fleet, made.state.metrics = facade.samples, facade.fleet, metrics
+    made.state.workers = pool
     updates = Updates(client.current, facade.samples, metrics, facade.fleet.published)
-    made.include_router(health_routes(facade))
+    made.include_router(health_routes(facade.fleet))
     made.include_router(vllm_routes(facade, updates))
     made.include_router(tokens_routes(facade))
     made.include_router(sglang_routes(facade, updates))
@@ -74,9 +91,13 @@ def app(config: FacadeConfig, registry: CollectorRegistry) -> FastAPI:
     made.add_exception_handler(ServiceError, _failed)
     made.add_exception_handler(RequestValidationError, _invalid)
     made.add_exception_handler(HTTPException, _plain)
+    made.add_middleware(Origins, config=config)
+    guard = guard_of(config)
+    if guard is not None:
+        guard.warn_of_shared_runs()
     made.add_middleware(
         Access,  # type: ignore[arg-type]
-        guard=guard_of(config),
+        guard=guard,
         metrics=rpc_metrics(registry),
         most_bytes=config.max_message_bytes,
         anonymous=config.anonymous_scopes,
@@ -94,10 +115,30 @@ def _tokenizer(config: FacadeConfig) -> Tokenizer | None:
         raise ConfigError([f"model: {config.model} has no tokenizer that can be read: {error}"]) from error
 
 
-def _closing(client: GatewayClient) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _defaults(config: FacadeConfig) -> dict[str, float]:
+    """Return the sampling parameters for requests that name none; tell of those in the model's folder."""
+    if config.model is None:
+        return {}
+    applied = config.generation_config is GenerationDefaults.AUTO
+    try:
+        found = model_defaults(config.model)
+    except (OSError, ValueError) as error:
+        if applied:
+            raise ConfigError([f"model: {FILE} in {config.model} cannot be used: {error}"]) from error
+        log.warning("generation_config_not_read", file=FILE, error=str(error))
+        return {}
+    if found:
+        log.info("generation_config", applied=applied, **found)
+    return found if applied else {}
+
+
+def _closing(
+    client: GatewayClient, pool: WorkerPool
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        await pool.stop()
         await client.close()
 
     return lifespan

@@ -12,11 +12,12 @@ import grpc
 
 from paceline import AsyncClient
 from paceline import types as t
-from paceline.errors import PacelineError, UnavailableError, Violation
-from services.contracts.errors import InvalidArgument
+from paceline.errors import PacelineError, UnavailableError
 
 HEALTH_SECONDS = 5.0
 """Deadline of what a probe asks."""
+HEALTH_KEPT_SECONDS = 1.0
+"""Seconds for which probes are answered from what the gateway said: thousands cost it what one does."""
 VERSION_SECONDS = 1.0
 """Seconds for which requests begin under the name of a version that was published."""
 _LIVE = (t.InstanceState.SERVING, t.InstanceState.PAUSED)
@@ -41,19 +42,13 @@ class ServedFleet:
         self._model: ServedModel | None = None
         self._recent, self._recent_until = 0, -math.inf
         self._asking: asyncio.Task[int] | None = None
+        self._health: _Health | None = None
 
     async def model(self) -> ServedModel:
         """Return the model, which stays the same. UnavailableError: no instance is known."""
         if self._model is None:
             self._model = served_model(await self._client().instances(), self._name)
         return self._model
-
-    async def check_model(self, asked: str | None) -> ServedModel:
-        """Return the model; InvalidArgument if a request names another."""
-        model = await self.model()
-        if asked and asked != model.name:
-            raise InvalidArgument([Violation("model", f"{asked!r} is not served; must be {model.name!r}")])
-        return model
 
     async def instances(self) -> tuple[t.Instance, ...]:
         """Return the instances; DeadlineExceededError or another error soon, for a probe."""
@@ -84,14 +79,33 @@ class ServedFleet:
         self._recent, self._recent_until = version, time.monotonic() + VERSION_SECONDS
 
     async def problem(self, *, needs_instance: bool) -> str:
-        """Return why requests cannot be served now; empty if they can."""
+        """Return why requests cannot be served now; empty if they can. It may be a second old."""
+        health = self._health
+        if health is None or time.monotonic() >= health.until:
+            # One asks at a time. Who asked first may leave.
+            health = self._health = _Health(asyncio.create_task(self._look()))
+            health.asked.add_done_callback(health.keep)
+        return (await asyncio.shield(health.asked))[needs_instance]
+
+    async def _look(self) -> tuple[str, str]:
+        """Return the problem without regard to instances, and the one with."""
         try:
             instances = await self.instances()
         except PacelineError as error:
-            return error.message
-        if needs_instance and not any(each.state in _LIVE for each in instances):
-            return "no instance serves"
-        return ""
+            return error.message, error.message
+        return "", "" if any(each.state in _LIVE for each in instances) else "no instance serves"
+
+
+class _Health:
+    """What the gateway said, or is being asked."""
+
+    def __init__(self, asked: asyncio.Task[tuple[str, str]]) -> None:
+        self.asked = asked
+        self.until = math.inf
+
+    def keep(self, asked: asyncio.Task[tuple[str, str]]) -> None:
+        failed = asked.cancelled() or asked.exception() is not None
+        self.until = time.monotonic() + (0.0 if failed else HEALTH_KEPT_SECONDS)
 
 
 def served_model(instances: Sequence[t.Instance], name: str | None) -> ServedModel:

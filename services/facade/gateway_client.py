@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from paceline import AsyncClient, RetryPolicy
@@ -12,11 +13,14 @@ from services.platform.config.sources import ConfigError
 from services.platform.security.certificates import Certificates, watch_certificates
 from services.platform.security.guard import own_token
 
+_MOST_CLIENTS = 8
+"""Clients that live at once. The oldest ends, with its calls, when there would be more."""
+
 
 class GatewayClient:
     """The SDK's client, made anew when token or certificates have changed.
 
-    One that was replaced lives until this is closed, for the streams that are still on it.
+    One that was replaced lives on, for the streams that are still on it, until several others have come.
     """
 
     def __init__(self, config: FacadeConfig) -> None:
@@ -41,25 +45,32 @@ class GatewayClient:
                         [f"will not send the token to {address.target} in plain text; set tls, or insecure"]
                     )
         self._made: list[tuple[tuple[str | None, Certificates | None], AsyncClient]] = []
+        self._closing: set[asyncio.Task[None]] = set()
 
     def current(self) -> AsyncClient:
         """Return the client; call it on the event loop."""
         key = (self._token(), self._certificates())
         if not self._made or self._made[-1][0] != key:
             self._made.append((key, self._make(key[0])))
+            while len(self._made) > _MOST_CLIENTS:
+                _, oldest = self._made.pop(0)
+                closing = asyncio.create_task(oldest.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
         return self._made[-1][1]
 
     async def close(self) -> None:
         """End all calls and connections."""
         for _, client in self._made:
             await client.close()
+        await asyncio.gather(*self._closing)
 
     def _make(self, token: str | None) -> AsyncClient:
         config, tls = self._config, self._config.tls
         files = None if tls is None else Tls(tls.ca_file, tls.cert_file, tls.key_file, tls.server_name)
         return AsyncClient(
             config.gateway,
-            token=token,
+            token=token or "",
             tls=files,
             retry=RetryPolicy(seconds=config.retry_seconds),
             insecure=config.insecure,

@@ -6,6 +6,8 @@ from services.platform.observability.metric_set import MetricSet, counter, gauge
 
 OUTCOMES = ("published", "failed")
 """Outcomes of a weight update."""
+ENDINGS = ("header", "idle", "body", "reader", "ending", "crowded", "refused")
+"""Why the server ended a connection."""
 
 
 class FacadeMetrics(MetricSet, prefix="paceline_facade_"):
@@ -18,3 +20,10 @@ class FacadeMetrics(MetricSet, prefix="paceline_facade_"):
     )
     disconnects = counter("disconnects_total", "Requests whose client left before the answer.")
     tokens = counter("tokens_total", "Tokens of answers.", "dialect", values=("vllm", "sglang", "trl"))
+    connections_ended = counter(
+        "connections_ended_total",
+        "Connections that the server ended: deadline of a header, an idle one, a body, a reader, or an ending; "
+        "crowded: made way for a new one; refused: found no place.",
+        "reason",
+        values=ENDINGS,
+    )

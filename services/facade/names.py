@@ -17,9 +17,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
+from services.facade.dialects.asked import Ids, SamplesAsked
 from services.facade.dialects.parameters import prompt_id_of
 from services.facade.samples import SampleOutput
 
@@ -94,7 +97,7 @@ class AbortedSamples:
         self._samples: OrderedDict[tuple[str, str], list[_Aborted]] = OrderedDict()
         self._count = self._tokens = 0
 
-    def put(self, run_id: str, tokens: Sequence[int], sample: _Aborted) -> None:
+    def put(self, run_id: str, tokens: Ids, sample: _Aborted) -> None:
         """Keep a sample that has these tokens of prompt and response."""
         key = (run_id, prompt_id_of(tokens))
         self._samples.setdefault(key, []).append(sample)
@@ -125,17 +128,6 @@ class AbortedSamples:
         self._tokens += sign * len(sample.logprobs)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesAsked:
-    """Samples that a request asks for, `each` of every prompt. `seed` is the request's own, if it has one."""
-
-    prompts: Sequence[Sequence[int]]
-    each: int
-    sampling: t.SamplingParams
-    seed: int | None
-    seed_field: str = "seed"
-
-
 class SampleNames:
     """Names of the samples of one process."""
 
@@ -156,10 +148,14 @@ class SampleNames:
         step = step if given.step is None else given.step
         counted: Counter[str] = Counter()
         found = []
-        for tokens in asked.prompts:
+        for place, tokens in enumerate(asked.prompts):
             cut = len(tokens) - (given.prefix or 0)
-            tokens_id = prompt_id_of(tokens)
-            prompt_id = given.prompt_id or (prompt_id_of(tokens[:cut]) if given.prefix else tokens_id)
+            if asked.prompt_ids:
+                tokens_id, own_id = asked.prompt_ids[place]
+            else:
+                tokens_id = prompt_id_of(tokens)
+                own_id = prompt_id_of(tokens[:cut]) if given.prefix else tokens_id
+            prompt_id = given.prompt_id or own_id
             for _ in range(asked.each):
                 number = counted[prompt_id]
                 counted[prompt_id] += 1
@@ -190,7 +186,7 @@ class SampleNames:
             request, reason = output.request, output.finish_reason
             tokens = output.token_ids if reason is t.FinishReason.ABORTED else []
             unended = reason in (None, t.FinishReason.ABORTED)
-            if output.settled or not unended or not (tokens or request.prefix_token_ids):
+            if output.settled or not unended or not (tokens or len(request.prefix_token_ids)):
                 continue
             output.settled = True
             prefix = request.prefix_token_ids
@@ -205,10 +201,13 @@ class SampleNames:
                     "f", [*request.prefix_logprobs, *output.logprobs[: len(tokens)]] if known else ()
                 ),
             )
-            self.aborted.put(request.run_id, [*request.prompt_token_ids, *prefix, *tokens], aborted)
+            whole = np.concatenate(
+                [np.asarray(each, np.int64) for each in (request.prompt_token_ids, prefix, tokens)]
+            )
+            self.aborted.put(request.run_id, whole, aborted)
 
     def _resumed(
-        self, asked: SamplesAsked, given: GivenNames, tokens: Sequence[int], tokens_id: str, slot: int | None
+        self, asked: SamplesAsked, given: GivenNames, tokens: Ids, tokens_id: str, slot: int | None
     ) -> t.SampleRequest | None:
         """Return the request for the rest of a sample whose first tokens these are, if one is remembered."""
         if given.prefix is not None or asked.sampling.prompt_logprobs is not None:

@@ -16,9 +16,16 @@ from paceline import types as t
 from paceline.errors import DeadlineExceededError, InternalError, PacelineError, UnavailableError
 from services.contracts.errors import ResourceExhausted
 from services.facade.http_errors import error_of
+from services.platform.security.caller import may_see
 from services.platform.tasks import end
 
 log = structlog.get_logger(__name__)
+
+
+_NUMBERS_AT_ONCE = 16384
+"""Numbers of requests that are written before others get their turn on the event loop."""
+_NUMBERS_A_SAMPLE = 1024
+"""Numbers that take as long as a call."""
 
 
 class Generates(Protocol):
@@ -50,7 +57,8 @@ class SampleOutput:
     @property
     def prompt(self) -> list[int]:
         """Prompt as it was sent, with what it has of the beginning of the response."""
-        return [*self.request.prompt_token_ids, *self.request.prefix_token_ids]
+        request = self.request
+        return [*map(int, request.prompt_token_ids), *map(int, request.prefix_token_ids)]
 
     @property
     def prompt_tokens(self) -> int:
@@ -76,15 +84,15 @@ class SampleGroup:
         self.closed = asyncio.Event()
         """Set when nothing of the request is in work any more."""
         self.outputs = [SampleOutput(request) for request in requests]
+        self.run_id = requests[0].run_id
+        """Run of the request, and so of all its samples."""
         self._unfinished = len(self.outputs)
         self._failure: PacelineError | None = None
         self._settled = asyncio.Event()
         self._changed: set[int] = set()
         """Samples with something new since `news` was last called."""
         self._news = asyncio.Event()
-        self._tasks = [
-            asyncio.create_task(self._generate(index, output)) for index, output in enumerate(self.outputs)
-        ]
+        self._tasks = [asyncio.create_task(self._begin())]
 
     async def wait(self) -> list[SampleOutput]:
         """Wait until all samples have ended and return them in order; raise the first error."""
@@ -150,10 +158,22 @@ class SampleGroup:
         self._settled.set()
         self._news.set()
 
+    async def _begin(self) -> None:
+        """Begin the samples; other requests get their turn in between, since each is a message to be written."""
+        await self._gate.wait()
+        self.begun = True
+        numbers = 0
+        for index, output in enumerate(self.outputs):
+            self._tasks.append(asyncio.create_task(self._generate(index, output)))
+            request = output.request
+            numbers += _NUMBERS_A_SAMPLE + len(request.prompt_token_ids) + len(request.prefix_token_ids)
+            numbers += len(request.sampling.stop_token_ids) + len(request.sampling.allowed_token_ids)
+            if numbers >= _NUMBERS_AT_ONCE:
+                numbers = 0
+                await asyncio.sleep(0)
+
     async def _generate(self, index: int, output: SampleOutput) -> None:
         try:
-            await self._gate.wait()
-            self.begun = True
             await self._read(index, output)
         except PacelineError as error:
             self._fail(error)
@@ -182,7 +202,7 @@ class SampleGroup:
     async def _attempt(self, index: int, output: SampleOutput, known: int) -> t.Sample:
         """Read one stream, which begins after the `known` tokens: the last one is sampled again, to see it end."""
         asked = output.request
-        prefix = [*asked.prefix_token_ids, *output.token_ids[:known]]
+        prefix = [*map(int, asked.prefix_token_ids), *output.token_ids[:known]]
         told = len(asked.prefix_logprobs) == len(asked.prefix_token_ids)
         logprobs = [*asked.prefix_logprobs, *output.logprobs[:known]] if told else ()
         request = replace(asked, prefix_token_ids=prefix, prefix_logprobs=logprobs)
@@ -281,8 +301,11 @@ class SamplesInWork:
             await group.closed.wait()
 
     async def abort(self, named: Callable[[str], bool] = lambda _: True) -> int:
-        """End the requests whose ids are `named`, or all; return how many samples they have."""
-        groups = [group for group, own in self.groups.items() if named(own)]
+        """End the requests whose ids are `named`, or all, of runs that the caller may name.
+
+        Returns how many samples they have.
+        """
+        groups = [group for group, own in self.groups.items() if named(own) and may_see(group.run_id)]
         for group in groups:
             await group.abort()
         return sum(len(group.outputs) for group in groups)

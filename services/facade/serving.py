@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import msgspec
 import structlog
 from starlette.requests import Request
@@ -17,24 +16,29 @@ from starlette.types import Receive, Scope, Send
 
 from paceline import AsyncClient
 from paceline import types as t
-from paceline.errors import CancelledError, PacelineError
+from paceline.errors import PacelineError
 from services.contracts.errors import ServiceError
 from services.facade.config import FacadeConfig
-from services.facade.dialects.parameters import check_samples, check_whole_numbers
+from services.facade.dialects.asked import Limits, SamplesAsked
 from services.facade.fleet import ServedFleet
 from services.facade.http_errors import fault, http_error
 from services.facade.metrics import FacadeMetrics
-from services.facade.names import SampleNames, SamplesAsked, given_names
+from services.facade.names import GivenNames, SampleNames, given_names
 from services.facade.samples import SampleGroup, SampleOutput, SamplesInWork
 from services.facade.text import Tokenizer
+from services.facade.work.answering import Write
+from services.facade.work.desk import Desk, client_left
+from services.platform.security.caller import current_caller
 from services.platform.tasks import end
 
 log = structlog.get_logger(__name__)
 
 Json = dict[str, Any]
 
-_TOKENS_AT_ONCE = 8192
-"""Tokens of an answer that is written on the event loop; it takes about a microsecond each."""
+_NUMBERS_AT_ONCE = 8192
+"""Numbers of the events that are written before others get their turn on the event loop."""
+_NUMBERS_AN_EVENT = 128
+"""Numbers that take as long as an event without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +52,48 @@ class Facade:
     tokenizer: Tokenizer | None
     metrics: FacadeMetrics
     names: SampleNames
+    desk: Desk = field(default_factory=Desk)
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of vLLM's dialect that a request leaves out."""
 
     def run_id(self, request: Request) -> str:
-        """Return the run of a request."""
-        return given_names(request.headers, self.config.run_id).run_id
+        """Return the run of a request; PermissionDenied if that is not the caller's."""
+        return self._given(request).run_id
 
-    async def requests(
-        self, request: Request, asked: SamplesAsked, names: Mapping[str, str] | None = None
-    ) -> list[t.SampleRequest]:
+    def _given(self, request: Request) -> GivenNames:
+        """Return the names in the headers of a request, of which no other place reads the run.
+
+        One that names no run has the facade's, or else the one that the caller's token names in full. The gateway
+        checks again: it is told for whom it is called.
+        """
+        caller = current_caller()
+        default = self.config.run_id if caller is None else caller.run_or(self.config.run_id)
+        given = given_names(request.headers, default)
+        if caller is not None:
+            caller.check_run(given.run_id)
+        return given
+
+    async def limits(self, request: Request) -> Limits:
+        """Return what the body of a request is checked against. UnavailableError: no instance is known."""
+        model, config = await self.fleet.model(), self.config
+        return Limits(
+            model.name,
+            model.vocab_size,
+            model.max_model_len,
+            config.logprobs_mode,
+            config.max_samples_per_request,
+            config.max_hinted_samples,
+            config.trust_request_chat_template,
+            self._given(request).prefix or 0,
+            self.defaults,
+        )
+
+    async def requests(self, request: Request, asked: SamplesAsked) -> list[t.SampleRequest]:
         """Return the samples that a request asks for, prompt by prompt.
 
-        `names` are those of the dialect where they differ from `paceline.SamplingParams`. InvalidArgument: there
-        are too many, whole numbers that cannot be sent, ids that the model does not have, or headers that do not
-        fit.
+        InvalidArgument: headers do not fit. PermissionDenied: the run is not the caller's.
         """
-        request.state.names = names = names or {}
-        model = await self.fleet.model()
-        check_whole_numbers(asked.prompts, asked.sampling, names, model.vocab_size)
-        check_samples(asked.prompts, asked.each, self.config.max_samples_per_request, names)
-        given = given_names(request.headers, self.config.run_id)
+        given = self._given(request)
         step = await self.fleet.recent_version() if given.step is None else given.step
         return self.names.requests(asked, given, step)
 
@@ -92,14 +119,12 @@ class Facade:
         self.count(found, dialect)
         return found
 
-    async def answer(self, outputs: Sequence[SampleOutput], write: Callable[[], Any]) -> Response:
-        """Return the answer that `write` gives; a large one is written in a thread, while others are served."""
-        tokens = sum(len(output.token_ids) for output in outputs)
-        if tokens > _TOKENS_AT_ONCE:
-            body = await asyncio.to_thread(lambda: msgspec.json.encode(write()))
-        else:
-            body = msgspec.json.encode(write())
-        return Response(body, media_type="application/json")
+    async def answer(self, request: Request, outputs: Sequence[SampleOutput], write: Write) -> Response:
+        """Return the answer that `write` gives."""
+        body = await self.desk.answer(request, outputs, write)
+        return Response(
+            memoryview(body) if isinstance(body, bytearray) else body, media_type="application/json"
+        )
 
     async def _end_with_client(self, request: Request, group: SampleGroup) -> None:
         # The body was read, so what is received next is that the client has left.
@@ -155,11 +180,14 @@ class EventResponse(Response):
             )
             try:
                 while not ended:
-                    await _send(send, self._events.new(new))
+                    for part in _slices(new):
+                        await _send(send, self._events.new(part))
                     new, ended = await group.news(), group.ended()
                 # Before its client can come again.
                 self._facade.names.settle(group.outputs)
-                await _send(send, [*self._events.new(new), *self._events.last(group.outputs)])
+                for part in _slices(new):
+                    await _send(send, self._events.new(part))
+                await _send(send, self._events.last(group.outputs))
                 last = b"data: %b\n\n" % self._events.done.encode()
             except (PacelineError, ServiceError) as error:
                 last = _line(http_error(error, names_in_body(self._request)).body)
@@ -170,21 +198,27 @@ class EventResponse(Response):
             self._facade.count(group.outputs, self._dialect)
 
 
+def _slices(changed: Sequence[tuple[int, SampleOutput]]) -> Iterator[Sequence[tuple[int, SampleOutput]]]:
+    """Yield the samples in parts whose events take some milliseconds: an event may have all tokens so far."""
+    begin = numbers = 0
+    for place, (_, output) in enumerate(changed, 1):
+        numbers += _NUMBERS_AN_EVENT + len(output.token_ids)
+        if numbers >= _NUMBERS_AT_ONCE or place == len(changed):
+            yield changed[begin:place]
+            begin, numbers = place, 0
+
+
 async def _send(send: Send, events: Sequence[Json]) -> None:
     if events:
         body = b"".join(map(_line, events))
         await send({"type": "http.response.body", "body": body, "more_body": True})
+        # Sending waits only for a client that reads slowly.
+        await asyncio.sleep(0)
 
 
 def names_in_body(request: Request) -> Mapping[str, str]:
     """Return the names that a request's body has for sampling parameters, where they differ from the SDK's."""
     return getattr(request.state, "names", {})
-
-
-def client_left() -> CancelledError:
-    """Return the error of a request whose client has left; nobody reads it."""
-
-    return CancelledError(grpc.StatusCode.CANCELLED, "the client has left")
 
 
 def _line(event: Json) -> bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import Violation
+from paceline.foreign_json import read_object
 from services.contracts.errors import InvalidArgument
 from services.facade.chat_template import TemplateTraits, traits_of
 
@@ -42,10 +44,9 @@ def not_by_template(folder: Path) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 class Tokenizer(Protocol):
@@ -63,11 +64,22 @@ class Tokenizer(Protocol):
     def template(self) -> TemplateTraits:
         """Return what the chat template expects; InvalidArgument if there is none that can be used."""
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        max_model_len: int | None = None,
+    ) -> list[int]:
         """Return the tokens of a conversation, which is as the template expects it.
 
-        InvalidArgument: the template refuses it.
+        InvalidArgument: the template refuses it, or its text cannot fit into the model.
         """
+
+
+def leave_out_torch() -> None:
+    """Let transformers do without torch in this process: it takes seconds and hundreds of megabytes to load."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 class FolderTokenizer:
@@ -81,6 +93,10 @@ class FolderTokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
+        self.fast = bool(self._tokenizer.is_fast)
+        """False: it is written in Python, and takes long."""
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """Most characters that a token of the vocabulary stands for."""
         self._traits: TemplateTraits | None = None
         self._no_chat = not_by_template(folder)
         if not self._no_chat:
@@ -111,7 +127,12 @@ class FolderTokenizer:
             raise InvalidArgument([Violation("messages", f"cannot be written as a prompt: {self._no_chat}")])
         return self._traits
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        max_model_len: int | None = None,
+    ) -> list[int]:
         """Return the tokens of a conversation."""
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
@@ -119,6 +140,7 @@ class FolderTokenizer:
             raise InvalidArgument(
                 [Violation("messages", f"the chat template refuses them: {error}")]
             ) from error
+        check_text(text, self, max_model_len, "messages")
         # The template writes the special tokens itself.
         return self.encode(text, special=False)
 
@@ -130,6 +152,16 @@ def needs_text(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
             [Violation(field, "is text, and this facade has no tokenizer; send token ids, or set `model`")]
         )
     return tokenizer
+
+
+def check_text(text: str, tokenizer: Tokenizer, max_model_len: int | None, field: str) -> None:
+    """Refuse a text that cannot fit into the model, whatever its tokens are, as vLLM's server does."""
+    longest = getattr(tokenizer, "longest_token", None)
+    if max_model_len is not None and longest is not None and len(text) > max_model_len * longest:
+        found = (
+            f"has {len(text)} characters; the model takes {max_model_len} tokens of at most {longest} each"
+        )
+        raise InvalidArgument([Violation(field, f"{found}: {max_model_len * longest}")])
 
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special: bool, stop_string: str = "") -> str:

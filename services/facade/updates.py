@@ -47,8 +47,8 @@ class Updates:
     async def pause(self, mode: str) -> int:
         """Let new requests wait; return how many samples were aborted.
 
-        Mode `abort` ends the requests of this facade that run, `wait` waits until they have ended, and any other
-        lets them go on.
+        Mode `abort` ends the requests of this facade that run, of runs that the caller may name; `wait` waits until
+        all have ended, and any other lets them go on.
         """
         self.samples.pause()
         self.metrics.paused.set(1)

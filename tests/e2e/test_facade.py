@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from paceline import Client, Sample, SampleRequest, SamplingParams
 from services.facade.dialects.parameters import prompt_id_of
 from services.local import Platform
+from tests.e2e.conftest import http_client
 
 PROMPTS = [[3, 4, 5], [6, 7]]
 SEED = 11
@@ -19,13 +19,7 @@ SEED = 11
 
 @pytest.fixture
 def http(platform: Platform) -> Iterator[httpx.Client]:
-    config = platform.config
-    context: ssl.SSLContext | bool = True
-    if config.tls is not None:
-        context = ssl.create_default_context(cafile=str(config.tls.ca_file))
-        context.load_cert_chain(str(config.tls.cert_file), str(config.tls.key_file))
-    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
-    with httpx.Client(base_url=platform.http_address, headers=headers, verify=context, timeout=120) as client:
+    with http_client(platform) as client:
         yield client
 
 

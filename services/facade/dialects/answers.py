@@ -6,23 +6,28 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paceline import types as t
-from services.facade.dialects.parameters import FINISH_REASONS, finite, identity_of, stops_of, weight_versions
+from services.facade.dialects.parameters import (
+    FINISH_REASONS,
+    Part,
+    as_it_is,
+    finite,
+    identity_of,
+    stops_of,
+    weight_versions,
+)
 from services.facade.dialects.vllm import SamplingBody
 from services.facade.samples import SampleOutput
 from services.facade.text import TextStream, Tokenizer, longest_beginning, text_of
 
 Json = dict[str, Any]
+Kind = Literal["completion", "chat"]
 
 
 class AnswerWriter:
     """Writes the answer to one request, whole or as events."""
 
     def __init__(
-        self,
-        body: SamplingBody,
-        kind: Literal["completion", "chat"],
-        head: tuple[str, int, str],
-        tokenizer: Tokenizer | None,
+        self, body: SamplingBody, kind: Kind, head: tuple[str, int, str], tokenizer: Tokenizer | None
     ) -> None:
         """`head` is the answer's id, its time (seconds since the epoch) and the name of the model."""
         self._body = body
@@ -36,10 +41,10 @@ class AnswerWriter:
         self._held = longest_beginning(stops_of(body.stop)) if trims else 0
         self._logprobs = body.tells_logprobs()
 
-    def whole(self, outputs: Sequence[SampleOutput]) -> Json:
-        """Return the answer with all samples."""
+    def whole(self, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> Json:
+        """Return the answer with all samples, each a part."""
         answer = self._object("" if not self._chat else "chat.completion")
-        answer["choices"] = [self._choice(index, output) for index, output in enumerate(outputs)]
+        answer["choices"] = [part(self._choice(index, output)) for index, output in enumerate(outputs)]
         answer["usage"] = usage(outputs, self._body.n)
         if self._chat and self._body.return_token_ids:
             answer["prompt_token_ids"] = outputs[0].prompt
@@ -171,6 +176,18 @@ class AnswerWriter:
         if self._tokenizer is None or self._body.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self._tokenizer.token(token)
+
+
+def whole_answer(
+    body: SamplingBody,
+    kind: Kind,
+    head: tuple[str, int, str],
+    tokenizer: Tokenizer | None,
+    outputs: Sequence[SampleOutput],
+    part: Part,
+) -> Json:
+    """Return the answer of `AnswerWriter` with all samples."""
+    return AnswerWriter(body, kind, head, tokenizer).whole(outputs, part)
 
 
 def _entry(name: str, logprob: float) -> Json:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from pydantic import Field
 
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
+from services.facade.chat_template import TemplateTraits, traits_of
+from services.facade.dialects.asked import Limits
 from services.facade.dialects.messages import conversation_of
 from services.facade.dialects.parameters import checked_likeliest
-from services.facade.dialects.vllm import SamplingBody
+from services.facade.dialects.vllm import SamplingBody, names_of
 from services.facade.text import Tokenizer, needs_text
 
 Json = dict[str, Any]
@@ -45,8 +47,22 @@ class ChatBody(SamplingBody):
     """With `logprobs`: so many of the likeliest tokens of each position, at most 20."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
+    """Template in place of the model's. Refused unless the facade's `trust_request_chat_template` is set."""
     chat_template_kwargs: Json | None = None
     """Variables for the model's template, such as `enable_thinking`; those that it does not read have no effect."""
+
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body."""
+        return names_of(self, NAMES)
+
+    def prompts(self, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
+        """Return the token ids of the conversation."""
+        return [chat_prompt(self, tokenizer, limits)]
+
+    def drop_prompts(self) -> None:
+        """Forget the conversation."""
+        self.messages, self.chat_template, self.chat_template_kwargs = [], None, None
 
     def likeliest(self) -> int:
         """Return how many of the likeliest tokens of each position are asked for.
@@ -66,19 +82,32 @@ class ChatBody(SamplingBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def chat_prompt(body: ChatBody, tokenizer: Tokenizer | None) -> list[int]:
+def chat_prompt(body: ChatBody, tokenizer: Tokenizer | None, limits: Limits | None = None) -> list[int]:
     """Return the token ids of a conversation. InvalidArgument: there is no tokenizer, or its template refuses."""
     if body.continue_final_message and body.add_generation_prompt:
         found = "is true, as it is when left out; must be false with continue_final_message"
         raise InvalidArgument([Violation("add_generation_prompt", found)])
+    if body.chat_template is not None and not (limits and limits.trust_request_chat_template):
+        found = "is not allowed: the facade does not run templates of requests; leave it out, or set"
+        raise InvalidArgument([Violation("chat_template", f"{found} trust_request_chat_template there")])
     template = needs_text(tokenizer, "messages")
-    traits = template.template()
+    traits = template.template() if body.chat_template is None else _traits(body.chat_template)
     options = _template_options(body.chat_template_kwargs or {}, traits.variables)
     options |= {
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": body.continue_final_message,
     }
-    return template.chat(conversation_of(body.messages, traits), options)
+    if body.chat_template is not None:
+        options["chat_template"] = body.chat_template
+    most = limits.max_model_len if limits is not None else None
+    return template.chat(conversation_of(body.messages, traits), options, most)
+
+
+def _traits(template: str) -> TemplateTraits:
+    try:
+        return traits_of(template)
+    except ValueError as error:
+        raise InvalidArgument([Violation("chat_template", str(error))]) from error
 
 
 def _template_options(given: Json, variables: Set[str]) -> Json:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import Violation
+from paceline.foreign_json import parse_object
 from services.contracts.errors import InvalidArgument
 from services.facade.chat_template import TemplateTraits
 
@@ -143,10 +144,9 @@ def _tool_call(call: Any, field: str) -> Json:
 def _arguments(text: str) -> Json:
     """Return the arguments of a call as an object; empty where they are none, which a model may have written."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_object(text)
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _of_tool(message: Json, content: Any, field: str) -> Json:

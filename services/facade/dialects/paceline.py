@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
+from paceline import convert
 from paceline import types as t
 from paceline.errors import Violation
+from paceline.v1 import rollout_pb2
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import Body, TokenId, prompt_id_of
-from services.facade.dialects.vllm import SamplingFields
-from services.facade.text import Tokenizer, needs_text
+from services.facade.dialects.asked import Limits, check_sizes, token_ids_of
+from services.facade.dialects.parameters import (
+    Body,
+    TokenId,
+    check_samples,
+    check_unsupported,
+    check_whole_numbers,
+    checked_count,
+    prompt_id_of,
+    run_seed,
+)
+from services.facade.dialects.vllm import SamplingFields, sampling_of
+from services.facade.text import Tokenizer
 
 NAMES = {"prompt": "prompts"}
 """Names of the parameters in a body, where they differ from the SDK's."""
@@ -21,6 +33,7 @@ NAMES = {"prompt": "prompts"}
 class HintBody(SamplingFields):
     """Body of /paceline/v1/hint. Sampling parameters are those of the requests to come."""
 
+    of_model = True
     step: int = Field(ge=0, lt=1 << 63)
     """Step of the requests to come: the version that is published then, unless they have X-Paceline-Step."""
     policy_version: int | None = Field(default=None, ge=0, lt=1 << 63)
@@ -32,6 +45,34 @@ class HintBody(SamplingFields):
     max_tokens: int | None = None
     add_special_tokens: bool = True
     """Whether text gets the special tokens that the model expects, such as one of its beginning."""
+    _announced: bytes = PrivateAttr(b"")
+
+    @property
+    def announced(self) -> bytes:
+        """HintNextBatchRequest of the prepared body, without run and seed."""
+        return self._announced
+
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body."""
+        return NAMES
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Write the request to the gateway."""
+        assert limits is not None, "it is about a model"
+        check_unsupported(self, {})
+        run_seed(self.seed)
+        samples = checked_count(self.n)
+        self.fill_in(limits.defaults)
+        sampling = sampling_of(self, self.max_tokens, limits.logprobs_mode)
+        prompts = hinted_prompts(self, tokenizer, limits)
+        check_whole_numbers(prompts, sampling, NAMES, limits.vocab_size)
+        check_samples(prompts, samples, limits.max_hinted_samples, NAMES)
+        check_sizes(prompts, sampling, limits, NAMES)
+        version = self.step if self.policy_version is None else self.policy_version
+        groups = groups_of(self, prompts, samples)
+        hint = t.BatchHint("", self.step, version, groups=groups, sampling=sampling)
+        self._announced = convert.hint_to_proto(hint).SerializeToString()
+        self.prompts, self.prompt_ids = [], None
 
 
 class RewardBody(Body):
@@ -48,9 +89,26 @@ class RewardsBody(Body):
     step: int = Field(ge=0, lt=1 << 63)
     """Step of the samples, as in their answers."""
     rewards: list[RewardBody]
+    _reported: bytes = PrivateAttr(b"")
+
+    @property
+    def reported(self) -> bytes:
+        """ReportRewardsRequest of the prepared body, without the run."""
+        return self._reported
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Write the request to the gateway."""
+        check_unsupported(self, {})
+        for number, each in enumerate(self.rewards):
+            check_unsupported(each, {}, f"rewards[{number}].")
+        given = [t.Reward(each.prompt_id, each.slot, each.reward) for each in self.rewards]
+        request = rollout_pb2.ReportRewardsRequest(step=self.step, rewards=convert.rewards_to_proto(given))
+        self._reported, self.rewards = request.SerializeToString(), []
 
 
-def hinted_prompts(body: HintBody, tokenizer: Tokenizer | None) -> list[list[int]]:
+def hinted_prompts(
+    body: HintBody, tokenizer: Tokenizer | None, limits: Limits | None = None
+) -> list[list[int]]:
     """Return the token ids of the prompts.
 
     InvalidArgument: there is no tokenizer for texts, or not a name for each.
@@ -58,12 +116,9 @@ def hinted_prompts(body: HintBody, tokenizer: Tokenizer | None) -> list[list[int
     if body.prompt_ids is not None and len(body.prompt_ids) != len(body.prompts):
         found = f"has {len(body.prompt_ids)} names; there are {len(body.prompts)} prompts"
         raise InvalidArgument([Violation("prompt_ids", found)])
-    return [
-        needs_text(tokenizer, "prompts").encode(each, body.add_special_tokens)
-        if isinstance(each, str)
-        else list(each)
-        for each in body.prompts
-    ]
+    return token_ids_of(
+        body.prompts, "prompts", tokenizer, limits, special=body.add_special_tokens, hinted=True
+    )
 
 
 def groups_of(body: HintBody, prompts: Sequence[Sequence[int]], samples: int) -> list[t.Group]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Strict, model_validator
 
 from paceline import types as t
@@ -17,9 +18,17 @@ from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.contracts.sampling import MOST_TOP_LOGPROBS
 
+if TYPE_CHECKING:
+    from services.facade.dialects.asked import Limits
+    from services.facade.text import Tokenizer
+
 LEAST_LOGPROB = -9999.0
 """Log-probability in place of one that JSON cannot express, as in vLLM."""
 T = TypeVar("T", int, int | None)
+Part = Callable[[Any], Any]
+"""Writes a part of an answer: as JSON, or as it is."""
+_MOST_TOLD = 32
+"""Most parameters that an error reports; a body may have hundreds of thousands."""
 _SEEDS = range(-(1 << 63), 1 << 64)
 _COUNTS = range(-(1 << 31), 1 << 31)
 
@@ -28,6 +37,8 @@ class Body(BaseModel):
     """Body of a request. Parameters without a field are refused, unless their value asks for nothing."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+    of_model: ClassVar[bool] = False
+    """Whether it is checked against the model that is served."""
 
     @model_validator(mode="before")
     @classmethod
@@ -36,6 +47,17 @@ class Body(BaseModel):
             return given
         without_null = _without_null(cls)
         return {name: value for name, value in given.items() if value is not None or name not in without_null}
+
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body, where they differ from the SDK's."""
+        return {}
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Do what takes time by the size or the content of the body. It may run in another process.
+
+        InvalidArgument names what is wrong. `limits` is None for a body that is not about a model.
+        """
+        check_unsupported(self, {})
 
 
 @cache
@@ -66,6 +88,8 @@ def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: st
             found.append(Violation(path + name, f"is not supported; must be {allowed}"))
         elif name not in neutral and not _asks_for_nothing(value, ()):
             found.append(Violation(path + name, "is not known here; leave it out"))
+        if len(found) >= _MOST_TOLD:
+            break
     if found:
         raise InvalidArgument(found)
 
@@ -86,7 +110,7 @@ def run_seed(seed: int | None, field: str = "seed") -> int | None:
     return seed % (1 << 64)
 
 
-def prompt_id_of(token_ids: Sequence[int]) -> str:
+def prompt_id_of(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
     """Return the id of a prompt: a hash of its tokens."""
     return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
 
@@ -169,6 +193,11 @@ def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def top_k_of(top_k: int | None) -> int | None:
     """Return the SDK's top_k: 0 is off there, -1 in the dialects."""
     return 0 if top_k == -1 else top_k
+
+
+def as_it_is(part: Any) -> Any:
+    """Return a part of an answer unwritten."""
+    return part
 
 
 def finite(logprobs: list[float]) -> list[float]:

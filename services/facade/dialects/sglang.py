@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import PrivateAttr
 
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import Body, TokenId, checked_likeliest, stops_of, top_k_of
+from services.facade.dialects.asked import AsksSamples, Limits, SamplesAsked, samples_asked, token_ids_of
+from services.facade.dialects.parameters import (
+    Body,
+    TokenId,
+    check_unsupported,
+    checked_count,
+    checked_likeliest,
+    run_seed,
+    stops_of,
+    top_k_of,
+)
 from services.facade.text import Tokenizer, needs_text
 
 NEUTRAL: dict[str, Sequence[Any]] = {
@@ -55,6 +67,7 @@ NAMES = {
     **{name: f"sampling_params.{name}" for name in _SAMPLING},
 }
 """SGLang's names where they differ."""
+_SEED = "sampling_params.sampling_seed"
 
 
 class SglangSampling(Body):
@@ -87,7 +100,7 @@ class SglangSampling(Body):
     """Has no effect."""
 
 
-class GenerateBody(Body):
+class GenerateBody(AsksSamples):
     """Body of /generate."""
 
     text: str | list[str] | None = None
@@ -106,6 +119,34 @@ class GenerateBody(Body):
     """With `return_logprob`: so many of the likeliest tokens of each position, at most 20."""
     return_text_in_logprobs: bool = False
     stream: bool = False
+    _several: bool = PrivateAttr(False)
+
+    @property
+    def several(self) -> bool:
+        """True if the answer to the prepared body is a list."""
+        return self._several
+
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body."""
+        return NAMES
+
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
+        """Return the samples that the body asks for."""
+        given = self.sampling_params or SglangSampling()
+        check_unsupported(self, NEUTRAL)
+        check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.")
+        limits.check_model(self.model)
+        each = checked_count(given.n, "sampling_params.n")
+        prompts, several = prompts_of(self, tokenizer, limits)
+        self._several = several or each > 1
+        seed, field = run_seed(given.sampling_seed, _SEED), _SEED
+        return samples_asked(prompts, each, sampling_of(given, self), seed, limits, NAMES, field)
+
+    def drop_prompts(self) -> None:
+        """Forget the prompts."""
+        self.text = self.input_ids = None
+        if self.sampling_params is not None:
+            self.sampling_params.__pydantic_extra__ = {}
 
 
 class AbortRequestBody(Body):
@@ -115,6 +156,10 @@ class AbortRequestBody(Body):
     """Requests whose names begin so."""
     abort_all: bool = False
 
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Check the parameters that have no field."""
+        check_unsupported(self, {"abort_message": ()})
+
 
 class PauseBody(Body):
     """Body of /pause_generation."""
@@ -122,6 +167,9 @@ class PauseBody(Body):
     mode: str = "abort"
     """`abort` ends the requests that run; `retract` and `in_place` let them go on, under the new weights after an
     update. New requests wait in all of them."""
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Parameters that have no field have no effect."""
 
 
 class UpdateFromDiskBody(Body):
@@ -137,6 +185,10 @@ class UpdateFromDiskBody(Body):
     """Has no effect: nothing is computed with KV of other weights."""
     load_format: str | None = None
     """Has no effect: what is in a folder is found out."""
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Check the parameters that have no field."""
+        check_unsupported(self, UPDATE_NEUTRAL)
 
 
 UPDATE_NEUTRAL: dict[str, Sequence[Any]] = {
@@ -175,20 +227,22 @@ def sampling_of(given: SglangSampling, body: GenerateBody | None = None) -> t.Sa
     )
 
 
-def prompts_of(body: GenerateBody, tokenizer: Tokenizer | None) -> tuple[list[list[int]], bool]:
+def prompts_of(
+    body: GenerateBody, tokenizer: Tokenizer | None, limits: Limits | None = None
+) -> tuple[list[list[int]], bool]:
     """Return the token ids of the prompts, and True if there is a list of prompts, which has a list of answers."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidArgument(
             [Violation("input_ids", "either input_ids or text must be given, and not both")]
         )
     if body.text is not None:
-        encode = needs_text(tokenizer, "text").encode
+        needs_text(tokenizer, "text")
         texts = [body.text] if isinstance(body.text, str) else body.text
-        prompts, several = [encode(text, True) for text in texts], isinstance(body.text, list)
+        prompts, several = token_ids_of(texts, "text", tokenizer, limits), isinstance(body.text, list)
     else:
         ids = body.input_ids or []
         several = bool(ids) and isinstance(ids[0], list)
-        prompts = [list(each) for each in ids] if several else [list(ids)]  # type: ignore[arg-type]
+        prompts = ids if several else [ids]  # type: ignore[assignment, list-item]
     if not prompts or not all(prompts):
         raise InvalidArgument([Violation("text" if body.text is not None else "input_ids", "is empty")])
     return prompts, several

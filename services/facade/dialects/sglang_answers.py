@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import types as t
-from services.facade.dialects.parameters import FINISH_REASONS, finite, identity_of, stops_of, weight_versions
+from services.facade.dialects.parameters import (
+    FINISH_REASONS,
+    Part,
+    as_it_is,
+    finite,
+    identity_of,
+    stops_of,
+    weight_versions,
+)
 from services.facade.dialects.sglang import GenerateBody, SglangSampling
 from services.facade.samples import SampleOutput
 from services.facade.text import Tokenizer, longest_beginning, text_of
@@ -27,9 +35,11 @@ class SglangWriter:
         self._request_id = request_id
         self._tokenizer = tokenizer
 
-    def whole(self, outputs: Sequence[SampleOutput], version: int) -> Json | list[Json]:
-        """Return the answer; `version` of the weights is that of samples that do not know their own."""
-        found = [self._one(index, output, version) for index, output in enumerate(outputs)]
+    def whole(
+        self, outputs: Sequence[SampleOutput], version: int, part: Part = as_it_is
+    ) -> Json | list[Json]:
+        """Return the answer, each sample a part; `version` is that of samples that do not know their own."""
+        found = [part(self._one(index, output, version)) for index, output in enumerate(outputs)]
         return found if self._several else found[0]
 
     def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
@@ -101,6 +111,19 @@ class SglangWriter:
         if self._tokenizer is None or not self._body.return_text_in_logprobs:
             return None
         return self._tokenizer.token(token)
+
+
+def whole_answer(
+    body: GenerateBody,
+    several: bool,
+    request_id: str,
+    version: int,
+    tokenizer: Tokenizer | None,
+    outputs: Sequence[SampleOutput],
+    part: Part,
+) -> Json | list[Json]:
+    """Return the answer of `SglangWriter` with all samples."""
+    return SglangWriter(body, several, request_id, tokenizer).whole(outputs, version, part)
 
 
 def _finish_reason(output: SampleOutput) -> Json | None:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
+import msgspec
+from pydantic import Field, PrivateAttr
 
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects.answers import usage
+from services.facade.dialects.asked import AsksSamples, Limits, SamplesAsked, samples_asked, token_ids_of
 from services.facade.dialects.parameters import (
     FINISH_REASONS,
     Body,
+    Part,
     TokenId,
+    as_it_is,
+    check_token_ids,
+    check_unsupported,
+    checked_count,
     finite,
     identity_of,
+    run_seed,
     weight_versions,
 )
-from services.facade.dialects.vllm import SamplingFields, StreamOptions
+from services.facade.dialects.vllm import SamplingFields, StreamOptions, sampling_of
 from services.facade.samples import SampleOutput
+from services.facade.text import Tokenizer, needs_text
 
 Json = dict[str, Any]
 
@@ -78,7 +87,7 @@ class TokensSampling(SamplingFields):
     """0 or 1: those of the sampled tokens, without those of other tokens."""
 
 
-class TokensBody(Body):
+class TokensBody(AsksSamples):
     """Body of /inference/v1/generate."""
 
     token_ids: list[TokenId] = Field(min_length=1)
@@ -95,20 +104,71 @@ class TokensBody(Body):
     cache_salt: str | None = None
     """Has no effect: prompts of other versions of the weights are never reused."""
 
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body."""
+        return NAMES
 
-class TokenizeBody(Body):
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
+        """Return the samples that the body asks for."""
+        given = self.sampling_params
+        check_unsupported(self, NEUTRAL)
+        check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.")
+        limits.check_model(self.model)
+        checked_logprobs(given.logprobs)
+        each = checked_count(given.n, "sampling_params.n")
+        sampling = sampling_of(given, given.max_tokens, limits.logprobs_mode)
+        seed, field = run_seed(given.seed, "sampling_params.seed"), "sampling_params.seed"
+        return samples_asked([self.token_ids], each, sampling, seed, limits, NAMES, field)
+
+    def drop_prompts(self) -> None:
+        """Forget the prompt."""
+        self.token_ids = []
+        self.sampling_params.__pydantic_extra__ = {}
+
+
+class AnsweredBody(Body):
+    """Body of a request without samples. Prepared, it has the answer."""
+
+    of_model = True
+    _answer: bytes = PrivateAttr(b"")
+
+    @property
+    def answer(self) -> bytes:
+        """Answer to the prepared body."""
+        return self._answer
+
+
+class TokenizeBody(AnsweredBody):
     """Body of /tokenize."""
 
     prompt: str
     model: str | None = None
     add_special_tokens: bool = True
 
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Write the answer."""
+        assert limits is not None, "it is about a model"
+        check_unsupported(self, {"return_token_strs": (False,)})
+        limits.check_model(self.model)
+        (found,) = token_ids_of([self.prompt], "prompt", tokenizer, limits, special=self.add_special_tokens)
+        told = {"tokens": found, "count": len(found), "max_model_len": limits.max_model_len}
+        self._answer, self.prompt = msgspec.json.encode(told), ""
 
-class DetokenizeBody(Body):
+
+class DetokenizeBody(AnsweredBody):
     """Body of /detokenize."""
 
     tokens: list[TokenId]
     model: str | None = None
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Write the answer."""
+        assert limits is not None, "it is about a model"
+        check_unsupported(self, {})
+        limits.check_model(self.model)
+        check_token_ids(self.tokens, limits.vocab_size, "tokens")
+        text = needs_text(tokenizer, "tokens").decode(self.tokens, skip_special=False)
+        self._answer, self.tokens = msgspec.json.encode({"prompt": text}), []
 
 
 def checked_logprobs(logprobs: int | None) -> bool:
@@ -130,13 +190,13 @@ class TokensWriter:
         self._logprobs = checked_logprobs(body.sampling_params.logprobs)
         self._sent: dict[int, int] = {}
 
-    def whole(self, outputs: Sequence[SampleOutput]) -> Json:
-        """Return the answer with all samples."""
-        choices = [self._choice(index, output, 0) for index, output in enumerate(outputs)]
+    def whole(self, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> Json:
+        """Return the answer with all samples, each a part."""
+        choices = [part(self._choice(index, output, 0)) for index, output in enumerate(outputs)]
         answer = self._object(choices)
         answer |= {"model": self._model, "created": self._created, "usage": self._usage(outputs)}
         if self._body.return_token_ids:
-            answer["prompt_token_ids"] = self._body.token_ids
+            answer["prompt_token_ids"] = outputs[0].prompt
         return answer
 
     def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
@@ -145,7 +205,7 @@ class TokensWriter:
         for index, output in changed:
             event = self._object([self._choice(index, output, self._sent.get(index, 0))])
             if self._body.return_token_ids and index not in self._sent:
-                event["prompt_token_ids"] = self._body.token_ids
+                event["prompt_token_ids"] = output.prompt
             self._sent[index] = len(output.token_ids)
             found.append(event)
         return found
@@ -187,3 +247,15 @@ class TokensWriter:
             for token, value in pairs
         ]
         return {"content": content}
+
+
+def whole_answer(
+    body: TokensBody,
+    request_id: str,
+    head: tuple[int, str],
+    tokenizer: Tokenizer | None,
+    outputs: Sequence[SampleOutput],
+    part: Part,
+) -> Json:
+    """Return the answer of `TokensWriter` with all samples, which has no text."""
+    return TokensWriter(body, request_id, head).whole(outputs, part)

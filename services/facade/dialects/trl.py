@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from paceline import types as t
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+from services.facade.dialects.asked import AsksSamples, Limits, SamplesAsked, samples_asked, token_ids_of
 from services.facade.dialects.parameters import (
     Body,
+    Part,
     TokenId,
     VllmSeed,
+    as_it_is,
+    check_unsupported,
+    checked_count,
     checked_likeliest,
     finite,
+    run_seed,
     stops_of,
     top_k_of,
 )
+from services.facade.http_errors import field_of
 from services.facade.samples import SampleOutput
-from services.facade.text import Tokenizer, needs_text
+from services.facade.text import Tokenizer
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "guided_decoding_regex": ("",),
@@ -33,9 +44,22 @@ NAMES = {
     **{name: f"generation_kwargs.{name}" for name in _KEYWORDS},
 }
 """Names of the parameters in a body, where they differ from the SDK's."""
+_SEED = "generation_kwargs.seed"
 
 
-class TrlBody(Body):
+class TrlSampling(Body):
+    """Supported keys of `generation_kwargs`."""
+
+    seed: VllmSeed = None
+    stop_token_ids: list[TokenId] | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class TrlBody(AsksSamples):
     """Body of /generate/, with TRL's names and defaults."""
 
     prompts: list[str] | list[list[TokenId]]
@@ -53,25 +77,37 @@ class TrlBody(Body):
     generation_kwargs: dict[str, Any] | None = None
     """Of these, `seed`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens` and the penalties."""
 
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body."""
+        return NAMES
 
-class TrlSampling(Body):
-    """Supported keys of `generation_kwargs`."""
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
+        """Return the samples that the body asks for."""
+        check_unsupported(self, NEUTRAL)
+        more = trl_sampling(self)
+        seed, field = run_seed(more.seed, _SEED), _SEED
+        prompts, each = prompts_of(self, tokenizer, limits), checked_count(self.n)
+        return samples_asked(prompts, each, sampling_of(self, more), seed, limits, NAMES, field)
 
-    seed: VllmSeed = None
-    stop_token_ids: list[TokenId] | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool = False
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    def drop_prompts(self) -> None:
+        """Forget the prompts."""
+        self.prompts, self.generation_kwargs = [], None
 
 
-def prompts_of(body: TrlBody, tokenizer: Tokenizer | None) -> list[list[int]]:
+def prompts_of(body: TrlBody, tokenizer: Tokenizer | None, limits: Limits | None = None) -> list[list[int]]:
     """Return the token ids of the prompts. InvalidArgument: they are text, and there is no tokenizer."""
-    return [
-        needs_text(tokenizer, "prompts").encode(each, True) if isinstance(each, str) else list(each)
-        for each in body.prompts
-    ]
+    return token_ids_of(body.prompts, "prompts", tokenizer, limits)
+
+
+def trl_sampling(body: TrlBody) -> TrlSampling:
+    """Return the supported keys of `generation_kwargs`. InvalidArgument for others."""
+    try:
+        more = TrlSampling(**(body.generation_kwargs or {}))
+    except ValidationError as error:
+        found = [Violation(f"generation_kwargs.{field_of(e['loc'])}", e["msg"]) for e in error.errors()]
+        raise InvalidArgument(found) from error
+    check_unsupported(more, {}, "generation_kwargs.")
+    return more
 
 
 def sampling_of(body: TrlBody, more: TrlSampling) -> t.SamplingParams:
@@ -94,15 +130,26 @@ def sampling_of(body: TrlBody, more: TrlSampling) -> t.SamplingParams:
     )
 
 
-def answer(body: TrlBody, outputs: Sequence[SampleOutput]) -> dict[str, Any]:
+def answer(body: TrlBody, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> dict[str, Any]:
     """Return the answer: prompts once, samples prompt by prompt, log-probabilities as lists of one."""
-    told = [_told(output) for output in outputs] if body.logprobs is not None else None
+    logprobs, tokens = [], []
+    for output in outputs if body.logprobs is not None else ():
+        told = _told(output)
+        logprobs.append(part([finite(values) for _, values in told]))
+        tokens.append(part([ids for ids, _ in told]))
     return {
-        "prompt_ids": [output.prompt for output in outputs[:: body.n]],
+        "prompt_ids": [part(output.prompt) for output in outputs[:: body.n]],
         "completion_ids": [output.token_ids for output in outputs],
-        "logprobs": None if told is None else [[finite(values) for _, values in each] for each in told],
-        "logprob_token_ids": None if told is None else [[tokens for tokens, _ in each] for each in told],
+        "logprobs": None if body.logprobs is None else logprobs,
+        "logprob_token_ids": None if body.logprobs is None else tokens,
     }
+
+
+def whole_answer(
+    body: TrlBody, _tokenizer: Tokenizer | None, outputs: Sequence[SampleOutput], part: Part
+) -> dict[str, Any]:
+    """Return the answer, which has no text."""
+    return answer(body, outputs, part)
 
 
 def _told(output: SampleOutput) -> list[tuple[list[int], list[float]]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from paceline.errors import Violation
+from paceline.foreign_json import parse_json
 from services.contracts.errors import InvalidArgument
 
 _ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -27,8 +27,8 @@ def check_unicode(body: bytes) -> None:
     if _ESCAPE.search(body) is None:
         return
     try:
-        given = json.loads(body)
-    except (ValueError, RecursionError):
+        given = parse_json(body)
+    except ValueError:
         return  # It is refused as what it is.
     for field, text in _texts(given):
         if (half := _HALF.search(text)) is not None:

@@ -12,14 +12,25 @@ from pydantic import Field
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.parameters import Body, TokenId, VllmSeed, checked_likeliest, stops_of, top_k_of
+from services.facade.dialects.asked import AsksSamples, Limits, SamplesAsked, samples_asked
+from services.facade.dialects.parameters import (
+    Body,
+    TokenId,
+    VllmSeed,
+    check_unsupported,
+    checked_count,
+    checked_likeliest,
+    run_seed,
+    stops_of,
+    top_k_of,
+)
+from services.facade.text import Tokenizer
 
 Json = dict[str, Any]
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template": (),
     "detokenize": (True,),
     "documents": (),
     "echo": (False,),
@@ -94,8 +105,14 @@ class SamplingFields(Body):
     skip_special_tokens: bool = True
     """Whether the text is without special tokens; the token ids have them."""
 
+    def fill_in(self, defaults: Mapping[str, float]) -> None:
+        """Set the parameters that the body leaves out."""
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
-class SamplingBody(SamplingFields):
+
+class SamplingBody(SamplingFields, AsksSamples):
     """Common part of the bodies of completions and of chat."""
 
     model: str | None = None
@@ -120,6 +137,24 @@ class SamplingBody(SamplingFields):
     """Has no effect: prompts of other versions of the weights are never reused."""
     request_id: str | None = None
     """Name of the request, for /abort_requests."""
+
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
+        """Return the samples that the body asks for."""
+        check_unsupported(self, NEUTRAL)
+        limits.check_model(self.model)
+        self.fill_in(limits.defaults)
+        sampling = sampling_of(self, self.most_tokens(), limits.logprobs_mode)
+        each, seed = checked_count(self.n), run_seed(self.seed)
+        prompts = self.prompts(tokenizer, limits)
+        return samples_asked(prompts, each, sampling, seed, limits, self.names_in_body())
+
+    def prompts(self, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
+        """Return the token ids of the prompts."""
+        raise NotImplementedError
+
+    def most_tokens(self) -> int | None:
+        """Return the most response tokens; None: what the model's length leaves."""
+        raise NotImplementedError
 
     def likeliest(self) -> int:
         """Return how many of the likeliest tokens of each position are asked for."""

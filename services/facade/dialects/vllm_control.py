@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.facade.dialects.parameters import Body
+from pydantic import Field
+
+from services.facade.dialects.asked import Limits
+from services.facade.dialects.parameters import Body, check_unsupported
+from services.facade.text import Tokenizer
 
 
 class UpdateBody(Body):
@@ -13,11 +17,15 @@ class UpdateBody(Body):
     weight_dir: str
     """Folder of the weights, as the instances see it."""
 
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Check the parameters that have no field."""
+        check_unsupported(self, {"reset_prefix_cache": (True, False)})
+
 
 class AbortRequestsBody(Body):
     """Body of /abort_requests."""
 
-    request_ids: list[str]
+    request_ids: list[str] = Field(max_length=65536)
     """Names of requests, `request_id` in their bodies."""
 
 

@@ -4,55 +4,37 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from paceline import types as t
 from paceline.errors import Violation
+from paceline.transport import Unary
+from paceline.v1 import rollout_pb2
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects import paceline, vllm
-from services.facade.dialects.parameters import (
-    check_samples,
-    check_unsupported,
-    check_whole_numbers,
-    checked_count,
-    run_seed,
-)
-from services.facade.routes.checked import checked_router
+from services.facade.dialects import paceline
+from services.facade.dialects.parameters import run_seed
+from services.facade.routes.worked import worked_router
 from services.facade.serving import Facade
 
 
 def paceline_routes(facade: Facade) -> APIRouter:
     """Return the routes."""
-    router = checked_router("Paceline", "/paceline/v1")
+    router = worked_router(facade, "Paceline", "/paceline/v1")
 
     @router.post("/hint")
     async def hint(body: paceline.HintBody, request: Request) -> dict[str, int]:
         """Announce the prompts of a coming step, for idle instances; 0 samples if nothing can be made of it."""
-        check_unsupported(body, {})
-        request.state.names = paceline.NAMES
-        prompts = paceline.hinted_prompts(body, facade.tokenizer)
-        samples = checked_count(body.n)
-        sampling = vllm.sampling_of(body, body.max_tokens, facade.config.logprobs_mode)
-        model = await facade.fleet.model()
-        check_whole_numbers(prompts, sampling, paceline.NAMES, model.vocab_size)
-        check_samples(prompts, samples, facade.config.max_hinted_samples, paceline.NAMES)
-        announced = t.BatchHint(
-            run_id=facade.run_id(request),
-            step=body.step,
-            policy_version=body.step if body.policy_version is None else body.policy_version,
-            groups=paceline.groups_of(body, prompts, samples),
-            sampling=sampling,
-            run_seed=_hinted_seed(facade, body.seed),
-        )
-        return {"samples": await facade.client().hint(announced)}
+        announced = rollout_pb2.HintNextBatchRequest.FromString(body.announced)
+        announced.run_id, announced.run_seed = facade.run_id(request), _hinted_seed(facade, body.seed)
+        return {
+            "samples": int((await facade.client().call(Unary("Rollout", "HintNextBatch", announced))).samples)
+        }
 
     @router.post("/rewards")
     async def rewards(body: paceline.RewardsBody, request: Request) -> dict[str, int]:
         """Report rewards of finished samples, for the drafter; `matched` of them are known."""
-        check_unsupported(body, {})
-        for number, each in enumerate(body.rewards):
-            check_unsupported(each, {}, f"rewards[{number}].")
-        given = [t.Reward(each.prompt_id, each.slot, each.reward) for each in body.rewards]
-        matched = await facade.client().report_single_rewards(facade.run_id(request), body.step, given)
-        return {"matched": matched}
+        reported = rollout_pb2.ReportRewardsRequest.FromString(body.reported)
+        reported.run_id = facade.run_id(request)
+        return {
+            "matched": int((await facade.client().call(Unary("Rollout", "ReportRewards", reported))).matched)
+        }
 
     return router
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -14,10 +15,8 @@ from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument, Unimplemented
 from services.facade.access import ABSENT
 from services.facade.dialects import sglang
-from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
-from services.facade.dialects.sglang_answers import SglangWriter
-from services.facade.names import SamplesAsked
-from services.facade.routes.checked import checked_router
+from services.facade.dialects.sglang_answers import SglangWriter, whole_answer
+from services.facade.routes.worked import worked_router
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.updates import Updates
 
@@ -26,7 +25,7 @@ _MODES = ("abort", "retract", "in_place")
 
 def sglang_routes(facade: Facade, updates: Updates) -> APIRouter:
     """Return the routes of the dialect."""
-    router = checked_router("SGLang")
+    router = worked_router(facade, "SGLang")
     _generation(router, facade)
     _control(router, facade, updates)
     _weights(router, facade, updates)
@@ -38,33 +37,21 @@ def _generation(router: APIRouter, facade: Facade) -> None:
     @router.post("/generate", response_model=None)
     async def generate(body: sglang.GenerateBody, request: Request) -> Response:
         """Generate samples of one prompt or several; an aborted request is answered with what it has."""
-        sampling = body.sampling_params or sglang.SglangSampling()
-        check_unsupported(body, sglang.NEUTRAL)
-        check_unsupported(sampling, sglang.NEUTRAL_SAMPLING, "sampling_params.")
-        await facade.fleet.check_model(body.model)
-        prompts, several = sglang.prompts_of(body, facade.tokenizer)
-        asked = SamplesAsked(
-            prompts,
-            checked_count(sampling.n, "sampling_params.n"),
-            sglang.sampling_of(sampling, body),
-            run_seed(sampling.sampling_seed, "sampling_params.sampling_seed"),
-            "sampling_params.sampling_seed",
-        )
-        requests = await facade.requests(request, asked, sglang.NAMES)
+        requests = await facade.requests(request, body.asked)
         request_id = body.rid or uuid.uuid4().hex
-        writer = SglangWriter(body, several or sampling.n > 1, request_id, facade.tokenizer)
         if body.stream:
+            writer = SglangWriter(body, body.several, request_id, facade.tokenizer)
             events = EventStream(writer.events, lambda _: [])
             return EventResponse(facade, request, requests, "sglang", events, request_id)
         outputs = await facade.outputs(request, requests, "sglang", request_id)
         unknown = any(not output.version_spans for output in outputs)
         version = await facade.fleet.policy_version() if unknown else 0
-        return await facade.answer(outputs, lambda: writer.whole(outputs, version))
+        write = partial(whole_answer, body, body.several, request_id, version)
+        return await facade.answer(request, outputs, write)
 
     @router.post("/abort_request")
     async def abort_request(body: sglang.AbortRequestBody) -> dict[str, Any]:
         """End requests by the beginning of their names, or all of this facade."""
-        check_unsupported(body, {"abort_message": ()})
         if not body.rid and not body.abort_all:
             raise InvalidArgument([Violation("rid", "is empty; name a request, or set abort_all")])
         aborted = await facade.samples.abort(lambda own: body.abort_all or own.startswith(body.rid))
@@ -103,7 +90,6 @@ def _weights(router: APIRouter, facade: Facade, updates: Updates) -> None:
     @router.post("/update_weights_from_disk", response_model=None)
     async def update_weights_from_disk(body: sglang.UpdateFromDiskBody, request: Request) -> Response:
         """Publish the weights in a folder as the next version."""
-        check_unsupported(body, sglang.UPDATE_NEUTRAL)
         request.state.names = {"disk.path": "model_path"}
         in_flight = t.InFlight.ABORT if body.abort_all_requests else t.InFlight.CONTINUE
         outcome = await updates.from_folder(

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from paceline import types as t
-from paceline.errors import Violation
-from services.contracts.errors import InvalidArgument
-from services.facade.dialects import chat, completions, trl, vllm, vllm_control
-from services.facade.dialects.answers import AnswerWriter
-from services.facade.dialects.parameters import check_unsupported, checked_count, run_seed
-from services.facade.http_errors import field_of
-from services.facade.names import SamplesAsked
-from services.facade.routes.checked import checked_router
+from services.facade.dialects import answers, chat, completions, trl, vllm, vllm_control
+from services.facade.routes.worked import worked_router
 from services.facade.serving import EventResponse, EventStream, Facade
 from services.facade.updates import Updates
 
 
 def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     """Return the routes of the dialect."""
-    router = checked_router("vLLM and OpenAI")
+    router = worked_router(facade, "vLLM and OpenAI")
     _control(router, facade, updates)
 
     @router.get("/v1/models")
@@ -38,18 +31,12 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def complete(body: completions.CompletionBody, request: Request) -> Response:
         """Generate samples of one prompt or several, as text or as token ids."""
-        check_unsupported(body, vllm.NEUTRAL)
-        prompts = completions.completion_prompts(body, facade.tokenizer)
-        names = vllm.names_of(body, completions.NAMES)
-        return await _generated(facade, body, request, prompts, body.max_tokens, "completion", names)
+        return await _generated(facade, body, request, "completion")
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: chat.ChatBody, request: Request) -> Response:
         """Generate samples that go on with a conversation, by the model's chat template."""
-        check_unsupported(body, vllm.NEUTRAL)
-        prompt = chat.chat_prompt(body, facade.tokenizer)
-        names = vllm.names_of(body, chat.NAMES)
-        return await _generated(facade, body, request, [prompt], body.most_tokens(), "chat", names)
+        return await _generated(facade, body, request, "chat")
 
     async def world_size() -> dict[str, int]:
         """Return 1: trainers see one server, whatever the number of instances."""
@@ -61,18 +48,9 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     @router.post("/generate/", response_model=None)
     async def trl_generate(body: trl.TrlBody, request: Request) -> Response:
         """Generate samples for the client of `trl vllm-serve`."""
-        check_unsupported(body, trl.NEUTRAL)
-        more = _trl_sampling(body)
-        asked = SamplesAsked(
-            trl.prompts_of(body, facade.tokenizer),
-            checked_count(body.n),
-            trl.sampling_of(body, more),
-            run_seed(more.seed, "generation_kwargs.seed"),
-            "generation_kwargs.seed",
-        )
-        requests = await facade.requests(request, asked, trl.NAMES)
+        requests = await facade.requests(request, body.asked)
         outputs = await facade.outputs(request, requests, "trl") if requests else []
-        return await facade.answer(outputs, lambda: trl.answer(body, outputs))
+        return await facade.answer(request, outputs, partial(trl.whole_answer, body))
 
     return router
 
@@ -104,7 +82,6 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
 
     async def abort_requests(body: vllm_control.AbortRequestsBody) -> dict[str, Any]:
         """End requests; they are answered with what they have."""
-        check_unsupported(body, {})
         return {"aborted_samples": await facade.samples.abort(set(body.request_ids).__contains__)}
 
     for path in ("/abort_requests", "/inference/v1/abort_requests"):
@@ -113,7 +90,6 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     @router.post("/update_weights")
     async def update_weights(body: vllm_control.UpdateBody, request: Request) -> dict[str, Any]:
         """Publish the weights in a folder as the next version; samples that run go on under it."""
-        check_unsupported(body, {"reset_prefix_cache": (True, False)})
         request.state.names = {"disk.path": "weight_dir"}
         outcome = await updates.from_folder(
             facade.run_id(request), body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
@@ -122,33 +98,15 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
 
 
 async def _generated(
-    facade: Facade,
-    body: vllm.SamplingBody,
-    request: Request,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int | None,
-    kind: Literal["completion", "chat"],
-    names: Mapping[str, str],
+    facade: Facade, body: vllm.SamplingBody, request: Request, kind: answers.Kind
 ) -> Response:
-    model = await facade.fleet.check_model(body.model)
-    sampling = vllm.sampling_of(body, max_tokens, facade.config.logprobs_mode)
-    asked = SamplesAsked(prompts, checked_count(body.n), sampling, run_seed(body.seed))
-    requests = await facade.requests(request, asked, names)
+    model = await facade.fleet.model()
+    requests = await facade.requests(request, body.asked)
     request_id = body.request_id or uuid.uuid4().hex
     head = (f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}", int(time.time()), model.name)
-    writer = AnswerWriter(body, kind, head, facade.tokenizer)
     if body.stream:
+        writer = answers.AnswerWriter(body, kind, head, facade.tokenizer)
         events = EventStream(writer.events, writer.last_events)
         return EventResponse(facade, request, requests, "vllm", events, request_id)
     outputs = await facade.outputs(request, requests, "vllm", request_id)
-    return await facade.answer(outputs, lambda: writer.whole(outputs))
-
-
-def _trl_sampling(body: trl.TrlBody) -> trl.TrlSampling:
-    try:
-        more = trl.TrlSampling(**(body.generation_kwargs or {}))
-    except ValidationError as error:
-        found = [Violation(f"generation_kwargs.{field_of(e['loc'])}", e["msg"]) for e in error.errors()]
-        raise InvalidArgument(found) from error
-    check_unsupported(more, {}, "generation_kwargs.")
-    return more
+    return await facade.answer(request, outputs, partial(answers.whole_answer, body, kind, head))

@@ -31,7 +31,7 @@ class RunningFacade:
 
     def __init__(self, config: FacadeConfig, **options: Any) -> None:
         self.registry = CollectorRegistry()
-        self.process = FacadeProcess(config, self.registry)
+        self.process = FacadeProcess(config, self.registry, warm=False)
         self._scheme = "http" if config.tls is None else "https"
         self._options = options
         self._task: asyncio.Task[None] | None = None

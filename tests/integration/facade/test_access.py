@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from paceline.tokens import TokenScope, hash_token
-from services.facade import probe
 from services.facade.config import FacadeConfig
 from services.facade.process import FacadeProcess
 from services.platform.config.sources import ConfigError
@@ -117,23 +116,3 @@ def test_it_does_not_listen_or_send_its_token_in_plain_text(registry: Any) -> No
         FacadeProcess(FacadeConfig(host="0.0.0.0"), registry)
     with pytest.raises(ConfigError, match="plain text"):
         FacadeProcess(FacadeConfig(token="t", gateway="127.0.0.1:1,gateway:7400"), registry)
-
-
-async def test_the_probe_of_containers_asks_with_the_services_own_certificate(
-    stack_of: StackMaker, tmp_path: Path
-) -> None:
-    tls = Authority(tmp_path, "ours").tls("facade", client_auth=True)
-    stack = await stack_of(tls=tls, http={"verify": False})
-    address = f"--address=127.0.0.1:{stack.facade.process.port}"
-    files = {"CERT": tls.cert_file, "KEY": tls.key_file, "CA": tls.ca_file}
-    told = {f"PACELINE_TLS__{name}_FILE": str(path) for name, path in files.items()}
-
-    async def asked(path: str, server_name: str) -> int:
-        arguments = [address, f"--path={path}", f"--server-name={server_name}"]
-        return await asyncio.to_thread(probe.main, arguments, told)
-
-    assert await asked("/livez", "facade") == 0
-    assert await asked("/livez", "another") == probe.UNHEALTHY
-    assert await asked("/v1/nothing", "facade") == probe.UNHEALTHY
-    await stack.facade.process.stop(0)
-    assert await asked("/livez", "facade") == probe.UNHEALTHY

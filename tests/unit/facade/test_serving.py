@@ -85,4 +85,4 @@ async def test_a_defect_after_the_first_event_ends_a_stream_with_an_error() -> N
         raise KeyError("a defect")
 
     line = json.dumps(fault().body, separators=(",", ":"))
-    assert await streamed(EventStream(lambda _: [{"a": 1}], broken), line) == [{"a": 1}]
+    assert await streamed(EventStream(lambda _: [{"a": 1}], broken), line) == [{"a": 1}] * 2

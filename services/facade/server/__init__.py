@@ -1,0 +1,1 @@
+"""The HTTP server below the application: connections, their limits and their deadlines."""

@@ -1,0 +1,209 @@
+"""Keep room for new connections, and end those that hold a place without a request. Pure but for the sockets.
+
+Every accepted socket has a place, from before its TLS handshake until it is closed. Where no place is left, a
+connection that has nothing in work makes way for a new one; if there is none, the new one is refused at once. Each
+state but `WORKING` has a deadline.
+
+Time is counted in ticks of the event loop. A loop that was blocked for a minute, and has not read what its clients
+sent meanwhile, counts one: its clients are not at fault.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from ipaddress import IPv6Address, ip_address, ip_network
+
+TICK_SECONDS = 0.25
+"""Seconds between two ticks."""
+LEAST_BYTES_PER_SECOND = 64 * 1024
+"""A body that comes at least so fast may take longer than its deadline."""
+ENDED_AT_ONCE = 128
+"""Connections of each state that one tick ends, so that it blocks the event loop for nobody."""
+
+
+class State(Enum):
+    """What a connection is at."""
+
+    ENDING = "ending"
+    """Closed, but for what its client has not read yet."""
+    WAITING = "header"
+    """New, or in the middle of a header, or of a body that nobody waits for."""
+    RESTING = "idle"
+    """Kept alive after a request."""
+    RECEIVING = "body"
+    """In the middle of a body."""
+    SENDING = "reader"
+    """Its client does not read the answer."""
+    WORKING = "working"
+    """A request is in work."""
+
+    # Members are one of a kind; that of Enum hashes their names, in Python.
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Most connections, and the seconds that each state may last."""
+
+    total: int
+    each_address: int
+    header_seconds: float
+    idle_seconds: float
+    body_seconds: float
+    reader_seconds: float
+
+    def ticks(self) -> Mapping[State, int]:
+        """Return the deadlines in ticks."""
+        seconds = {
+            State.ENDING: self.header_seconds,
+            State.WAITING: self.header_seconds,
+            State.RESTING: self.idle_seconds,
+            State.RECEIVING: self.body_seconds,
+            State.SENDING: self.reader_seconds,
+        }
+        return {state: math.ceil(each / TICK_SECONDS) for state, each in seconds.items()}
+
+
+class HttpConnection:
+    """One accepted socket. `end` closes it, in the way that its state asks for."""
+
+    __slots__ = ("address", "end", "held", "received", "since", "state")
+
+    def __init__(self, address: str, end: Callable[[State], None]) -> None:
+        self.address = address
+        self.end = end
+        self.held = True
+        self.state = State.WAITING
+        self.since = 0
+        self.received = 0
+        """Bytes that came since it began to receive a body."""
+
+
+class _Queues(dict[State, dict[HttpConnection, None]]):
+    """Connections by state, those first that have been in it longest."""
+
+    def __init__(self) -> None:
+        super().__init__({state: {} for state in State})
+
+    def first(self, state: State) -> HttpConnection | None:
+        return next(iter(self[state]), None)
+
+
+class Connections:
+    """All connections of one listening port."""
+
+    def __init__(self, limits: ConnectionLimits, ended: Callable[[str], None] = lambda _reason: None) -> None:
+        """Tell `ended` why a connection was refused or ended."""
+        self._limits = limits
+        self._deadlines = limits.ticks()
+        self._ended = ended
+        self._now = 0
+        self._total = 0
+        self._held: Counter[str] = Counter()
+        self._all = _Queues()
+        self._of_address: dict[str, _Queues] = {}
+        self.by_file: dict[int, HttpConnection] = {}
+        """Places by the number of their open file."""
+
+    def __len__(self) -> int:
+        return self._total
+
+    def admit(self, host: str, end: Callable[[State], None]) -> HttpConnection | None:
+        """Return the place of a new connection; None: it is refused."""
+        address = address_of(host)
+        crowded = self._held[address] >= self._limits.each_address
+        if crowded or len(self) >= self._limits.total:
+            queues = self._of_address.get(address) if crowded else self._all
+            found = None if queues is None else self._dispensable(queues)
+            if found is None:
+                self._ended("refused")
+                return None
+            self._ended("crowded")
+            self.release(found)
+            found.end(State.ENDING)
+        connection = HttpConnection(address, end)
+        connection.since = self._now
+        self._total += 1
+        self._held[address] += 1
+        self._put(connection)
+        return connection
+
+    def release(self, connection: HttpConnection) -> None:
+        """Free the place of a connection that is closed."""
+        if not connection.held:
+            return
+        connection.held = False
+        self._take(connection)
+        self._total -= 1
+        self._held[connection.address] -= 1
+        if not self._held[connection.address]:
+            del self._held[connection.address], self._of_address[connection.address]
+
+    def enter(self, connection: HttpConnection, state: State) -> None:
+        """Note the state of a connection; its deadline begins when it enters it."""
+        if state is connection.state or not connection.held:
+            return
+        self._take(connection)
+        connection.state, connection.since, connection.received = state, self._now, 0
+        self._put(connection)
+
+    def count(self, connection: HttpConnection, received: int) -> None:
+        """Note bytes that came; those of a body earn it time."""
+        if connection.state is State.RECEIVING:
+            connection.received += received
+
+    def tick(self) -> None:
+        """End the connections whose deadline has passed."""
+        self._now += 1
+        for state, ticks in self._deadlines.items():
+            late: list[HttpConnection] = []
+            for connection in self._all[state]:
+                over = self._now - connection.since - ticks
+                if over <= 0 or len(late) == ENDED_AT_ONCE:
+                    break
+                if over * TICK_SECONDS * LEAST_BYTES_PER_SECOND > connection.received:
+                    late.append(connection)
+            for connection in late:
+                self._ended(state.value)
+                # What ends in good order has a deadline for that, too.
+                self.enter(connection, State.ENDING)
+                connection.end(state)
+
+    def _dispensable(self, queues: _Queues) -> HttpConnection | None:
+        for state in (State.WAITING, State.RESTING, State.ENDING):
+            if (found := queues.first(state)) is not None:
+                return found
+        # A client that is slow with a body or an answer keeps its place for as long as one has for a header.
+        for state in (State.RECEIVING, State.SENDING):
+            found = queues.first(state)
+            if found is not None and self._now - found.since >= self._deadlines[State.WAITING]:
+                return found
+        return None
+
+    def _put(self, connection: HttpConnection) -> None:
+        self._all[connection.state][connection] = None
+        own = self._of_address.get(connection.address)
+        if own is None:
+            own = self._of_address[connection.address] = _Queues()
+        own[connection.state][connection] = None
+
+    def _take(self, connection: HttpConnection) -> None:
+        del self._all[connection.state][connection]
+        del self._of_address[connection.address][connection.state][connection]
+
+
+def address_of(host: str) -> str:
+    """Return whom a connection counts for: an IPv4 address, or 64 bits of IPv6, the network that one host has."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ip_network((address, 64), strict=False))
+    return str(address)
