@@ -36,9 +36,9 @@ def calibrate(
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Devices of an instance.")] = 1,
     threads_bind: Annotated[str | None, typer.Option(help="CPU cores of the engine, such as 0-3.")] = None,
 ) -> None:
-    """Measure the step times of a model on this machine, so that its instances need not when they start.
+    """Measure the step times of a model on this machine.
 
-    Exit status 2: the model cannot be measured.
+    Its instances need not measure them when they start. Exit status 2: the model cannot be measured.
     """
     try:
         batch = (max_num_seqs, draft_window)

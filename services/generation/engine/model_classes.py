@@ -7,11 +7,12 @@ once more, would double the time of an instance's first start on a machine or in
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
 from vllm.model_executor.models.registry import ModelRegistry
+
+from paceline.foreign_json import read_object
 
 
 def import_model_classes(model: str) -> None:
@@ -19,7 +20,7 @@ def import_model_classes(model: str) -> None:
     config = Path(model) / "config.json"
     if not config.is_file():
         return
-    for architecture in json.loads(config.read_text()).get("architectures") or ():
+    for architecture in read_object(config).get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is not None:
             with suppress(ImportError):

@@ -32,6 +32,7 @@ from services.generation.migration.departure import Departure
 from services.generation.migration.leaving import DonorContext, hand_back, listed_sample
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.ports import Ports
+from services.generation.migration.receiver_channels import ReceiverChannels
 from services.generation.migration.report import outcome_name, refused
 from services.generation.migration.terms import check_geometry, geometry_of
 from services.generation.rollouts.fetcher import ShardFetcher
@@ -83,7 +84,7 @@ class Migration(rpc.MigrationServiceServicer):
         self._addresses: list[str] = []
         self._departures: dict[str, asyncio.Task[pb.Migration]] = {}
         self._ended: OrderedDict[str, pb.Migration] = OrderedDict()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = ReceiverChannels(lambda address: open_channel(address, config))
         self._sweeping: asyncio.Task[None] | None = None
 
     async def open(self, address: str) -> None:
@@ -134,9 +135,7 @@ class Migration(rpc.MigrationServiceServicer):
             # The engine ended before, and its other ranks with it.
             if self._local_port is not None:
                 self._local_port.close()
-        async with AsyncExitStack() as stack:
-            for channel in self._channels.values():
-                stack.push_async_callback(channel.close)
+        await self._channels.close()
 
     def _close_ports(self) -> None:
         self.arrivals.end_all(Reason.CLOSED, "the receiver is stopping")
@@ -211,28 +210,25 @@ class Migration(rpc.MigrationServiceServicer):
         return report
 
     async def _move(self, request: pb.MoveRequest, report: pb.Migration) -> pb.Migration:
-        try:
-            donor = self._ready()
-            if request.receiver_address == self._address:
-                raise NotMoved(Reason.SELF, "donor and receiver are the same")
-            outgoing = self._config.migration_outgoing
-            if len(self._departures) > outgoing:
-                raise NotMoved(Reason.DONOR_BUSY, f"{outgoing} samples are leaving already")
-            if request.by == pb.MOVE_BY_PREFIX:
-                await self._loop.execute(partial(hand_back, self._loop, request, report))
-                return report
-            receiver: Any = rpc.MigrationServiceStub(self._channel(request.receiver_address))
-        except Unavailable as error:
-            return refused(report, Reason.ABORTED, str(error))
-        except (NotMoved, ValueError) as error:
-            reason = error.reason if isinstance(error, NotMoved) else Reason.INVALID
-            return refused(report, reason, str(error))
-        return await Departure(donor, request, receiver, report).run()
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address, self._config)
-        return self._channels[address]
+        async with AsyncExitStack() as stack:
+            try:
+                donor = self._ready()
+                if request.receiver_address == self._address:
+                    raise NotMoved(Reason.SELF, "donor and receiver are the same")
+                outgoing = self._config.migration_outgoing
+                if len(self._departures) > outgoing:
+                    raise NotMoved(Reason.DONOR_BUSY, f"{outgoing} samples are leaving already")
+                if request.by == pb.MOVE_BY_PREFIX:
+                    await self._loop.execute(partial(hand_back, self._loop, request, report))
+                    return report
+                channel = await stack.enter_async_context(self._channels.to(request.receiver_address))
+            except Unavailable as error:
+                return refused(report, Reason.ABORTED, str(error))
+            except (NotMoved, ValueError) as error:
+                reason = error.reason if isinstance(error, NotMoved) else Reason.INVALID
+                return refused(report, reason, str(error))
+            receiver: Any = rpc.MigrationServiceStub(channel)
+            return await Departure(donor, request, receiver, report).run()
 
     # -- receiver -----------------------------------------------------------------------------------------
 

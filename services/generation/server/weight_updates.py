@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from paceline.internal.v1.weight_peer_pb2 import PeerWeights
-from services.contracts.errors import FailedPrecondition
+from services.contracts.errors import Aborted, FailedPrecondition
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.pregeneration.pregenerator import Pregenerator
 from services.generation.weights.adoption import AdoptedWeights
+from services.generation.weights.contents import Proceed
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.manifest import read_manifest
+from services.generation.weights.manifest import most_bytes, read_manifest
 from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.generation.weights.stream.streams import WeightStreams
@@ -76,7 +78,11 @@ class WeightUpdates:
         manifest = read_manifest(model, engine.dtype, engine.ties_head)
         self._reader = WeightReader(model, manifest, config.weights_root, self._adopted)
         self.streams = WeightStreams(
-            config, self._adopted, lambda address: open_channel(address, config), stream_metrics
+            config,
+            self._adopted,
+            lambda address: open_channel(address, config),
+            stream_metrics,
+            most_bytes=most_bytes(manifest.values()),
         )
         self._end_unclaimed = end_unclaimed
         self._pregenerator = pregenerator
@@ -89,7 +95,7 @@ class WeightUpdates:
         async with self._updating:
             self._supersede(version)
             with self._metrics.weight_seconds.labels("stage").time():
-                staged = await uninterrupted(asyncio.to_thread(self._reader.read, version, given))
+                staged = await read_in_thread(partial(self._reader.read, version, given))
             self.staged = staged
         _log.info("weights_staged", version=version, checksum=staged.checksum)
         return staged
@@ -102,7 +108,7 @@ class WeightUpdates:
         async with self._updating:
             judging = self.streams.judging(order.update_id)
             with self._metrics.weight_seconds.labels("stage").time(), judging:
-                staged = await uninterrupted(asyncio.to_thread(read, received.contents))
+                staged = await read_in_thread(partial(read, received.contents))
             self.staged = staged
         _log.info("weights_staged", version=version, checksum=staged.checksum)
         return staged
@@ -178,6 +184,17 @@ class WeightUpdates:
         counts = replace_weights(self._loop, staged.version, tensors, self._end_unclaimed, goes_on=goes_on)
         self._metrics.policy_version.set(staged.version)
         return counts
+
+
+async def read_in_thread(read: Callable[[Proceed], StagedWeights]) -> StagedWeights:
+    """Read weights in a thread, which ends soon if the waiting is cancelled: another update may wait for it."""
+    given_up = threading.Event()
+
+    def proceed() -> None:
+        if given_up.is_set():
+            raise Aborted("STAGING_ENDED", "these weights are staged no more: the update was given up")
+
+    return await uninterrupted(asyncio.to_thread(read, proceed), hasten=given_up.set)
 
 
 def replace_weights(

@@ -6,8 +6,8 @@ W + scale * B @ A in float32, rounded to the dtype of W. Every instance gets the
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ import torch
 
 from paceline.adapters import CONFIG
 from paceline.errors import Violation
+from paceline.foreign_json import read_object
 from paceline.lora_options import BY_FLEET, refused
-from paceline.regular_file import read_regular
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.weights.shards import MappedTensors, open_shards
 
@@ -50,14 +50,16 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[A
         DataLoss: its files are corrupt.
     """
     try:
-        config = json.loads(read_regular(folder / CONFIG, _MOST_CONFIG_BYTES))
-        if not isinstance(config, dict):
-            raise ValueError("it is no object")
+        config = read_object(folder / CONFIG, _MOST_CONFIG_BYTES)
     except FileNotFoundError as error:
         raise InvalidArgument([Violation("disk.path", f"{folder} has no {CONFIG}")]) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataLoss(f"{folder / CONFIG} is corrupt: {error}") from error
-    stored = {name: shard for shard in open_shards(folder, indexed=False) for name in shard.tensors}
+    stored = {
+        name: shard
+        for shard in open_shards(folder, indexed=False, served=len(shapes))
+        for name in shard.tensors
+    }
     found = {name: shard.tensors[name].shape for name, shard in stored.items()}
     plan = plan_merge(config, found, shapes)
     matrices = MappedTensors(stored)
@@ -89,8 +91,10 @@ def plan_merge(
         for option, value in refused(config, BY_FLEET).items()
     ]
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        violations.append(Violation(f"{CONFIG}.r", f"is {rank!r}, must be an integer above 0"))
+    # Matrices of a higher rank have nothing to add, and any size.
+    most = max((length for shape in shapes.values() for length in shape), default=sys.maxsize)
+    if type(rank) is not int or not 1 <= rank <= most:
+        violations.append(Violation(f"{CONFIG}.r", f"is {rank!r}, must be an integer from 1 to {most}"))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         violations.append(Violation(f"{CONFIG}.lora_alpha", f"is {alpha!r}, must be a number"))
     if violations:

@@ -7,14 +7,18 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline import expansion, safetensors
 from paceline.expansion import BaseWeights
-from paceline.regular_file import open_regular
+from paceline.regular_file import read_regular
 from services.contracts.errors import FailedPrecondition
+from services.generation.weights.contents import Proceed, unhindered
+from services.generation.weights.shards import WeightShard
+
+_COPY_BYTES = 64 << 20
 
 
 class AdoptedWeights:
@@ -27,20 +31,19 @@ class AdoptedWeights:
         # The ranks of a tensor parallel group get paths, wherever they run.
         self._root = root.absolute()
 
-    def adopt(self, folder: Path, version: int, checksum: str) -> Path:
-        """Return the folder here of the weights of a version; they are taken over from `folder` if need be.
+    def adopt(
+        self, shards: Sequence[WeightShard], version: int, checksum: str, proceed: Proceed = unhindered
+    ) -> Path:
+        """Return the folder here of the weights of a version; its files, in one folder, are taken over if need be.
 
         Files that the SDK wrote are linked where the file system allows it, since it never writes into one again.
-        All others are copied. Where neither place has weights, the answer is `folder`.
+        All others are copied, and `proceed` is called meanwhile.
 
         Raises:
             FailedPrecondition: the weights cannot be taken over; the disk is full, for example.
+            DataLoss: a file changed since its header was read.
         """
-        place = self.held(version, checksum)
-        files = [] if place else sorted(folder.glob("*.safetensors"))
-        if not files:
-            return place or folder
-        return self.make(version, checksum, lambda unfinished: _take(files, unfinished))
+        return self.make(version, checksum, lambda unfinished: _take(shards, unfinished, proceed))
 
     def held(self, version: int, checksum: str) -> Path | None:
         """Return the folder here of the weights of a version, None if they are not here."""
@@ -169,13 +172,15 @@ class AdoptedWeights:
             raise
 
 
-def _take(files: list[Path], target: Path) -> None:
-    index = files[0].parent / safetensors.INDEX
-    written_once = _has_checksums(index.parent)
-    for file in files:
-        _take_file(file.resolve(), target / file.name, link=written_once)
-    if index.is_file():
-        _take_file(index, target / index.name, link=False)
+def _take(shards: Sequence[WeightShard], target: Path, proceed: Proceed) -> None:
+    folder = shards[0].path.parent
+    written_once = _has_checksums(folder)
+    for shard in shards:
+        place = target / shard.path.name
+        if not (written_once and _link(shard.path.resolve(), place)):
+            _copy(shard, place, proceed)
+    if (index := folder / safetensors.INDEX).is_file():
+        (target / index.name).write_bytes(read_regular(index, safetensors.MOST_INDEX_BYTES))
 
 
 def _has_checksums(folder: Path) -> bool:
@@ -198,14 +203,26 @@ def _base_of(place: Path) -> BaseWeights | None:
     return told.base if told else None
 
 
-def _take_file(source: Path, target: Path, *, link: bool) -> None:
-    if link:
-        # Another file system, or another owner: EXDEV, EPERM and their like.
-        with suppress(OSError):
-            return os.link(source, target)
-    # A device has no end.
-    os.close(open_regular(source))
-    shutil.copyfile(source, target)
+def _link(source: Path, target: Path) -> bool:
+    """Link a file, or return False: another file system, or another owner, for example."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
+def _copy(shard: WeightShard, target: Path, proceed: Proceed) -> None:
+    """Copy the bytes that a file had when its header was read."""
+    source = shard.open()
+    try:
+        with target.open("xb", buffering=0) as sink:
+            copied = 0
+            while count := os.sendfile(sink.fileno(), source, copied, min(_COPY_BYTES, shard.bytes - copied)):
+                copied += count
+                proceed()
+    finally:
+        os.close(source)
 
 
 def _hide(place: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from io import FileIO
@@ -29,6 +29,14 @@ _BITS: dict[str, type[np.unsignedinteger[Any]]] = {
 }
 
 
+Proceed = Callable[[], object]
+"""Called again and again while weights are read or written; what it raises ends the work."""
+
+
+def unhindered() -> None:
+    """Let work go on to its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardContent:
     """Contents of a file as they were read: their SHA-256, and the largest value of each tensor of floats.
@@ -40,7 +48,9 @@ class ShardContent:
     largest: Mapping[str, int]
 
 
-def read_content(shard: WeightShard, whole: OverlappedSha256 | None = None) -> ShardContent:
+def read_content(
+    shard: WeightShard, whole: OverlappedSha256 | None = None, proceed: Proceed = unhindered
+) -> ShardContent:
     """Read a file once. Its SHA-256 is of its tensors and then its header, as the index has it.
 
     Without an index the file is added to `whole` as it is. DataLoss: it changed since its header was read.
@@ -58,6 +68,7 @@ def read_content(shard: WeightShard, whole: OverlappedSha256 | None = None) -> S
             for chunk in _chunks(file, stored, buffers):
                 digest.update(chunk)
                 found = max(found, _largest(chunk, stored.dtype))
+                proceed()
             if stored.dtype in _BITS:
                 largest[name] = found
     if whole is None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from paceline import delta, expansion, safetensors
+from paceline.adapters import CONFIG
 from paceline.errors import Violation
 from paceline.expansion import BaseWeights, Expansion, ExpansionKind
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
@@ -24,12 +26,15 @@ from services.contracts.weight_folder import check_weight_folder
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adapters import merged, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.contents import ShardContent
-from services.generation.weights.staging import StagedWeights, checksum_of, stage
+from services.generation.weights.contents import Proceed, ShardContent, unhindered
+from services.generation.weights.manifest import most_bytes
+from services.generation.weights.shards import weight_files
+from services.generation.weights.staging import StagedWeights, read_headers, stage
 
 _log = structlog.get_logger(__name__)
 # Beside the engine's and those of other instances.
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,10 @@ class WeightReader:
         # The base that was checked last: the next adapter builds on it, too.
         self._base: StagedWeights | None = None
 
-    def read(self, version: int, given: GivenWeights) -> StagedWeights:
-        """Stage the weights of a version.
+    def read(self, version: int, given: GivenWeights, proceed: Proceed = unhindered) -> StagedWeights:
+        """Stage the weights of a version; `proceed` is called meanwhile.
+
+        Before a file is hashed or copied, its header was found to be of the model that is served.
 
         Raises:
             InvalidArgument: folder missing or not allowed, or weights that cannot be served.
@@ -80,13 +87,13 @@ class WeightReader:
         if self._adopted is None:
             if given.folder is None or expansion.is_one(given.folder):
                 raise _base_not_held("adopted_weights is not set: this instance keeps no version", [])
-            return stage(given.folder, version, self._manifest, given.checksum)
+            return stage(given.folder, version, self._manifest, given.checksum, proceed=proceed)
         if given.folder is not None and not given.checksum:
-            given = replace(given, checksum=checksum_of(given.folder))
+            given = replace(given, checksum=self._checksum(given.folder, proceed))
         failure: DataLoss | None = None
-        for way in self._ways(self._adopted, version, given):
+        for way in self._ways(self._adopted, version, given, proceed):
             try:
-                return self._stage(self._adopted, way(), version, given)
+                return self._stage(self._adopted, way(), version, given, proceed)
             except DataLoss as error:
                 _log.warning("weights_corrupt", version=version, error=error.message)
                 failure = error
@@ -94,7 +101,12 @@ class WeightReader:
         raise failure
 
     def read_received(
-        self, version: int, place: Path, checksum: str, read: Mapping[tuple[int, ...], ShardContent]
+        self,
+        version: int,
+        place: Path,
+        checksum: str,
+        read: Mapping[tuple[int, ...], ShardContent],
+        proceed: Proceed = unhindered,
     ) -> StagedWeights:
         """Stage weights that came from a trainer or another instance and are kept here. Raises as `read`.
 
@@ -104,23 +116,34 @@ class WeightReader:
             self._adopted.checking(place, DataLoss, InvalidArgument) if self._adopted else nullcontext()
         )
         with checking:
-            self._base = stage(place, version, self._manifest, checksum, read)
+            self._base = stage(place, version, self._manifest, checksum, read, proceed)
         return self._base
 
+    def _checksum(self, folder: Path, proceed: Proceed) -> str:
+        """Return the checksum of a folder whose sender gave none."""
+        if not expansion.is_one(folder):
+            read_headers(folder, self._manifest)
+        try:
+            return expansion.checksum(folder, proceed)
+        except (OSError, ValueError) as error:
+            text = f"{folder} has no weights that can be read: {error}"
+            raise InvalidArgument([Violation("disk.path", text)]) from error
+
     def _stage(
-        self, adopted: AdoptedWeights, place: Path, version: int, given: GivenWeights
+        self, adopted: AdoptedWeights, place: Path, version: int, given: GivenWeights, proceed: Proceed
     ) -> StagedWeights:
         """Stage a folder; one that is kept here and corrupt is given up."""
         is_merged = given.checksum.startswith(expansion.ADAPTER_CHECKSUM)
         with adopted.checking(place, DataLoss):
             if is_merged:
                 # That of the adapter names these weights; their own is known to nobody else.
-                return replace(stage(place, version, self._manifest), checksum=given.checksum)
-            self._base = stage(place, version, self._manifest, given.checksum)
+                merged_weights = stage(place, version, self._manifest, proceed=proceed)
+                return replace(merged_weights, checksum=given.checksum)
+            self._base = stage(place, version, self._manifest, given.checksum, proceed=proceed)
         return self._base
 
     def _ways(
-        self, adopted: AdoptedWeights, version: int, given: GivenWeights
+        self, adopted: AdoptedWeights, version: int, given: GivenWeights, proceed: Proceed
     ) -> Iterator[Callable[[], Path]]:
         """Yield functions that return a folder with the weights; each is tried if those before gave corrupt ones.
 
@@ -133,7 +156,7 @@ class WeightReader:
             told = _delta_of(change, needed=folder is None)
             base = told and adopted.held(told.base.version, told.base.checksum)
             if base:
-                yield lambda: self._expand(adopted, base, version, given.checksum, change)
+                yield lambda: self._expand(adopted, base, version, given.checksum, change, proceed)
             elif folder is None:
                 raise _base_not_held(
                     f"{change} builds on weights that are not here",
@@ -141,32 +164,46 @@ class WeightReader:
                     told.base if told else None,
                 )
         if folder is not None and given.checksum.startswith(expansion.ADAPTER_CHECKSUM):
-            yield lambda: self._merge(adopted, version, given.checksum, folder)
+            yield lambda: self._merge(adopted, version, given.checksum, folder, proceed)
         elif folder is not None:
-            yield lambda: adopted.adopt(folder, version, given.checksum)
+            yield lambda: self._adopt(adopted, version, given.checksum, folder, proceed)
 
-    def _expand(self, adopted: AdoptedWeights, base: Path, version: int, checksum: str, change: Path) -> Path:
+    def _adopt(
+        self, adopted: AdoptedWeights, version: int, checksum: str, folder: Path, proceed: Proceed
+    ) -> Path:
+        return adopted.adopt(
+            read_headers(folder, self._manifest, checksum).shards, version, checksum, proceed
+        )
+
+    def _expand(
+        self, adopted: AdoptedWeights, base: Path, version: int, checksum: str, change: Path, proceed: Proceed
+    ) -> Path:
+        most = most_bytes(self._manifest.values())
+
         def fill(unfinished: Path) -> None:
             try:
-                delta.expand(base, change, unfinished, _THREADS)
+                delta.expand(base, change, unfinished, _THREADS, most_bytes=most, proceed=proceed)
             except (ValueError, FileNotFoundError) as error:
                 raise DataLoss(f"{change} cannot be expanded: {error}") from error
 
         return adopted.make(version, checksum, fill)
 
-    def _merge(self, adopted: AdoptedWeights, version: int, checksum: str, folder: Path) -> Path:
+    def _merge(
+        self, adopted: AdoptedWeights, version: int, checksum: str, folder: Path, proceed: Proceed
+    ) -> Path:
         told = _adapter_of(folder, checksum)
-        base = self._base_of(adopted, told.base)
-        shapes = {name: base.tensors.shape(name) for name in base.tensors}
-        plan, matrices = read_adapter(folder, shapes)
+        base = self._base_of(adopted, told.base, proceed)
+        plan, matrices = read_adapter(folder, {name: base.tensors.shape(name) for name in base.tensors})
+        _check_files(folder, told)
 
         def fill(unfinished: Path) -> None:
-            safetensors.write(unfinished, merged(base.tensors, plan, matrices, _THREADS))
+            made = merged(base.tensors, plan, matrices, _THREADS)
+            safetensors.write(unfinished, _interruptible(made, proceed))
             shutil.copyfile(folder / expansion.MANIFEST, unfinished / expansion.MANIFEST)
 
         return adopted.make(version, checksum, fill)
 
-    def _base_of(self, adopted: AdoptedWeights, base: BaseWeights) -> StagedWeights:
+    def _base_of(self, adopted: AdoptedWeights, base: BaseWeights, proceed: Proceed) -> StagedWeights:
         """Return the full version that an adapter builds on, which is read and checked when it is first needed."""
         if self._base is not None and self._base.checksum == base.checksum:
             with suppress(DataLoss):
@@ -176,19 +213,26 @@ class WeightReader:
         try:
             if place is None and base.path:
                 check_weight_folder(base.path, self._root, follow_links=True)
-                place = adopted.adopt(Path(base.path), base.version, base.checksum)
+                place = self._adopt(adopted, base.version, base.checksum, Path(base.path), proceed)
             # Without a path it is what the fleet started with.
             place = place or self._model
             with adopted.checking(place, InvalidArgument, DataLoss):
-                self._base = stage(place, base.version, self._manifest, base.checksum)
+                self._base = stage(place, base.version, self._manifest, base.checksum, proceed=proceed)
         except (InvalidArgument, DataLoss) as error:
             text = f"version {base.version}, which the adapter builds on, is not here: {error.message}"
             raise _base_not_held(text, adopted.versions(), base) from error
         return self._base
 
 
+def _interruptible(items: Iterable[_Item], proceed: Proceed) -> Iterator[_Item]:
+    """Yield the items; `proceed` is called before each."""
+    for item in items:
+        proceed()
+        yield item
+
+
 def _adapter_of(folder: Path, checksum: str) -> Expansion:
-    """Return what an adapter says of itself, once its files are found to be as it says."""
+    """Return what an adapter says of itself."""
     try:
         told = expansion.read(folder)
         if told is None or told.kind is not ExpansionKind.ADAPTER:
@@ -196,12 +240,19 @@ def _adapter_of(folder: Path, checksum: str) -> Expansion:
             raise InvalidArgument([Violation("disk.path", text)])
         if (found := expansion.checksum(folder)) != checksum:
             raise DataLoss(f"checksum of {folder} is {found}, the sender computed {checksum}")
-        for name, file in told.files.items():
-            if expansion.describe(folder / name) != file:
-                raise DataLoss(f"{folder / name} is corrupt: its SHA-256 is not that of {expansion.MANIFEST}")
     except (OSError, ValueError) as error:
         raise DataLoss(f"{folder} is corrupt: {error}") from error
     return told
+
+
+def _check_files(folder: Path, told: Expansion) -> None:
+    """Check the files that are read of an adapter, whose sizes were found to be right, against what it says."""
+    try:
+        for name in (CONFIG, *(file.name for file in weight_files(folder))):
+            if name not in told.files or expansion.describe(folder / name) != told.files[name]:
+                raise DataLoss(f"{folder / name} is corrupt: its SHA-256 is not that of {expansion.MANIFEST}")
+    except OSError as error:
+        raise DataLoss(f"{folder} is corrupt: {error}") from error
 
 
 def _delta_of(change: Path, *, needed: bool) -> Expansion | None:

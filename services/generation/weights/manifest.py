@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
 
+from paceline.foreign_json import read_object
+from services.contracts.errors import DataLoss
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.shards import (
     FLOATS,
@@ -22,6 +24,8 @@ HEAD = "lm_head.weight"
 """Output head, where a model has one that may be tied to the embedding of its input."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _BLOCK_ROWS = 4096
+# The widest number, and what a file has beside a tensor's numbers, with room to spare.
+_NUMBER_BYTES, _TENSOR_BYTES, _SPARE_BYTES = 8, 128 << 10, 64 << 20
 
 
 def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) -> dict[str, TensorSpec]:
@@ -37,7 +41,7 @@ def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) 
 
     Raises:
         InvalidArgument: no such folder, or no safetensors in it.
-        DataLoss: a file ends inside its header.
+        DataLoss: a file ends inside its header, or config.json is corrupt.
     """
     served = next((code for code, each in FLOATS.items() if str(each) == f"torch.{dtype}"), "")
     found: dict[str, TensorSpec] = {}
@@ -49,14 +53,28 @@ def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) 
             found[name] = TensorSpec(name, tuple(entry["shape"]), stored, kept)
             files[name] = file
     if ties_head is None:
-        config = folder / "config.json"
-        ties_head = config.is_file() and bool(json.loads(config.read_bytes()).get("tie_word_embeddings"))
+        ties_head = _ties_head(folder / "config.json")
     embedding = embedding_of(found)
     if ties_head and HEAD in found:
         names = (HEAD, embedding) if embedding else ()
         if not names or same_tensor({name: open_shard(files[name], "") for name in names}, *names, served):
             del found[HEAD]
     return found
+
+
+def most_bytes(expected: Iterable[TensorSpec]) -> int:
+    """Return how many bytes the files of a version have at most, however its numbers are stored."""
+    each = (_NUMBER_BYTES * prod(tensor.shape) + _TENSOR_BYTES for tensor in expected)
+    return sum(each) + _SPARE_BYTES
+
+
+def _ties_head(config: Path) -> bool:
+    if not config.is_file():
+        return False
+    try:
+        return bool(read_object(config).get("tie_word_embeddings"))
+    except (OSError, ValueError) as error:
+        raise DataLoss(f"{config} is corrupt: {error}") from error
 
 
 def embedding_of(names: Collection[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import struct
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 
 from paceline.errors import Violation
-from paceline.regular_file import open_regular, read_regular
+from paceline.foreign_json import parse_object, read_object
+from paceline.regular_file import open_regular
 from paceline.safetensors import INDEX, MOST_INDEX_BYTES
 from services.contracts.errors import DataLoss, InvalidArgument
 
@@ -34,6 +34,9 @@ DTYPES = FLOATS | {
 # A header larger than this is not one, and a folder with more tensors no model: DeepSeek V3 has 92,000.
 _MOST_HEADER_BYTES = 32 << 20
 _MOST_TENSORS = 1 << 18
+# What a folder may have for a model of so many tensors: others that are refused by name, and long names.
+_SPARE_TENSORS, _SPARE_HEADER_BYTES = 1024, 1 << 20
+_TENSORS_FOR_EACH, _HEADER_BYTES_FOR_EACH = 4, 512
 _MOST_DIMENSIONS = 64
 
 
@@ -61,6 +64,11 @@ class WeightShard:
     tensors: Mapping[str, StoredTensor]
     sha256: str
     stamp: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return self.stamp[-1]
 
     def open(self) -> int:
         """Return a file descriptor. DataLoss: the file was changed or removed since."""
@@ -122,23 +130,25 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return flat.view(stored.torch_dtype).reshape(stored.shape)
 
 
-def open_shards(folder: Path, *, indexed: bool) -> list[WeightShard]:
+def open_shards(folder: Path, *, indexed: bool, served: int) -> list[WeightShard]:
     """Read the headers of a folder's weights, in the order of the file names.
 
     Args:
         folder: where the files are.
         indexed: take the files and checksums of the index, rather than all safetensors files.
+        served: how many tensors the model has that the weights are for. They bound the headers that are read.
 
     Raises:
         InvalidArgument: no such folder, no weights in it, or a tensor that torch cannot hold.
         DataLoss: a file is missing, truncated or corrupt.
     """
+    most = min(_MOST_TENSORS, _SPARE_TENSORS + _TENSORS_FOR_EACH * served)
     if not indexed:
-        return _opened((file, "") for file in weight_files(folder))
+        return _opened(((file, "") for file in weight_files(folder)), most)
     try:
-        told = json.loads(read_regular(folder / INDEX, MOST_INDEX_BYTES))["metadata"]["shards"]
+        told = read_object(folder / INDEX, MOST_INDEX_BYTES)["metadata"]["shards"]
         checksums = {str(name): str(entry["sha256"]) for name, entry in sorted(told.items())}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataLoss(f"{folder / INDEX} is corrupt: {error!r}") from error
     for name in checksums:
         if Path(name).name != name:
@@ -147,16 +157,16 @@ def open_shards(folder: Path, *, indexed: bool) -> list[WeightShard]:
             )
         if not (folder / name).is_file():
             raise DataLoss(f"{folder / name} is missing; the index names it")
-    return _opened((folder / name, checksum) for name, checksum in checksums.items())
+    return _opened(((folder / name, checksum) for name, checksum in checksums.items()), most)
 
 
-def _opened(files: Iterable[tuple[Path, str]]) -> list[WeightShard]:
+def _opened(files: Iterable[tuple[Path, str]], most: int) -> list[WeightShard]:
     shards, tensors = list[WeightShard](), 0
     for file, checksum in files:
-        shards.append(open_shard(file, checksum))
+        shards.append(open_shard(file, checksum, most))
         tensors += len(shards[-1].tensors)
-        if tensors > _MOST_TENSORS:
-            text = f"{file.parent} holds {tensors} tensors and more, allowed are {_MOST_TENSORS}"
+        if tensors > most:
+            text = f"{file.parent} holds {tensors} tensors and more, allowed are {most}"
             raise InvalidArgument([_unusable(text)])
     return shards
 
@@ -171,31 +181,37 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the size of a file's header in bytes, and its entries by tensor."""
+def read_header(file: Path, most: int | None = None) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the size of a file's header in bytes, and its entries by tensor, of which it has `most`."""
+    most = _MOST_TENSORS if most is None else most
+    most_bytes = min(_MOST_HEADER_BYTES, _SPARE_HEADER_BYTES + _HEADER_BYTES_FOR_EACH * most)
     try:
         with os.fdopen(open_regular(file), "rb") as stream:
             prefix = stream.read(8)
             size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            content = stream.read(size) if 0 < size <= _MOST_HEADER_BYTES else b""
+            content = stream.read(size) if 0 < size <= most_bytes else b""
+            held = os.fstat(stream.fileno()).st_size - 8
     except OSError as error:
         raise InvalidArgument([_unusable(f"{file} cannot be read: {error.strerror}")]) from error
+    if most_bytes < size <= held:
+        text = f"{file} has a header of {size} bytes, allowed are {most_bytes} for {most} tensors"
+        raise InvalidArgument([_unusable(text)])
     try:
         if not content or len(content) != size:
             raise ValueError("it ends in its header")
-        header: dict[str, dict[str, Any]] = json.loads(content)
+        header: dict[str, dict[str, Any]] = parse_object(content)
         header.pop("__metadata__", None)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
-    if len(header) > _MOST_TENSORS:
-        text = f"{file} holds {len(header)} tensors, allowed are {_MOST_TENSORS}"
+    if len(header) > most:
+        text = f"{file} holds {len(header)} tensors, allowed are {most}"
         raise InvalidArgument([_unusable(text)])
     return 8 + size, header
 
 
-def open_shard(file: Path, sha256: str) -> WeightShard:
-    """Read the header of a file. Raises as `open_shards`; `sha256` is what the index says of it."""
-    start, header = read_header(file)
+def open_shard(file: Path, sha256: str, most: int | None = None) -> WeightShard:
+    """Read the header of a file, of `most` tensors. Raises as `open_shards`; `sha256` is the index's."""
+    start, header = read_header(file, most)
     try:
         entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
         spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}

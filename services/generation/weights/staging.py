@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import Violation
-from paceline.expansion import checksum as folder_checksum
 from paceline.overlapped_sha256 import OverlappedSha256
 from paceline.safetensors import index_checksum
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
-from services.generation.weights.contents import ShardContent, fault_of, read_content
+from services.generation.weights.contents import Proceed, ShardContent, fault_of, read_content, unhindered
 from services.generation.weights.manifest import HEAD, embedding_of, same_tensor
 from services.generation.weights.naming import naming_hint, shown
 from services.generation.weights.shards import FLOATS, MappedTensors, WeightShard, open_shards
@@ -35,12 +34,41 @@ class StagedWeights:
     tensors: MappedTensors
 
 
+@dataclass(frozen=True, slots=True)
+class WeightHeaders:
+    """Headers of a folder's files, whose tensors are those of the model that is served."""
+
+    shards: Sequence[WeightShard]
+    placed: Mapping[str, WeightShard]
+    """The file of each tensor."""
+    index: str
+    """Checksum of the index; "" where that has none of the files, or another kind is given."""
+
+
+def read_headers(folder: Path, expected: Mapping[str, TensorSpec], checksum: str = "") -> WeightHeaders:
+    """Read and check the headers of a folder's files. Arguments and errors are those of `stage`.
+
+    They bound what it costs to read or copy the files: each has the size that its header says, and no tensors but
+    the model's.
+    """
+    index = "" if checksum.startswith("sha256:") else _index_checksum(folder)
+    if index and checksum not in ("", index):
+        raise DataLoss(f"checksum of the index in {folder} is {index}, the sender computed {checksum}")
+    shards = open_shards(folder, indexed=bool(index), served=len(expected))
+    placed = _placed(shards)
+    _drop_tied_head(placed, expected)
+    if violations := _compare(placed, expected):
+        raise InvalidArgument(violations)
+    return WeightHeaders(shards, placed, index)
+
+
 def stage(
     folder: Path,
     version: int,
     expected: Mapping[str, TensorSpec],
     checksum: str = "",
     read: Mapping[tuple[int, ...], ShardContent] | None = None,
+    proceed: Proceed = unhindered,
 ) -> StagedWeights:
     """Read and check the weights of a policy version.
 
@@ -50,37 +78,25 @@ def stage(
         expected: the manifest of the model that is served.
         checksum: what the sender computed, or "" when it did not.
         read: contents of files that were read already, by the files' stamps.
+        proceed: called while files are read.
 
     Raises:
         InvalidArgument: folder missing, or names, shapes, dtypes or values that cannot be served.
         DataLoss: a file is missing, truncated or corrupt, or a checksum differs.
     """
-    index = "" if checksum.startswith("sha256:") else _index_checksum(folder)
-    if index and checksum not in ("", index):
-        raise DataLoss(f"checksum of the index in {folder} is {index}, the sender computed {checksum}")
-    shards = open_shards(folder, indexed=bool(index))
-    placed = _placed(shards)
-    _drop_tied_head(placed, expected)
-    if violations := _compare(placed, expected):
-        raise InvalidArgument(violations)
+    headers = read_headers(folder, expected, checksum)
     whole = OverlappedSha256()
     violations = [
-        violation for shard in shards for violation in _check_content(shard, whole, read or {}, expected)
+        violation
+        for shard in headers.shards
+        for violation in _check_content(shard, whole, read or {}, expected, proceed)
     ]
-    computed = index or f"sha256:{whole.hexdigest()}"
+    computed = headers.index or f"sha256:{whole.hexdigest()}"
     if checksum not in ("", computed):
         raise DataLoss(f"checksum of {folder} is {computed}, the sender computed {checksum}")
     if violations:
         raise InvalidArgument(violations[:_MOST_VIOLATIONS])
-    return StagedWeights(version, computed, MappedTensors(placed))
-
-
-def checksum_of(folder: Path) -> str:
-    """Return the checksum of a folder, for a sender that gave none; "" for one that `stage` will refuse."""
-    try:
-        return folder_checksum(folder)
-    except (OSError, ValueError):
-        return ""
+    return StagedWeights(version, computed, MappedTensors(headers.placed))
 
 
 def _index_checksum(folder: Path) -> str:
@@ -112,6 +128,8 @@ def _drop_tied_head(placed: dict[str, WeightShard], expected: Mapping[str, Tenso
     embedding = embedding_of(expected)
     if HEAD in expected or HEAD not in placed or embedding not in placed:
         return
+    if placed[embedding].tensors[embedding].shape != expected[embedding].shape:
+        return  # It is refused, and may have any size.
     names = (HEAD, embedding)
     if same_tensor({name: placed[name] for name in names}, *names, expected[embedding].served):
         del placed[HEAD]
@@ -163,6 +181,7 @@ def _check_content(
     whole: OverlappedSha256,
     read: Mapping[tuple[int, ...], ShardContent],
     expected: Mapping[str, TensorSpec],
+    proceed: Proceed,
 ) -> list[Violation]:
     """Return the tensors that are not finite as they are served; check the file's checksum, or add it to `whole`.
 
@@ -170,12 +189,12 @@ def _check_content(
         DataLoss: its checksum differs from the index's, or it changed since its header was read.
     """
     if shard.sha256:
-        content = read.get(shard.stamp) or read_content(shard)
+        content = read.get(shard.stamp) or read_content(shard, proceed=proceed)
         if content.sha256 != shard.sha256:
             text = f"{shard.path} is corrupt: its SHA-256 is {content.sha256}"
             raise DataLoss(f"{text}, the index says {shard.sha256}")
     else:
-        content = read_content(shard, whole)
+        content = read_content(shard, whole, proceed)
     # A tied head that is left out is not expected.
     faults = {
         name: fault_of(shard, name, largest, expected[name].served if name in expected else "")

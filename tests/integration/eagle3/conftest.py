@@ -84,7 +84,7 @@ def same(found: Rolled, plain: Rolled) -> None:
         assert found.logprobs[sample_id] == pytest.approx(values, abs=2e-5)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Qwen3 in float32 with a head for part of the vocabulary, the quantized copy, and KV for few long samples."""
     folder = tmp_path_factory.mktemp("eagle3")
@@ -101,7 +101,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(engine, model, head, folder, DraftOracle(model))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sixteen_bits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Qwen2, which has biases, in bfloat16, with a head for the whole vocabulary: vLLM packs its weights there."""
     folder = tmp_path_factory.mktemp("eagle3-bfloat16")

@@ -33,7 +33,7 @@ class Bench:
     model: Path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Qwen3 in float32, multiplied by torch's 4-bit kernel, with too little KV for 16 long samples."""
     model = tiny_model(tmp_path_factory.mktemp("model") / "qwen3")
@@ -45,7 +45,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(engine, model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sixteen_bits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Qwen2, which has biases, in bfloat16, where the quantized copy multiplies with vLLM's kernel."""
     model = tiny_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,46 @@ def test_a_folder_that_is_no_adapter_says_so(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidArgument, match="dtype F64"):
         read_adapter(tmp_path, SHAPES)
+
+
+@pytest.mark.timeout(60)
+def test_matrices_of_a_rank_beyond_the_model_are_refused_before_they_are_read(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """They take no room on the disk, and hours to read."""
+    folder, rank = tmp_path / "wide", 1 << 33
+    folder.mkdir()
+    entries, end = {}, 0
+    for name, shape in (("A", [rank, 24]), ("B", [40, rank])):
+        begin, end = end, end + 4 * math.prod(shape)
+        entry = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        entries[f"base_model.model.{Q}.lora_{name}.weight"] = entry
+    header = json.dumps(entries).encode()
+    with (folder / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    (folder / "adapter_config.json").write_text(
+        json.dumps(CONFIG | {"r": rank, "target_modules": ["q_proj"]})
+    )
+    files = {
+        name: {"bytes": 1, "sha256": ""} for name in ("adapter_config.json", "adapter_model.safetensors")
+    }
+    told = {"format": 1, "kind": "adapter", "base": asdict(fleet.base()), "files": files}
+    (folder / expansion.MANIFEST).write_text(json.dumps(told))
+    with pytest.raises(InvalidArgument, match="must be an integer from 1 to 40"):
+        fleet.readers[0].read(1, GivenWeights(folder))
+
+
+def test_an_adapter_has_no_files_but_those_that_it_names(fleet: Fleet) -> None:
+    given = fleet.given(1, fleet.base())
+    assert given.folder is not None
+    save_file({f"base_model.model.{Q}.lora_C.weight": torch.ones(1)}, given.folder / "more.safetensors")
+    with pytest.raises(InvalidArgument, match="lora_C"):
+        fleet.readers[0].read(1, given)
+    (given.folder / "more.safetensors").unlink()
+    lone = {name: tensor for name, tensor in adapter().items() if MLP in name}
+    rest = {name: tensor for name, tensor in adapter().items() if MLP not in name}
+    save_file(rest, given.folder / "adapter_model.safetensors")
+    save_file(lone, given.folder / "more.safetensors")
+    with pytest.raises(DataLoss, match="is corrupt"):
+        fleet.readers[0].read(1, given)

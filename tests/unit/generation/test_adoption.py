@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from paceline import safetensors
-from services.contracts.errors import FailedPrecondition
+from services.contracts.errors import DataLoss, FailedPrecondition
 from services.generation.weights.adoption import AdoptedWeights
+from services.generation.weights.shards import WeightShard, open_shards
+from tests.support.disks import largest_file
 
 
 @pytest.fixture
@@ -27,6 +29,10 @@ def given(folder: Path, value: float = 1.0) -> Path:
     folder.mkdir(parents=True)
     safetensors.write(folder, {"a": np.full(4, value), "b": np.full(4, -value)}, 1)
     return folder
+
+
+def shards(folder: Path) -> list[WeightShard]:
+    return open_shards(folder, indexed=False, served=10)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -42,13 +48,13 @@ def test_files_of_the_sdk_are_linked_and_stay(tmp_path: Path, adopted: AdoptedWe
     expected = contents(folder)
     (folder / "config.json").write_text("not weights")
     inode = (folder / "model-00001-of-00002.safetensors").stat().st_ino
-    place = adopted.adopt(folder, 1, "c")
+    place = adopted.adopt(shards(folder), 1, "c")
     shutil.rmtree(folder)
     assert contents(place) == expected
     assert (place / "model-00001-of-00002.safetensors").stat().st_ino == inode
-    assert adopted.adopt(folder, 1, "c") == place, "it is found, though its folder is gone"
-    for other in ((folder, 1, "d"), (folder, 2, "c")):
-        assert adopted.adopt(*other) == folder
+    assert adopted.held(1, "c") == place
+    for other in ((1, "d"), (2, "c")):
+        assert adopted.held(*other) is None
 
 
 def test_files_that_others_may_write_again_are_copied(tmp_path: Path, adopted: AdoptedWeights) -> None:
@@ -56,7 +62,7 @@ def test_files_that_others_may_write_again_are_copied(tmp_path: Path, adopted: A
     folder = given(tmp_path / "given")
     (folder / safetensors.INDEX).write_text('{"metadata": {"total_size": 64}}')
     expected = contents(folder)
-    place = adopted.adopt(folder, 1, "c")
+    place = adopted.adopt(shards(folder), 1, "c")
     for file in folder.glob("*.safetensors"):
         file.write_bytes(b"the next version")
     assert contents(place) == expected
@@ -71,7 +77,7 @@ def test_where_no_link_can_be_made_files_are_copied(
     monkeypatch.setattr(os, "link", other_file_system)
     folder = given(tmp_path / "given")
     expected = contents(folder)
-    assert contents(adopted.adopt(folder, 1, "c")) == expected
+    assert contents(adopted.adopt(shards(folder), 1, "c")) == expected
 
 
 def test_of_instances_that_begin_at_once_one_takes_over(
@@ -88,7 +94,7 @@ def test_of_instances_that_begin_at_once_one_takes_over(
     def adopt(_: int) -> Path:
         instance = AdoptedWeights(tmp_path / "adopted")
         all_there.wait(60)
-        return instance.adopt(folder, 1, "c")
+        return instance.adopt(shards(folder), 1, "c")
 
     monkeypatch.setattr(os, "link", counted)
     with ThreadPoolExecutor(4) as pool:
@@ -104,36 +110,31 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path, adopted: AdoptedWeights) -
     for file in blobs.iterdir():
         (folder / file.name).symlink_to(file)
     expected = contents(folder)
-    place = adopted.adopt(folder, 1, "c")
+    place = adopted.adopt(shards(folder), 1, "c")
     shutil.rmtree(blobs)
     assert contents(place) == expected
 
 
-def test_a_take_over_that_fails_leaves_nothing_and_says_why(
-    tmp_path: Path, adopted: AdoptedWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_take_over_that_fails_leaves_nothing_and_says_why(tmp_path: Path, adopted: AdoptedWeights) -> None:
     folder = given(tmp_path / "given")
     (folder / safetensors.INDEX).unlink()
-    whole = shutil.copyfile
-
-    def full(source: Path, target: Path) -> None:
-        if target.name.startswith("model-00002"):
-            target.write_bytes(b"a part")
-            raise OSError(28, "No space left on device")
-        whole(source, target)
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(FailedPrecondition, match="No space left on device") as caught:
-        adopted.adopt(folder, 1, "c")
+    # The last file is too large for the disk.
+    large = tmp_path / "large"
+    large.mkdir()
+    safetensors.write(large, {"c": np.ones(1000)})
+    (large / "model.safetensors").rename(folder / "model-00003-of-00003.safetensors")
+    first, _, last = found = shards(folder)
+    with largest_file(first.bytes), pytest.raises(FailedPrecondition, match="File too large") as caught:
+        adopted.adopt(found, 1, "c")
+    assert first.bytes < last.bytes
     assert caught.value.reason == "WEIGHTS_NOT_ADOPTED"
     assert versions(tmp_path / "adopted") == []
-    monkeypatch.undo()
     # What an instance left that died in the middle is no obstacle either.
-    for name in (".taking-" + adopted.adopt(folder, 1, "c").name, ".removed-x"):
+    for name in (".taking-" + adopted.adopt(shards(folder), 1, "c").name, ".removed-x"):
         (tmp_path / "adopted" / name).mkdir()
         (tmp_path / "adopted" / name / "model.safetensors").write_bytes(b"a part")
     adopted.hide(1)
-    assert contents(adopted.adopt(folder, 1, "c")) == contents(folder)
+    assert contents(adopted.adopt(shards(folder), 1, "c")) == contents(folder)
     assert versions(tmp_path / "adopted") == ["v00000001"]
 
 
@@ -141,8 +142,8 @@ def test_the_served_version_the_one_before_and_later_ones_stay(
     tmp_path: Path, adopted: AdoptedWeights
 ) -> None:
     for version in (1, 3, 4, 5, 7):
-        adopted.adopt(given(tmp_path / f"given-{version}", version), version, f"c{version}")
-    aborted = adopted.adopt(tmp_path / "given-1", 5, "of an attempt that was aborted")
+        adopted.adopt(shards(given(tmp_path / f"given-{version}", version)), version, f"c{version}")
+    aborted = adopted.adopt(shards(tmp_path / "given-1"), 5, "of an attempt that was aborted")
     adopted.prune(5, "c5")
     assert versions(tmp_path / "adopted") == ["v00000004", "v00000005", "v00000007"]
     assert not aborted.exists()
@@ -155,7 +156,7 @@ def test_a_folder_that_cannot_be_pruned_costs_no_update(
         raise OSError(30, "Read-only file system")
 
     for version in (1, 2, 3):
-        adopted.adopt(given(tmp_path / f"given-{version}", version), version, "c")
+        adopted.adopt(shards(given(tmp_path / f"given-{version}", version)), version, "c")
     monkeypatch.setattr(Path, "rename", read_only)
     adopted.prune(3, "c")
     assert versions(tmp_path / "adopted") == ["v00000001", "v00000002", "v00000003"]
@@ -167,7 +168,7 @@ def test_a_folder_that_cannot_be_pruned_costs_no_update(
 def test_what_was_given_up_takes_no_room_beside_what_is_received(
     tmp_path: Path, adopted: AdoptedWeights
 ) -> None:
-    adopted.adopt(given(tmp_path / "superseded"), 1, "c")
+    adopted.adopt(shards(given(tmp_path / "superseded")), 1, "c")
     adopted.hide(1)
     folder = adopted.receiving("one")
     assert [place.name for place in (tmp_path / "adopted").iterdir() if place.name != ".lock"] == [
@@ -176,8 +177,19 @@ def test_what_was_given_up_takes_no_room_beside_what_is_received(
 
 
 def test_what_is_hidden_is_adopted_anew(tmp_path: Path, adopted: AdoptedWeights) -> None:
-    place = adopted.adopt(given(tmp_path / "bad"), 1, "c")
+    place = adopted.adopt(shards(given(tmp_path / "bad")), 1, "c")
     adopted.hide(1)
     assert not place.exists()
     good = given(tmp_path / "good", 2.0)
-    assert contents(adopted.adopt(good, 1, "c")) == contents(good)
+    assert contents(adopted.adopt(shards(good), 1, "c")) == contents(good)
+
+
+def test_a_file_that_grows_meanwhile_is_not_taken_over(tmp_path: Path, adopted: AdoptedWeights) -> None:
+    folder = given(tmp_path / "given")
+    (folder / safetensors.INDEX).unlink()
+    found = shards(folder)
+    with found[-1].path.open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataLoss, match="was changed after it was checked"):
+        adopted.adopt(found, 1, "c")
+    assert versions(tmp_path / "adopted") == []

@@ -9,7 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from services.generation.config import GenerationConfig
-from services.generation.engine.runner_choice import RUNNER_VARIABLE, check_runner, refusal, runner_of
+from services.generation.engine.runner_choice import (
+    RUNNER_VARIABLE,
+    check_runner,
+    refusal,
+    runner_of,
+    set_variables,
+)
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 
 
@@ -61,3 +67,14 @@ def test_an_engine_is_asked_for_trees_where_there_are_to_be_branches() -> None:
     assert not GenerationConfig(model="m", max_branches=2, speculation="off").engine_options().trees
     with pytest.raises(ValidationError, match="max_branches"):
         GenerationConfig(model="m", max_branches=9)
+
+
+def test_compiled_products_are_bounded_unless_an_operator_says_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    for given, wanted in (({name: "7"}, "7"), ({}, "256")):
+        environment: dict[str, str] = dict(given)
+        monkeypatch.setattr(os, "environ", environment)
+        set_variables()
+        assert environment[name] == wanted

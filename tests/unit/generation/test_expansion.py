@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from paceline import delta, safetensors
+from paceline import Adapter, WeightFolder, delta, delta_codec, expansion, safetensors
+from paceline.expansion import BaseWeights, ExpansionKind
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
@@ -231,3 +234,107 @@ def test_a_disk_that_is_full_is_named_and_keeps_nothing(
     assert caught.value.reason == "WEIGHTS_NOT_ADOPTED"
     assert [path.name[:9] for path in (tmp_path / "adopted").iterdir() if path.is_dir()] == ["v00000001"]
     assert reader.read(2, given).checksum == given.checksum
+
+
+def of_an_adapter(trainer: Trainer) -> GivenWeights:
+    """An adapter of one matrix of a model that has no other."""
+    rng = np.random.default_rng(1)
+    names = [f"base_model.model.layer.lora_{each}.weight" for each in "AB"]
+    shapes = [(2, 600), (400, 2)]
+    matrices = {n: rng.standard_normal(s).astype(np.float32) for n, s in zip(names, shapes, strict=True)}
+    model = trainer.root / "model"
+    weights = WeightFolder(trainer.root / "adapters", model=model)
+    config = {"r": 2, "lora_alpha": 2, "target_modules": ["layer"]}
+    base = BaseWeights(0, safetensors.checksum(model))
+    folder = weights.write_adapter(1, Adapter(matrices, config), base)
+    return GivenWeights(folder, expansion.checksum(folder))
+
+
+def without_an_index(trainer: Trainer, *, told: bool) -> GivenWeights:
+    folder = trainer.full(1).folder
+    assert folder is not None
+    (folder / safetensors.INDEX).unlink()
+    return GivenWeights(folder, safetensors.checksum(folder) if told else "")
+
+
+WAYS = {
+    "copy": lambda trainer: trainer.full(2),
+    "copy-without-an-index": lambda trainer: without_an_index(trainer, told=True),
+    "copy-without-a-checksum": lambda trainer: without_an_index(trainer, told=False),
+    "delta": lambda trainer: trainer.change(1, 2),
+    "adapter": of_an_adapter,
+}
+
+
+class GivenUp(Exception):
+    pass
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("keeps", [False, True], ids=["in-place", "kept"])
+@pytest.mark.usefixtures("adopted")
+def test_reading_ends_wherever_it_is_given_up_and_begins_anew(
+    trainer: Trainer, tmp_path: Path, way: str, keeps: bool
+) -> None:
+    """Each call of `proceed` in turn is the one that ends it, until none is left to do so."""
+    if way == "adapter":
+        folder = trainer.root / "model"
+        folder.mkdir(parents=True)
+        rows = np.random.default_rng(0).standard_normal((400, 600)).astype(np.float32)
+        safetensors.write(folder, {"layer.weight": rows, "norm.weight": rows[0]})
+    else:
+        found = trainer.full(0).folder
+        assert found is not None
+        folder = found
+    if not keeps and way in ("delta", "adapter"):
+        pytest.skip("nothing is expanded where nothing is kept")
+    given = WAYS[way](trainer)
+    before = trainer.full(1) if way == "delta" else None
+    for last in range(1, 1000):
+        # A reader and a folder that know of no attempt before.
+        adopted = AdoptedWeights(tmp_path / f"adopted-{last}")
+        reader = WeightReader(folder, read_manifest(folder), None, adopted if keeps else None)
+        if before is not None:
+            reader.read(1, before)
+        calls = 0
+
+        def proceed(last: int = last) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == last:
+                raise GivenUp
+
+        try:
+            staged = reader.read(2, given, proceed)
+            break
+        except GivenUp:
+            assert not list(tmp_path.glob("adopted-*/.taking*"))
+            assert reader.read(2, given).checksum
+    assert calls == last - 1
+    assert calls > 1, "it is called while files are read"
+    assert staged.checksum == (given.checksum or safetensors.checksum(given.folder or tmp_path))
+
+
+def test_a_delta_to_more_than_the_model_has_is_refused_before_it_is_expanded(
+    trainer: Trainer, reader: WeightReader, adopted: AdoptedWeights, tmp_path: Path
+) -> None:
+    """A tebibyte of zeros takes a gigabyte of a delta, and 4 KB where it breaks off."""
+    reader.read(1, trainer.full(1))
+    given = trainer.change(1, 2)
+    assert given.delta is not None
+    file = min(given.delta.glob("*.delta"))
+    size = 1 << 40
+    header = json.dumps({"layer.0": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    packed = zlib.compress(len(header).to_bytes(8, "little") + header)
+    code = delta_codec.encode_raw(np.zeros(delta.PIECE_BYTES, np.uint8))
+    pieces = (len(code).to_bytes(4, "little") + code) * 3
+    file.write_bytes(b"PLDELTA1" + len(packed).to_bytes(4, "little") + packed + pieces)
+    expansion.write(
+        given.delta,
+        ExpansionKind.DELTA,
+        BaseWeights(1, trainer.full(1).checksum),
+        [path.name for path in given.delta.iterdir() if path.name != expansion.MANIFEST],
+    )
+    with pytest.raises(DataLoss, match=f"leads to {size + len(header) + 8} bytes"):
+        reader.read(2, given)
+    assert adopted.held(2, given.checksum) is None

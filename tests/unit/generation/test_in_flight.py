@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.contracts.errors import DataLoss, FailedPrecondition, Unavailable
+from services.contracts.errors import Aborted, DataLoss, FailedPrecondition, ServiceError, Unavailable
 from services.generation.config import GenerationConfig
 from services.generation.server.weight_updates import WeightUpdates
-from services.generation.weights.expansion import GivenWeights
+from services.generation.weights.contents import Proceed
+from services.generation.weights.expansion import GivenWeights, WeightReader
+from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from tests.support.models import tiny_model
 from tests.unit.generation.scripted import ScriptedEngine
@@ -91,6 +94,32 @@ async def test_tokens_that_a_slow_caller_has_not_taken_keep_their_version(rig: U
     assert isinstance(response, pb.WorkResponse)
     found = [(delta.policy_version, list(delta.token_ids)) for delta in response.deltas]
     assert found == [(0, [0, 1]), (1, [2, 3, 4, 5])]
+
+
+async def test_weights_that_are_given_up_while_they_are_read_hold_up_no_others(
+    rig: UpdatedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), list[type]()
+
+    def endless(_: WeightReader, version: int, given: GivenWeights, proceed: Proceed) -> StagedWeights:
+        began.set()
+        try:
+            while True:
+                proceed()
+        except ServiceError as error:
+            ended.append(type(error))
+            raise
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightReader, "read", endless)
+        staging = asyncio.create_task(rig.weights.stage(1, GivenWeights(rig.model)))
+        assert await asyncio.to_thread(began.wait, WAIT)
+    staging.cancel()
+    async with asyncio.timeout(WAIT):
+        assert await rig.update(2) == 0
+    assert staging.cancelled()
+    assert ended == [Aborted]
+    assert rig.loop.policy_version == 2
 
 
 async def test_samples_that_are_not_to_go_on_keep_the_weights_they_have(rig: UpdatedRig) -> None:

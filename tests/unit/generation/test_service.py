@@ -30,6 +30,7 @@ from services.generation.server.generation_service import GenerationService
 from services.generation.server.instance import GenerationInstance
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_updates import AppliedWeights, WeightUpdates
+from services.generation.weights.contents import Proceed
 from services.generation.weights.expansion import GivenWeights
 from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
@@ -215,12 +216,12 @@ async def test_weights_are_read_one_at_a_time_whoever_gives_up(
 ) -> None:
     read, gate, reading, together = rig.weights._reader.read, threading.Event(), list[int](), list[int]()
 
-    def gated(version: int, given: GivenWeights) -> StagedWeights:
+    def gated(version: int, given: GivenWeights, proceed: Proceed) -> StagedWeights:
         reading.append(version)
         together.append(len(reading))
         assert gate.wait(WAIT)
         reading.remove(version)
-        return read(version, given)
+        return read(version, given, proceed)
 
     monkeypatch.setattr(rig.weights._reader, "read", gated)
     first = asyncio.create_task(rig.weights.stage(1, GivenWeights(model)))

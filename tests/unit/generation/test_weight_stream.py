@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from paceline import safetensors
 from paceline.send_window import cut
 from paceline.v1 import weight_stream_pb2 as pb
-from services.contracts.errors import DataLoss, FailedPrecondition
+from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
+from services.generation.weights.stream import stored_stream
 from services.generation.weights.stream.followers import Followers
 from services.generation.weights.stream.peer_order import PeerOrder
 from services.generation.weights.stream.stored_stream import StoredStream
@@ -74,6 +75,37 @@ def test_pieces_that_are_corrupt_or_not_the_next_change_nothing(tmp_path: Path) 
     stream.put(good)
     stream.put(good)
     assert stream.log.end == 8
+
+
+@pytest.mark.parametrize("offset", [8, 1 << 40], ids=["bytes", "hole"])
+def test_files_of_more_bytes_than_the_model_has_are_refused(tmp_path: Path, offset: int) -> None:
+    stream, data = StoredStream(tmp_path, most_bytes=2000), bytes(1000)
+
+    def piece(file: int, offset: int) -> pb.WeightPiece:
+        position = stream.log.end
+        return pb.WeightPiece(position=position, file=file, offset=offset, data=data, crc=zlib.crc32(data))
+
+    stream.put(piece(0, 8))
+    for file in (0, 1):
+        with pytest.raises(InvalidArgument, match="than the model that is served can have"):
+            stream.put(piece(file, 8 + 1000 * (1 - file) + offset))
+    # Bytes in place of others take no room.
+    stream.put(piece(0, 0))
+    stream.put(piece(0, 1000))
+    assert stream.log.end == 3000
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 2000
+
+
+def test_an_index_of_more_bytes_than_any_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_stream, "MOST_INDEX_BYTES", 1500)
+    stream, data = StoredStream(tmp_path), bytes(1000)
+    first = pb.WeightPiece(position=0, file=0, offset=0, data=data, crc=zlib.crc32(data), index=True)
+    stream.put(first)
+    second = pb.WeightPiece(position=1000, file=0, offset=1000, data=data, crc=zlib.crc32(data), index=True)
+    with pytest.raises(InvalidArgument, match="500 too many"):
+        stream.put(second)
 
 
 LIMITED = """

@@ -664,7 +664,79 @@ def many_dimensions(place: Path) -> None:
     header_of(place, f'{{"w":{{"dtype":"F32","shape":{shape},"data_offsets":[0,4]}}}}'.encode() + bytes(4))
 
 
-SHARD = "model.safetensors"
+def sparse(place: Path) -> None:
+    with place.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def sparse_tensors(**shapes: list[int]) -> Callable[[Path], None]:
+    """A file that is as long as its header says, and takes no room on the disk."""
+
+    def write(place: Path) -> None:
+        entries, end = {}, 0
+        for name, shape in shapes.items():
+            begin, end = end, end + 4 * math.prod(shape)
+            entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        header = json.dumps(entries).encode()
+        header_of(place, header)
+        with place.open("ab") as file:
+            file.truncate(8 + len(header) + end)
+
+    return write
+
+
+SHARD, OTHER = "model.safetensors", "other.safetensors"
+LARGE = [1 << 38]
+TIED = {EMBEDDING: LARGE, HEAD: LARGE}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("adopts", [False, True], ids=["in-place", "adopted"])
+@pytest.mark.parametrize("checksum", ["", "sha256:0"], ids=["unknown", "given"])
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        (SHARD, sparse),
+        (OTHER, sparse),
+        (INDEX, sparse),
+        (SHARD, sparse_tensors(**{"a.weight": LARGE})),
+        (OTHER, sparse_tensors(more=LARGE)),
+        (OTHER, sparse_tensors(**TIED)),
+    ],
+    ids=["weights", "beside-them", "index", "tensor", "surplus-tensor", "tied-head"],
+)
+def test_a_file_of_a_tebibyte_is_refused_before_it_is_read(
+    tmp_path: Path, name: str, spoil: Callable[[Path], None], adopts: bool, checksum: str
+) -> None:
+    """It takes no room, and hours to read or copy."""
+    model = {"a.weight": torch.ones(4), EMBEDDING: torch.ones(4, 2)}
+    served = read_manifest(written(tmp_path / "model", model=model))
+    folder = written(tmp_path / "sent", model={"a.weight": torch.ones(4)})
+    spoil(folder / name)
+    adopted = AdoptedWeights(tmp_path / "adopted") if adopts else None
+    reader = WeightReader(tmp_path / "model", served, None, adopted)
+    with pytest.raises((InvalidArgument, DataLoss, FailedPrecondition)):
+        reader.read(1, GivenWeights(folder, checksum))
+    assert not list(tmp_path.glob("adopted/v*"))
+    assert not list(tmp_path.glob("adopted/.taking*"))
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["copied", "linked"])
+def test_what_the_index_does_not_name_is_left_alone(
+    tmp_path: Path,
+    indexed: Path,
+    served: dict[str, TensorSpec],
+    linked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sparse(indexed / OTHER)
+    if not linked:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(18, "another disk")))
+    adopted = AdoptedWeights(tmp_path / "adopted")
+    staged = WeightReader(tmp_path, served, None, adopted).read(1, GivenWeights(indexed))
+    place = adopted.held(1, staged.checksum)
+    assert place is not None
+    assert OTHER not in [path.name for path in place.iterdir()]
 
 
 @pytest.mark.parametrize("adopts", [False, True], ids=["in-place", "adopted"])

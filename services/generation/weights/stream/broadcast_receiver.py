@@ -39,12 +39,12 @@ class BroadcastReceiver:
     """Takes one broadcast, in as many rounds as the trainer makes of it."""
 
     def __init__(
-        self, described: CollectiveRendezvous, instance_id: str, folder: Path, report: Report
+        self, described: CollectiveRendezvous, instance_id: str, folder: Path, most_bytes: int, report: Report
     ) -> None:
-        """Receive into an empty folder. `report` is told of progress."""
+        """Receive files of at most `most_bytes` into an empty folder. `report` is told of progress."""
         self._described = described
         self._instance_id = instance_id
-        self._stored = StoredStream(folder)
+        self._stored = StoredStream(folder, most_bytes)
         self._report = report
         self._contents = CompleteFiles(self._stored)
         self._buffers = [torch.zeros(described.bucket_bytes, dtype=torch.uint8) for _ in range(2)]
@@ -154,7 +154,8 @@ def obey(order: dict[str, Any], report: Report) -> dict[str, Any]:
     """Carry out an order; return the report of how it ended."""
     described = CollectiveRendezvous.FromString(base64.b64decode(order["rendezvous"]))
     try:
-        receiver = BroadcastReceiver(described, order["instance_id"], Path(order["folder"]), report)
+        folder, most = Path(order["folder"]), int(order["most_bytes"])
+        receiver = BroadcastReceiver(described, order["instance_id"], folder, most, report)
         return {"whole": receiver.receive()}
     except ServiceError as error:
         status = base64.b64encode(to_status(error).SerializeToString()).decode()

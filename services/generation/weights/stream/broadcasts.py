@@ -40,11 +40,13 @@ class WeightBroadcasts:
         *,
         allowed: bool,
         metrics: WeightStreamMetrics,
+        most_bytes: int,
         process: ReceiverProcess | None = None,
     ) -> None:
         self._instance_id = instance_id
         self._allowed = allowed
         self._metrics = metrics
+        self._most_bytes = most_bytes
         self._process = process or ReceiverProcess()
         self._current: _Broadcast | None = None
 
@@ -100,6 +102,7 @@ class WeightBroadcasts:
                     "rendezvous": base64.b64encode(described.SerializeToString()).decode(),
                     "instance_id": self._instance_id,
                     "folder": str(folder),
+                    "most_bytes": self._most_bytes,
                 },
                 silence,
                 self._counting(),

@@ -43,9 +43,11 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Bytes of a piece, and times in seconds."""
+    """Bytes of a piece and of all weights, and times in seconds."""
 
     piece_bytes: int
+    most_bytes: int
+    """Of the files of a version."""
     stall_seconds: float
     """A peer that has bytes and sends none for so long is left."""
     idle_seconds: float
@@ -76,7 +78,7 @@ class Reception:
         """Receive into an empty folder, which is removed when it fails. `dial` opens a channel to a peer."""
         self.version = version
         self.ticket = order.ticket
-        self.stream = StoredStream(folder)
+        self.stream = StoredStream(folder, limits.most_bytes)
         self.changed = Notifier()
         """Notifies of bytes that came, and of the end."""
         self.refused: WeightsRefused | None = None

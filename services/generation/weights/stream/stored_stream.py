@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -12,10 +11,19 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.errors import Violation
+from paceline.foreign_json import parse_object
 from paceline.piece_log import PieceLog, Segment
-from paceline.safetensors import INDEX, finish_folder, shard_name, unfinished_file
+from paceline.regular_file import read_regular
+from paceline.safetensors import INDEX, MOST_INDEX_BYTES, finish_folder, shard_name, unfinished_file
 from paceline.v1 import weight_stream_pb2 as pb
-from services.contracts.errors import DataLoss, FailedPrecondition, ResourceExhausted, ServiceError
+from services.contracts.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # More files than a model has.
@@ -25,8 +33,13 @@ _MOST_FILES = 1 << 16
 class StoredStream:
     """Bytes of a version. One caller writes at a time, in a thread; any number read, each in a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_bytes: int = sys.maxsize) -> None:
+        """Put bytes into an empty folder, whose files have at most `most_bytes`."""
         self.folder = folder
+        self._room = most_bytes
+        """Bytes that files may still take."""
+        self._file_bytes = 0
+        """Size of the last file."""
         self.log = PieceLog()
         self.whole = False
         self._index = bytearray()
@@ -41,8 +54,11 @@ class StoredStream:
     def of_folder(cls, folder: Path) -> StoredStream:
         """Return the stream of a folder that is whole. OSError or ValueError: it has no index with its files."""
         found = cls(folder)
-        content = (folder / INDEX).read_bytes()
-        count = len(json.loads(content)["metadata"]["shards"])
+        content = read_regular(folder / INDEX, MOST_INDEX_BYTES)
+        try:
+            count = len(parse_object(content)["metadata"]["shards"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{folder / INDEX} names no files") from error
         for number in range(count):
             with (folder / shard_name(number, count)).open("rb") as file:
                 header = 8 + int.from_bytes(file.read(8), "little")
@@ -71,6 +87,7 @@ class StoredStream:
 
         Raises:
             DataLoss: they are not the bytes that were sent.
+            InvalidArgument: there are more than the model that is served can have.
             FailedPrecondition: bytes before them are missing.
             ResourceExhausted: the disk is full.
         """
@@ -85,6 +102,7 @@ class StoredStream:
             return
         data = data[known:]
         if piece.index:
+            self._check_room(len(self._index) + len(data), MOST_INDEX_BYTES, "an index")
             self._index_from = min(self._index_from, self.log.end)
             self._index += data
         else:
@@ -116,6 +134,10 @@ class StoredStream:
     def _write(self, file: int, offset: int, data: memoryview) -> None:
         if file not in (self._files - 1, self._files) or self._index or file >= _MOST_FILES:
             raise FailedPrecondition("NOT_NEXT", f"file {file} came where {self._files} is the next")
+        held = self._file_bytes if file < self._files else 0
+        # A file may have holes, which cost its sender nothing and whoever reads it as much as bytes.
+        size = max(held, offset + len(data))
+        self._check_room(size - held, self._room, "files")
         try:
             if file == self._files:
                 self._close()
@@ -127,6 +149,15 @@ class StoredStream:
                 data, offset = data[written:], offset + written
         except OSError as error:
             raise _refused(self.folder, error) from error
+        self._room -= size - held
+        self._file_bytes = size
+
+    def _check_room(self, wanted: int, room: int, what: str) -> None:
+        if wanted > room:
+            text = (
+                f"{what} of more bytes came than the model that is served can have: {wanted - room} too many"
+            )
+            raise InvalidArgument([Violation("streamed", text)])
 
     def _finish(self) -> None:
         self._close()

@@ -38,13 +38,16 @@ class WeightStreams:
         dial: Callable[[str], grpc.aio.Channel],
         metrics: WeightStreamMetrics,
         receiver: ReceiverProcess | None = None,
+        *,
+        most_bytes: int,
     ) -> None:
         """Receive into `adopted`; without it nothing can be received.
 
-        `dial` opens a channel to a peer. Broadcasts are received by the process of `receiver`.
+        `dial` opens a channel to a peer. Broadcasts are received by the process of `receiver`. The files of a
+        version have at most `most_bytes`.
         """
         self.limits = StreamLimits(
-            config.weight_piece_bytes, config.weight_stall_seconds, config.weight_idle_seconds
+            config.weight_piece_bytes, most_bytes, config.weight_stall_seconds, config.weight_idle_seconds
         )
         self.metrics = metrics
         self._owner = config.instance_id
@@ -52,7 +55,11 @@ class WeightStreams:
         self._dial = dial
         self._receptions: dict[str, Reception] = {}
         self._broadcasts = WeightBroadcasts(
-            config.instance_id, allowed=config.weight_collective, metrics=metrics, process=receiver
+            config.instance_id,
+            allowed=config.weight_collective,
+            metrics=metrics,
+            most_bytes=most_bytes,
+            process=receiver,
         )
 
     async def receive(self, version: int, order: pb.PeerWeights) -> Received:
