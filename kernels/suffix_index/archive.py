@@ -79,7 +79,7 @@ def read(data: bytes) -> tuple[IndexSettings, list[SavedPrompt]]:
         (length,) = _LENGTH.unpack(body[len(_MAGIC) : start])
         header = json.loads(body[start : start + length])
         return IndexSettings(**header["settings"]), _prompts(header["prompts"], body[start + length :])
-    except (KeyError, TypeError, ValueError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise ValueError(f"the saved suffix index cannot be read: {error}") from error
 
 

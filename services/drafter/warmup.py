@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 
+from paceline.foreign_json import parse_object
 from services.contracts.drafter.checkpoint import Checkpoint
 from services.drafter.learning.data import Evaluation, TrainingSample, UpdateReport
 from services.drafter.learning.learner import Learner
@@ -47,7 +48,7 @@ def read_rollouts(path: Path) -> list[TrainingSample]:
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
+            fields = parse_object(line)
             tokens = {name: tuple(int(token) for token in fields.pop(name)) for name in _TOKENS}
             named = {"run_id": "", "batch_id": "", "prompt_id": str(tokens["prompt"]), "slot": number}
             given: dict[str, Any] = {"policy_version": 0, "reward": None, **named, **fields, **tokens}

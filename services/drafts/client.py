@@ -247,6 +247,7 @@ class DraftStores:
         for replica in gone:
             log.info("draft_store_gone", replica=replica.replica_id, epoch=replica.epoch)
             del self._replicas[replica.replica_id]
+        self._refused &= {record.address for record in records.values()}
         for name, record in records.items():
             if name not in self._replicas:
                 self._add(record)

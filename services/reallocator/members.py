@@ -125,6 +125,7 @@ class PolledInstances:
             if name not in records or records[name].epoch != member.record.epoch:
                 del self.known[name]
                 await member.channel.close()
+        self._undialled &= {record.address for record in records.values()}
         for name, record in records.items():
             if name in self.known:
                 self.known[name].record = record

@@ -63,6 +63,11 @@ class ReallocatorMetrics(MetricSet, prefix="paceline_reallocator_"):
             for way in MoveBy:
                 self.moves.labels(rule.value, way.value)
 
+    def forget_instance(self, instance_id: str) -> None:
+        """Remove the series of an instance that is gone."""
+        for shown in (self.samples, self.threshold):
+            shown.remove(instance_id)
+
     def show_learned(self, learned: LearnedCosts) -> None:
         """Set the gauges of learned costs and trust."""
         for rule, share in learned.trust.shares.items():

@@ -7,6 +7,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -29,6 +30,8 @@ _RECEIVERS = range(pb.MOVE_REASON_CLOSED, pb.MOVE_REASON_RECEIVER_BUSY + 1)
 _UNREACHABLE = (pb.MOVE_REASON_RECEIVER_LOST, pb.MOVE_REASON_CONNECTION)
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
 """Seconds for which a receiver that could not be reached is avoided: the first, doubling up to the second."""
+_FORGOTTEN = 600.0
+"""Seconds after that in which a receiver that does not fail again is forgotten."""
 _BY = {MoveBy.KV: pb.MOVE_BY_KV, MoveBy.PREFIX: pb.MOVE_BY_PREFIX}
 
 
@@ -69,6 +72,8 @@ class Shunned:
 
     def failed(self, instance_id: str, epoch: int, now: float) -> None:
         """Avoid a receiver from now on. A failure while it is avoided already is part of the same one."""
+        # Most of those that failed long ago are gone for good.
+        self._failing = {name: each for name, each in self._failing.items() if now < each.until + _FORGOTTEN}
         known = self._failing.get(instance_id)
         if known is None or known.epoch != epoch:
             known = self._failing[instance_id] = _Failing(epoch)
@@ -101,7 +106,8 @@ class Mover:
         self._config = config
         self._members = members
         self._metrics = metrics
-        self._slots: dict[str, asyncio.Semaphore] = {}
+        # By donor, as long as a transfer of it goes on.
+        self._slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def carry_out(self, transfer: Transfer, until: float = inf) -> MoveOutcome:
         """Move the samples of a transfer; no move begins after `until`, a time of the event loop.
@@ -114,7 +120,6 @@ class Mover:
             outcome.refused["gone"] += len(transfer.keys)
             return outcome
         slots = self._slots.setdefault(transfer.donor, asyncio.Semaphore(self._config.moves_at_once))
-
         loop = asyncio.get_running_loop()
 
         async def carry(move: Move) -> None:

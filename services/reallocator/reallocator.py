@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from statistics import fmean
 
 import structlog
@@ -72,6 +72,8 @@ class Reallocator:
         self._busy: set[str] = set()
         # Samples that have been moved off an instance since it was last listed.
         self._left: dict[str, set[str]] = {}
+        # Ids of the instances that are known, of which metrics and listings are kept.
+        self._shown: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -108,12 +110,21 @@ class Reallocator:
     # Looking -------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
+        self._forget_others(self.members.known.keys())
         for member in self.members.known.values():
             self._metrics.samples.labels(member.instance_id).set(member.samples)
             now = steady(member.reports, member.learned_at)
             if now is not None and now.steps >= _LEARN_STEPS:
                 member.roofline.observe(now.samples, now.step_seconds, now.tokens_per_step, member.context)
                 member.learned_at = member.reports[-1].at
+
+    def _forget_others(self, known: Collection[str]) -> None:
+        """Forget the instances that are gone: those of a Deployment never come back."""
+        for instance_id in self._shown.difference(known):
+            self._left.pop(instance_id, None)
+            self._learned.forget(instance_id)
+            self._metrics.forget_instance(instance_id)
+        self._shown = set(known)
 
     async def _look(self, members: Sequence[PolledInstance]) -> list[InstanceView]:
         """Return the views of the instances that answer."""

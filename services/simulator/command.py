@@ -66,8 +66,9 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, help="Of lengths and all else that is drawn.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Simulate steps of a rollout cluster, or find the number of instances for a deadline.
+    """Simulate steps of a rollout cluster, or size one.
 
+    With a deadline: find the number of instances that meets it.
     Exit status 2: an option cannot be used; 3: no number of instances meets the deadline.
     """
     try:

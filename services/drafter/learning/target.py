@@ -11,6 +11,7 @@ no mask. A fresh head begins with weights and a draft vocabulary made from the p
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from paceline.regular_file import open_regular
 from services.drafter.learning.data import TrainingSample
 from services.drafter.learning.head import Eagle3Head, HeadShape
 from services.drafter.learning.settings import LearningSettings, default_layers
@@ -174,6 +176,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
+            # Refused here: opening a FIFO, for example, would block permanently.
+            os.close(open_regular(file))
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
             raise PolicyMismatch(f"{file} is truncated or corrupt: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
+from paceline.foreign_json import parse_object
 from services.contracts.gateway_keys import GatewayKeys
 
 log = structlog.get_logger(__name__)
@@ -36,7 +36,7 @@ class PolicyFolders:
         if not published:
             return
         try:
-            record = json.loads(published)
+            record = parse_object(published)
             version, path = int(record["version"]), str(record["path"])
         except (ValueError, KeyError, TypeError) as error:
             log.warning("published_version_unreadable", error=str(error))

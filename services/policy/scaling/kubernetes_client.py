@@ -28,6 +28,8 @@ from services.policy.scaling.errors import (
 
 CALL_SECONDS = 5.0
 """Deadline of one call."""
+FIELD_MANAGER = "paceline-policy"
+"""Name under which the API records which fields this service has written."""
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _ERRORS: dict[int, type[ClusterError]] = {
@@ -80,7 +82,7 @@ class KubernetesClient:
         meta = client.V1ObjectMeta(name=pool, namespace=self.namespace, resource_version=version)
         body = client.V1Scale(metadata=meta, spec=client.V1ScaleSpec(replicas=replicas))
         call = self._apps.replace_namespaced_stateful_set_scale
-        return _scale(await _answer(call, pool, self.namespace, body))
+        return _scale(await _answer(call, pool, self.namespace, body, field_manager=FIELD_MANAGER))
 
     async def pod_is_ready(self, name: str) -> bool:
         """Return True if the pod exists and its condition Ready holds."""
@@ -109,9 +111,11 @@ class KubernetesClient:
         meta = client.V1ObjectMeta(name=name, namespace=self.namespace, annotations=record.notes)
         body = client.V1Lease(metadata=meta, spec=spec)
         if not record.version:
-            return _lease(await _answer(self._leases.create_namespaced_lease, self.namespace, body))
+            create = self._leases.create_namespaced_lease
+            return _lease(await _answer(create, self.namespace, body, field_manager=FIELD_MANAGER))
         meta.resource_version = record.version
-        return _lease(await _answer(self._leases.replace_namespaced_lease, name, self.namespace, body))
+        replace = self._leases.replace_namespaced_lease
+        return _lease(await _answer(replace, name, self.namespace, body, field_manager=FIELD_MANAGER))
 
 
 @asynccontextmanager
@@ -150,10 +154,10 @@ def _own_namespace() -> str:
         raise ClusterError(f"scaling.kubernetes_namespace is not set, and {error}") from error
 
 
-async def _answer(call: Any, *arguments: Any) -> Any:
+async def _answer(call: Any, *arguments: Any, **options: Any) -> Any:
     try:
         async with asyncio.timeout(CALL_SECONDS * 2):
-            return await call(*arguments, _request_timeout=CALL_SECONDS)
+            return await call(*arguments, **options, _request_timeout=CALL_SECONDS)
     except ApiException as error:
         status = int(error.status or 0)
         kind = _ERRORS.get(status, ApiUnreachable if status >= 500 or not status else ClusterError)

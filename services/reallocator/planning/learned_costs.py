@@ -127,6 +127,11 @@ class LearnedCosts:
         """Return the estimator for a model's samples."""
         return self.remaining_lengths.setdefault(model, RemainingLengthEstimator())
 
+    def forget(self, instance_id: str) -> None:
+        """Forget what is known of one instance alone, which is gone."""
+        for lengths in self.remaining_lengths.values():
+            lengths.forget(instance_id)
+
     def fade(self) -> None:
         """Move costs and trust a little towards their priors; called once per decision."""
         self.costs.fade()

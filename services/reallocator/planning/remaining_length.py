@@ -48,6 +48,10 @@ class RemainingLengthEstimator:
                 self._live(tokens, tokens + typical / 2)
                 self._end(tokens + typical / 2)
 
+    def forget(self, place: Hashable) -> None:
+        """Forget the last listing of a place that is gone."""
+        self._watched.pop(place, None)
+
     def remaining(self, generated: int, limit: int) -> float:
         """Return the expected remaining tokens of a sample that may have at most `limit`; at least one."""
         total, alive, at = 0.0, 1.0, float(generated)

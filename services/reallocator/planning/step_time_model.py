@@ -7,7 +7,6 @@ the longer of its memory and compute time. Only the shape counts: measured steps
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +14,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.foreign_json import read_object
 
 # Of an unmeasured machine: modest, with the memory of a CPU or a small GPU.
 _THROUGHPUT, _BANDWIDTH, _BASE, _PER_ROW = 1e12, 5e10, 2e-3, 4e-5
@@ -94,11 +95,9 @@ def architecture_of(model: Path, dtype: str) -> Architecture:
     if dtype not in _VALUE_BYTES:
         raise UnsupportedArchitecture(f"the size of {dtype} is not known")
     try:
-        config = json.loads((model / "config.json").read_text())
+        config = read_object(model / "config.json")
     except (OSError, ValueError) as error:
         raise UnsupportedArchitecture(f"{model} has no config to read: {error}") from error
-    if not isinstance(config, dict):
-        raise UnsupportedArchitecture(f"the config of {model} is no object")
     return Architecture.of(config, _VALUE_BYTES[dtype])
 
 

@@ -59,6 +59,25 @@ async def test_an_instance_that_joins_in_mid_step_is_filled_at_once(fleet: Fleet
     assert reallocator.metric("saturation_point_samples", instance_id="i1") == 11
 
 
+async def test_nothing_is_shown_of_an_instance_that_is_gone(fleet: Fleet) -> None:
+    await crowded(fleet)
+    reallocator = fleet.reallocator(decision_steps=10**9)
+    await fleet.join("i1", hold_at=HELD)
+
+    def shown() -> set[str]:
+        return {
+            sample.labels["instance_id"]
+            for family in reallocator.prometheus.collect()
+            for sample in family.samples
+            if "instance_id" in sample.labels
+        }
+
+    await until(lambda: reallocator.metric("saturation_point_samples", instance_id="i1") == 11, "i1 is known")
+    assert shown() == {"i0", "i1"}
+    await fleet.fakes["i1"].kill()
+    await until(lambda: shown() == {"i0"}, "i1 is forgotten")
+
+
 async def test_samples_of_instances_that_can_gain_nothing_are_not_listed(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from services.policy.scaling.errors import ApiConflict, ApiNotFound
-from services.policy.scaling.kubernetes_client import KubernetesClient, LeaseRecord, connected
+from services.policy.scaling.kubernetes_client import KubernetesClient, LeaseRecord, Scale, connected
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi
 from tests.support.kubernetes_server import ApiServer, api_server, is_available
 
@@ -61,33 +63,54 @@ def _real(server: ApiServer, cluster: KubernetesClient, namespace: str) -> Contr
 
     def make_pod(name: str, ready: bool) -> None:
         path = f"/api/v1/namespaces/{namespace}/pods"
-        spec = {"containers": [{"name": "c", "image": "i"}], "automountServiceAccountToken": False}
+        # For no node, since a kubelet would say itself whether it is ready.
+        spec = {
+            "containers": [{"name": "c", "image": "i"}],
+            "automountServiceAccountToken": False,
+            "nodeSelector": {"paceline.io/no-node": "true"},
+        }
         pod = server.call("POST", path, {"metadata": {"name": name}, "spec": spec}).json()
+        # Whatever a scheduler has written meanwhile.
+        del pod["metadata"]["resourceVersion"]
         pod["status"]["conditions"] = [{"type": "Ready", "status": "True" if ready else "False"}]
         server.call("PUT", f"{path}/{name}/status", pod)
 
     return Contract(cluster, make_stateful_set, make_pod)
 
 
+async def changed(contract: Contract, replicas: int) -> Scale:
+    """Change the scale of "pool" as of its last version, which its controller may change in between."""
+    while True:
+        with suppress(ApiConflict):
+            before = await contract.cluster.scale("pool")
+            after = await contract.cluster.set_scale("pool", replicas, before.version)
+            assert after.version != before.version
+            return after
+
+
 async def test_a_scale_is_read_and_changed(contract: Contract) -> None:
     contract.make_stateful_set("pool", 2)
-    scale = await contract.cluster.scale("pool")
-    assert scale.replicas == 2
-    after = await contract.cluster.set_scale("pool", 5, scale.version)
-    assert after.replicas == 5
-    assert after.version != scale.version
-    assert await contract.cluster.scale("pool") == after
-    assert (await contract.cluster.set_scale("pool", 0, after.version)).replicas == 0
-    assert (await contract.cluster.scale("pool")).replicas == 0
+    assert (await contract.cluster.scale("pool")).replicas == 2
+    for replicas in (5, 0):
+        assert (await changed(contract, replicas)).replicas == replicas
+        assert (await contract.cluster.scale("pool")).replicas == replicas
+
+
+async def test_writes_are_recorded_under_the_name_of_the_service() -> None:
+    async with KubernetesApi() as api, connected(api.url, NAMESPACE) as cluster:
+        api.make_stateful_set("pool", 2)
+        await cluster.set_scale("pool", 5, (await cluster.scale("pool")).version)
+        await cluster.write_lease("lease", await cluster.write_lease("lease", record("a")))
+        assert api.managers == {"paceline-policy"}
 
 
 async def test_a_scale_that_somebody_else_changed_is_not_changed(contract: Contract) -> None:
     contract.make_stateful_set("pool", 2)
     old = await contract.cluster.scale("pool")
-    new = await contract.cluster.set_scale("pool", 3, old.version)
+    await changed(contract, 3)
     with pytest.raises(ApiConflict, match="modified"):
         await contract.cluster.set_scale("pool", 4, old.version)
-    assert await contract.cluster.scale("pool") == new
+    assert (await contract.cluster.scale("pool")).replicas == 3
 
 
 async def test_what_is_not_there_is_not_found(contract: Contract) -> None:
@@ -138,3 +161,18 @@ async def test_times_survive_to_the_microsecond(contract: Contract) -> None:
         name = f"lease-{microsecond}"
         made = await contract.cluster.write_lease(name, record("a", renewed=at))
         assert made.renewed == at
+
+
+def test_a_server_that_does_not_start_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, script in (("etcd", "exec sleep 600"), ("kube-apiserver", "echo a wrong key; exit 3")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
+    monkeypatch.delenv("TEST_KUBERNETES_URL", raising=False)
+    with (
+        pytest.raises(RuntimeError, match="kube-apiserver has ended with status 3: a wrong key"),
+        api_server(tmp_path),
+    ):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -25,6 +26,20 @@ def watched(
         remaining_lengths.saw("i0", {key: at for key, (at, _) in alive.items()})
         alive = {key: (at + step, length) for key, (at, length) in alive.items() if at + step < length}
     return remaining_lengths
+
+
+def test_a_place_that_is_gone_is_forgotten() -> None:
+    estimator = RemainingLengthEstimator()
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            estimator.saw(f"i{number}", {f"s{sample}": 10_000 + sample for sample in range(200)})
+            estimator.forget(f"i{number}")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1 << 17
+    estimator.forget("never seen")
 
 
 @pytest.mark.parametrize("generated", [20, 100, 1000])
