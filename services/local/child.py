@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from services.local.log_rotation import last_lines
 from services.local.pinning import pinned
 from services.platform.lifeline import tied
 from services.platform.ready_file import ProcessEndpoint, read_ready_file
@@ -149,7 +150,7 @@ class Child:
 
     def tail(self) -> str:
         """Return the last lines of the log, under its path."""
-        lines = self.spec.log.read_text(errors="replace").splitlines() if self.spec.log.exists() else []
+        lines = last_lines(self.spec.log)
         return "\n".join([f"--- {self.spec.log}", *readable_tail(lines, _TAIL_LINES)])
 
     def _spawn(self) -> Process:

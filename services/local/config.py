@@ -8,6 +8,8 @@ from typing import Literal
 
 from paceline.channel import Tls
 
+LOG_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
@@ -51,7 +53,10 @@ class PlatformConfig:
     drafter: Path | None = None
     """With `learner`: the first EAGLE-3 head. None: the one in `folder`, or else a fresh one."""
     token: str | None = None
-    """Bearer token that every process requires; None requires none (loopback only)."""
+    """Bearer token that every process requires. None: that of the environment (PACELINE_TOKEN, or the file
+    PACELINE_TOKEN_FILE), or else a new one."""
+    no_token: bool = False
+    """Require no token: every user of this machine can read samples and change weights."""
     tokens_file: Path | None = None
     """Hashed tokens that the gateway also accepts, with their scopes."""
     tls: Tls | None = None
@@ -83,6 +88,10 @@ class PlatformConfig:
     """Seconds within which every process must be ready."""
     stop_timeout: float = 15.0
     """Seconds that a process has to stop by itself before it is killed."""
+    log_bytes: int = LOG_BYTES
+    """Size at which the log of a process becomes an older one."""
+    log_files: int = 4
+    """Files of each log: the current one and older ones, of which the oldest is deleted."""
 
     @property
     def logs(self) -> Path:

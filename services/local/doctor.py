@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.output import add_columns, plain_table
+from paceline.cli.options import Json
+from paceline.cli.output import add_columns, plain_table, print_json
 from services.local.config import PlatformConfig
 from services.local.findings import PACKAGES, Finding, FindingState, Needs, findings
 from services.local.machine import chooses_cuda, read_machine
@@ -29,14 +30,18 @@ def doctor(
         str, typer.Option(help="Of the model: float32, bfloat16, float16, or auto: its own.")
     ] = "auto",
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
-    port: Annotated[int, typer.Option(help="Port of the gateway.")] = 7400,
-    http_port: Annotated[int | None, typer.Option(help="Port of the HTTP facade.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway.")] = 7400,
+    http_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the platform.")] = Path("runs/local"),
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto: CUDA with a GPU and a vLLM for it.")
     ] = "auto",
+    as_json: Json = False,
 ) -> None:
-    """Say what this machine lacks for `paceline up` with the same options; status 1 if it cannot start."""
+    """Say what this machine lacks for a platform.
+
+    Takes the options of `paceline up`; status 1 if that cannot start.
+    """
     config = PlatformConfig(
         model=model or Path(),
         instances=instances,
@@ -50,7 +55,10 @@ def doctor(
         each.about == "packages" and each.state is not FindingState.FINE for each in found
     ):
         found += model_findings(model, dtype)
-    Console().print(findings_table(found))
+    if as_json:
+        print_json([{"about": each.about, "state": each.state.value, "text": each.text} for each in found])
+    else:
+        Console().print(findings_table(found))
     raise typer.Exit(any(each.state is FindingState.MISSING for each in found))
 
 

@@ -60,7 +60,7 @@ def read_machine(folder: Path, ports: Iterable[int], packages: Iterable[str]) ->
         cores=len(affinity),
         memory=_memory(),
         disk=_free(folder.absolute()),
-        taken_ports=frozenset(port for port in ports if port and _is_taken(port)),
+        taken_ports=frozenset(port for port in ports if port and is_taken(port)),
         missing_packages=tuple(name for name in packages if find_spec(name) is None),
         driver=_driver(_DRIVER / "version"),
         gpus=driver_gpus(),
@@ -98,7 +98,8 @@ def _free(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def _is_taken(port: int) -> bool:
+def is_taken(port: int) -> bool:
+    """Return True if somebody listens at a port of this machine."""
     with socket.socket() as listener:
         # As a server does, so that connections that have just ended do not count.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

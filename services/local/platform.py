@@ -8,6 +8,7 @@ Start it from the main thread. When the launcher dies, by whatever signal, its p
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from paceline import Client, PacelineError, RetryPolicy
+from paceline.private_files import NotPrivateError, private_folder
 from paceline.types import InstanceState
 from services.local import pinning
 from services.local.child import Child, ChildSpec, Launch, PlatformError, stop_together
@@ -24,6 +26,9 @@ from services.local.config import PlatformConfig
 from services.local.first_drafter import first_drafter
 from services.local.forks import Forks
 from services.local.keeper import Keeper
+from services.local.log_rotation import LogRotation
+from services.local.machine import is_taken
+from services.local.platform_token import TokenFiles, with_token
 from services.local.specs import Specs
 from services.local.targets_file import TargetsFile
 from services.platform.redis.embedded import EmbeddedRedis
@@ -41,8 +46,9 @@ class Platform:
     """
 
     def __init__(self, config: PlatformConfig, *, launch: Launch | None = None) -> None:
-        """`launch` starts the processes; None: `Forks`."""
-        self.config = config
+        """`launch` starts the processes; None: `Forks`. PlatformError: the token cannot be had."""
+        self.config = config = with_token(config, os.environ)
+        """What was given, with the token that all processes ask for."""
         self.redis: EmbeddedRedis | None = None
         self.redis_url = ""
         """Address of the store, once started."""
@@ -58,6 +64,8 @@ class Platform:
         self._stopping = threading.Event()
         self._keeper: Keeper | None = None
         self._targets = TargetsFile(config.folder)
+        self._tokens = TokenFiles(config.folder, config.token)
+        self._rotation = LogRotation(self._logs, config.log_bytes, config.log_files)
         self._stopped_by_caller: set[str] = set()
         """Names of processes that a caller took down, and that are to stay so."""
 
@@ -93,6 +101,8 @@ class Platform:
             stop_together(group, self.config.stop_timeout)
         if self.redis is not None:
             self.redis.stop()
+        self._rotation.stop()
+        self._tokens.remove()
         # Before the thread that may be waiting for a fork.
         self._forks.close()
         self._spawner.shutdown()
@@ -105,6 +115,11 @@ class Platform:
         if not self._gateway_address:
             raise PlatformError("the platform is not started")
         return self._gateway_address
+
+    @property
+    def token_file(self) -> Path:
+        """File with the token of this platform, for this user alone; empty if it asks for none."""
+        return self._tokens.path
 
     @property
     def http_address(self) -> str:
@@ -137,7 +152,7 @@ class Platform:
 
     def client(self, *, retry: RetryPolicy | None = None) -> Client:
         """Return a new SDK client on the gateway."""
-        return Client(self.gateway_address, token=self.config.token, tls=self.config.tls, retry=retry)
+        return Client(self.gateway_address, token=self.config.token or "", tls=self.config.tls, retry=retry)
 
     def kill(self, name: str) -> None:
         """Kill a process as a crash would. It comes back only if restarts are configured."""
@@ -189,12 +204,16 @@ class Platform:
         if not (config.model / "config.json").is_file():
             raise PlatformError(f"{config.model} is not a model folder: it has no config.json")
         self._state = Path(tempfile.mkdtemp(prefix="paceline-"))
-        shutil.rmtree(config.logs, ignore_errors=True)
         self.redis_url = config.redis_url or self._start_redis()
+        self._make_folders()
+        self._tokens.write()
+        if config.port and not is_taken(config.port):
+            # Before the gateway serves, so that clients of an earlier platform have it in time.
+            self._tokens.announce([config.port])
+        self._rotation.start()
         specs = Specs(config, self._state, self.redis_url)
         listed = self._specs(specs)
         if self._launch is self._forks:
-            config.logs.mkdir(parents=True, exist_ok=True)
             self._forks.begin(listed)
         for spec in listed:
             self._children[spec.name] = Child(spec, self._spawner, self._launch)
@@ -207,6 +226,7 @@ class Platform:
         # From now on each gateway starts on the port that it has.
         for index, (child, address) in enumerate(zip(self.gateways, addresses, strict=True)):
             child.spec = specs.gateway(int(address.rpartition(":")[2]), index)
+        self._tokens.announce(int(address.rpartition(":")[2]) for address in addresses)
         if config.http_port is not None:
             self._start_facade(specs, config.http_port, deadline)
         self._write_targets()
@@ -249,6 +269,24 @@ class Platform:
         shutil.rmtree(self.config.adopted, ignore_errors=True)
         self.redis = EmbeddedRedis(self._state / "redis")
         return self.redis.start()
+
+    def _make_folders(self) -> None:
+        """Make the platform's folder, in which tokens and texts of the run lie, for this user alone.
+
+        One that is there already stays as it is, since others may use it for more; but not what is in it.
+        """
+        config = self.config
+        shutil.rmtree(config.logs, ignore_errors=True)
+        config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            for folder in (config.logs, config.snapshots, config.drafters, config.adopted):
+                private_folder(folder)
+        except NotPrivateError as error:
+            raise PlatformError(str(error)) from error
+
+    def _logs(self) -> list[Path]:
+        logs = sorted(self.config.logs.glob("*.log"))
+        return logs if self.redis is None else [*logs, self.redis.log]
 
     def _named(self, prefix: str) -> list[Child]:
         return [child for name, child in self._children.items() if name.startswith(prefix)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
 from enum import StrEnum
@@ -18,7 +19,7 @@ from paceline.cli.options import Token
 from paceline.cli.output import add_columns, plain_table
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
-from services.local.config import RestartPolicy
+from services.local.config import LOG_BYTES, RestartPolicy
 from services.local.doctor import examine, findings_table
 from services.local.findings import FindingState
 from services.models.download import DownloadError
@@ -49,9 +50,11 @@ def up(
         ),
     ],
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
-    port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 7400,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 picks a free one.")
+    ] = 7400,
     http_port: Annotated[
-        int | None, typer.Option(help="Port of the HTTP facade. Default: there is none.")
+        int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade. Default: there is none.")
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
@@ -70,6 +73,17 @@ def up(
         ),
     ] = DuringUpdate.PREGENERATE,
     token: Token = None,
+    no_token: Annotated[
+        bool,
+        typer.Option(
+            "--no-token",
+            help="Ask for no token, for trainers over HTTP that send none: any user of this machine may call.",
+        ),
+    ] = False,
+    log_bytes: Annotated[
+        int,
+        typer.Option(min=1 << 16, help="Size at which a log becomes an older one, of which three are kept."),
+    ] = LOG_BYTES,
 ) -> None:
     """Start the whole platform on this machine and run until Ctrl-C.
 
@@ -88,6 +102,8 @@ def up(
         redis_url=redis_url,
         folder=folder,
         token=token,
+        no_token=no_token,
+        log_bytes=log_bytes,
         device=cast(Any, device),
         pin=pin,
         restarts=RestartPolicy() if restart else None,
@@ -109,8 +125,8 @@ def run_until_stopped(config: PlatformConfig) -> int:
             logs = platform.processes[0].spec.log.parent
             console.print(f"\nLogs: {logs}", markup=False, highlight=False, soft_wrap=True)
             stopping = _stop_on_signals()
-            if platform.http_address:
-                console.print(f"HTTP: {platform.http_address}", highlight=False)
+            for line in how_to_connect(platform):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             console.print(f"Gateway: {platform.gateway_address}   (Ctrl-C to stop)", highlight=False)
             while not stopping.wait(_CHECK_SECONDS):
                 platform.check()
@@ -124,6 +140,21 @@ def run_until_stopped(config: PlatformConfig) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def how_to_connect(platform: Platform) -> list[str]:
+    """Return lines that say who may call, and how over HTTP."""
+    path, url = platform.token_file.absolute(), platform.http_address
+    if platform.config.token is None:
+        return [*([f"HTTP: {url}"] if url else []), "Token: none; any user of this machine may call"]
+    lines = [
+        f"Token: {path}, which your clients on this machine find; elsewhere PACELINE_TOKEN_FILE names a copy"
+    ]
+    if url:
+        lines.insert(
+            0, f'HTTP: curl {url}/v1/models -H "Authorization: Bearer $(cat {shlex.quote(str(path))})"'
+        )
+    return lines
 
 
 def leave_report(platform: Platform) -> Path | None:

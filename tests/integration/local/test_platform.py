@@ -11,6 +11,7 @@ import grpc
 import psutil
 import pytest
 
+from paceline.channel import call_metadata
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.contracts.rollout_messages import to_proto
@@ -51,8 +52,10 @@ def address(child: Child | None) -> str:
 
 
 def call(child: Child, method: str, request: object) -> pb.GetDraftStatsResponse:
+    metadata = call_metadata(child.spec.environment["PACELINE_TOKEN"])
     with grpc.insecure_channel(address(child)) as channel:
-        return getattr(rpc.DraftServiceStub(channel), method)(request, timeout=CALL, wait_for_ready=True)
+        stub = rpc.DraftServiceStub(channel)
+        return getattr(stub, method)(request, timeout=CALL, wait_for_ready=True, metadata=metadata)
 
 
 def stats(child: Child) -> pb.GetDraftStatsResponse:
