@@ -28,6 +28,7 @@ from paceline.errors import (
     UnimplementedError,
     Violation,
 )
+from paceline.found_token import TokenFileWarning
 from paceline.open_batch import AsyncOpenBatch
 from paceline.policy_check import PolicyGap, PolicyMismatchError, check_policy
 from paceline.retry import RetryPolicy
@@ -36,6 +37,7 @@ from paceline.run import AsyncRun
 from paceline.sessions import AsyncSession, AsyncSessions
 from paceline.sharded_tensors import ShardedTensors
 from paceline.shards import Shard
+from paceline.tls_files import TlsFileError
 from paceline.types import (
     Batch,
     BatchHint,
@@ -152,7 +154,9 @@ __all__ = [
     "Stale",
     "Submitted",
     "Tls",
+    "TlsFileError",
     "TokenDelta",
+    "TokenFileWarning",
     "ToolUse",
     "Turn",
     "UnauthenticatedError",

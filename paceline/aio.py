@@ -57,6 +57,9 @@ class AsyncClient(GatewayCalls):
         through a proxy that the environment names, except to this machine. A token is not sent in plain text beyond
         this machine, unless `insecure`.
 
+        Where no token is given it is looked for: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or that
+        of the platform that this user runs at this address of this machine. An empty one says that there is none.
+
         ValueError: an address cannot be meant, or the token would go there in plain text.
         """
         self.address = address

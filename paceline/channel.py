@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+
+from paceline.tls_files import TlsFileError, check_tls_files
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS, PING_TIMEOUT_MS = 5_000, 10_000
@@ -19,6 +22,11 @@ _LEADERS_ONLY = json.dumps(
 )
 
 Options = list[tuple[str, Any]]
+
+ON_BEHALF: ContextVar[str] = ContextVar("on_behalf", default="")
+"""For whom a service makes its calls, which go with this in the metadata; empty: for itself."""
+CALLER = "x-paceline-caller"
+"""Metadata key of that. A gateway believes it of services alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +41,18 @@ class Tls:
     """Name expected in the server's certificate, if it differs from the address."""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files and return the credentials of a channel."""
-        paths = (self.ca_file, self.key_file, self.cert_file)
-        ca, key, cert = (path.read_bytes() if path else None for path in paths)
+        """Read the files and return the credentials of a channel.
+
+        Raises:
+            TlsFileError: a file does not have what it should, which gRPC would tell as a gateway that is not there.
+            OSError: one cannot be read.
+        """
+        paths = (self.ca_file, self.cert_file, self.key_file)
+        ca, cert, key = (path.read_bytes() if path else None for path in paths)
+        if (self.cert_file is None) != (self.key_file is None):
+            given, lacking = ("cert_file", "key_file") if self.cert_file else ("key_file", "cert_file")
+            raise TlsFileError(f"{given} is given without {lacking}: mutual TLS needs both")
+        check_tls_files(*paths)
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
@@ -99,5 +116,7 @@ def open_aio_channel(
 
 
 def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of every call: the bearer token, if there is one."""
-    return (("authorization", f"Bearer {token}"),) if token else ()
+    """Return the metadata of every call: the bearer token, if there is one, and for whom a service calls."""
+    bearer = (("authorization", f"Bearer {token}"),) if token else ()
+    on_behalf = ON_BEHALF.get()
+    return (*bearer, (CALLER, on_behalf)) if on_behalf else bearer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 from paceline import channel
 from paceline.address import Address, parse_addresses
+from paceline.found_token import FoundToken
 from paceline.transport import Stream, Unary
 
 T = TypeVar("T")
@@ -21,6 +22,7 @@ class ConnectionOptions:
     """host:port, or several with commas between."""
     tls: channel.Tls | None
     token: str | None = field(repr=False)
+    """None: the one that is found; empty: none."""
     timeout: float
     """Seconds for one attempt at a unary call."""
     slow_timeout: float
@@ -32,32 +34,54 @@ class ConnectionOptions:
     """Go through the proxy that the environment names, except to this machine."""
     insecure: bool = False
     """Send the token in plain text beyond this machine."""
+    found: FoundToken | None = field(default=None, repr=False)
+    """Token where none was given."""
+
+    def with_token(self) -> Self:
+        """Return the options with the token that is found, where none was given.
+
+        ValueError: as `parsed`, or the environment names a file that is none.
+        """
+        if self.token is not None:
+            return self
+        return replace(self, found=FoundToken(parse_addresses(self.address, tls=self.tls is not None)))
 
     def parsed(self) -> list[Address]:
         """Return the addresses. ValueError: one cannot be meant, or the token would go there in plain text."""
         addresses = parse_addresses(self.address, tls=self.tls is not None)
-        if self.token and self.tls is None and not self.insecure:
-            for each in addresses:
-                if not each.loopback:
-                    raise ValueError(
-                        f"will not send the token to {each.target} in plain text; give tls=paceline.Tls(...), or "
-                        "insecure=True on a network that you trust"
-                    )
+        for each in addresses:
+            self.check_secret(each)
         return addresses
+
+    def check_secret(self, address: Address, tls: channel.Tls | None = None) -> None:
+        """Raise ValueError if what shows who calls would go to an address in plain text that others can read.
+
+        `tls` is that to the address where it differs from the one to the gateway.
+        """
+        if self.tls or tls or self.insecure or address.loopback or not self._secret():
+            return
+        origin = f" of {self.found.origin}" if self.found else ""
+        raise ValueError(
+            f"will not send the token{origin} to {address.target} in plain text; give tls=paceline.Tls(...), or "
+            "insecure=True on a network that you trust"
+        )
 
     def begin(self, stubs: dict[str, Any], unary: Unary, way: str = "__call__") -> Any:
         """Begin a unary call on the stubs of a channel; `way` is how gRPC's blocking API makes it."""
         request = iter([unary.request]) if unary.streams_request else unary.request
         timeout = self.slow_timeout if unary.slow else self.timeout
-        metadata = channel.call_metadata(self.token)
+        metadata = channel.call_metadata(self._secret())
         make = getattr(getattr(stubs[unary.service], unary.method), way)
         return make(request, timeout=timeout, metadata=metadata)
 
     def open(self, stubs: dict[str, Any], stream: Stream[Any], seconds: float | None) -> Any:
         """Begin a stream on the stubs of a channel."""
-        metadata = channel.call_metadata(self.token)
+        metadata = channel.call_metadata(self._secret())
         make = getattr(stubs[stream.service], stream.method)
         return make(stream.request(), timeout=seconds, metadata=metadata)
+
+    def _secret(self) -> str | None:
+        return self.found.current() if self.found else self.token
 
 
 def connect_again(

@@ -10,9 +10,9 @@ Threads share the work by pieces: one of them and its code are all that each has
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +26,8 @@ import numpy as np
 
 from paceline import delta_codec, expansion, safetensors
 from paceline.expansion import BaseWeights, Expansion, ExpansionKind
+from paceline.foreign_json import parse_object, read_object
+from paceline.regular_file import open_regular
 
 PIECE_BYTES = 1 << 21
 _MAGIC = b"PLDELTA1"
@@ -127,11 +129,27 @@ def encode(base: Path, base_version: int, folder: Path, target: Path, threads: i
         raise
 
 
-def expand(base: Path, delta: Path, target: Path, threads: int = 0) -> None:
+def expand(
+    base: Path,
+    delta: Path,
+    target: Path,
+    threads: int = 0,
+    *,
+    most_bytes: int | None = None,
+    proceed: Callable[[], object] = lambda: None,
+) -> None:
     """Make the weights that a delta leads to in `target`, an empty folder. They are not checked by their index.
 
+    Args:
+        base: folder of the version that the delta is of.
+        delta: folder that `encode` wrote.
+        target: where the weights are written.
+        threads: that decode at once; 0: as many as there are processors, up to 8.
+        most_bytes: largest size of the weights; None: any. What takes few bytes may lead to any number.
+        proceed: called after each piece; what it raises ends the work.
+
     Raises:
-        ValueError: the delta is corrupt, or the base is not the one that it is of.
+        ValueError: the delta is corrupt, leads to more, or the base is not the one that it is of.
         OSError: a file is missing, or the disk is full, for example.
     """
     told = expansion.read(delta)
@@ -139,13 +157,14 @@ def expand(base: Path, delta: Path, target: Path, threads: int = 0) -> None:
         raise ValueError(f"{delta} is no delta")
     with ExitStack() as stack, _pool(threads) as pool:
         known = _tensors(base, stack)
+        room = sys.maxsize if most_bytes is None else most_bytes
         for file in _files(delta):
             name = f"{Path(file).stem}.delta"
             if name not in told.files:
                 raise ValueError(f"{delta} has no {name}")
             digest = hashlib.sha256()
-            with (delta / name).open("rb") as source, (target / file).open("xb") as sink:
-                _decode_file(_Checked(source, digest), known, sink, pool)
+            with _open(delta / name) as source, (target / file).open("xb") as sink:
+                room -= _decode_file(_Checked(source, digest), known, sink, pool, room, proceed)
                 sink.flush()
                 os.fsync(sink.fileno())
             if digest.hexdigest() != told.files[name].sha256:
@@ -182,7 +201,7 @@ class _Checked:
 
 
 def _encode_file(path: Path, known: dict[str, _Tensor], target: Path, pool: ThreadPoolExecutor) -> None:
-    with path.open("rb") as source, target.open("xb") as sink:
+    with _open(path) as source, target.open("xb") as sink:
         header = _read_header(source)
         packed = zlib.compress(header, 6)
         sink.write(_MAGIC + len(packed).to_bytes(4, "little") + packed)
@@ -194,8 +213,14 @@ def _encode_file(path: Path, known: dict[str, _Tensor], target: Path, pool: Thre
 
 
 def _decode_file(
-    source: _Checked, known: dict[str, _Tensor], sink: IO[bytes], pool: ThreadPoolExecutor
-) -> None:
+    source: _Checked,
+    known: dict[str, _Tensor],
+    sink: IO[bytes],
+    pool: ThreadPoolExecutor,
+    room: int,
+    proceed: Callable[[], object],
+) -> int:
+    """Write a file of the new version, and return its size, for which there is `room`."""
     if source.take(len(_MAGIC)) != _MAGIC:
         raise ValueError(f"{source.file.name} is no delta")
     try:
@@ -203,14 +228,20 @@ def _decode_file(
         header = inflater.decompress(source.sized(_MOST_HEADER_BYTES), _MOST_HEADER_BYTES)
     except zlib.error as error:
         raise ValueError(f"{source.file.name} is corrupt: {error}") from error
+    tensors = _parse(header, -1)
+    size = len(header) + sum(tensor.size for tensor in tensors.values())
+    if size > room:
+        raise ValueError(f"{source.file.name} leads to {size} bytes, and {room} are left of what is allowed")
     sink.write(header)
     coded = (
         _Piece(piece.new, piece.base, piece.begin, piece.size, source.sized(PIECE_BYTES + 1))
-        for piece in _pieces(_parse(header, -1), known)
+        for piece in _pieces(tensors, known)
     )
     for bits in _in_order(pool, _Piece.decode, coded):
         sink.write(bits.data)
+        proceed()
     source.end()
+    return size
 
 
 def _pieces(tensors: dict[str, _Tensor], known: dict[str, _Tensor]) -> Iterator[_Piece]:
@@ -239,11 +270,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(threads or os.cpu_count() or 1, _MOST_THREADS), "delta")
 
 
+def _open(path: Path) -> IO[bytes]:
+    return os.fdopen(open_regular(path), "rb")
+
+
 def _files(folder: Path) -> list[str]:
     """Return the names of the safetensors files that a folder's index names."""
     try:
-        found = sorted(json.loads((folder / safetensors.INDEX).read_bytes())["metadata"]["shards"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        told = read_object(folder / safetensors.INDEX, safetensors.MOST_INDEX_BYTES)
+        found = sorted(map(str, told["metadata"]["shards"]))
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / safetensors.INDEX} is corrupt: {error!r}") from error
     if wrong := [name for name in found if Path(name).name != name or Path(name).suffix != ".safetensors"]:
         raise ValueError(f"{folder / safetensors.INDEX} names {wrong[0]!r}, which is no safetensors file")
@@ -254,7 +290,7 @@ def _tensors(folder: Path, stack: ExitStack) -> dict[str, _Tensor]:
     """Open the files of a folder and return their tensors."""
     found: dict[str, _Tensor] = {}
     for name in _files(folder):
-        file = stack.enter_context((folder / name).open("rb"))
+        file = stack.enter_context(_open(folder / name))
         found |= _parse(_read_header(file), file.fileno())
     return found
 
@@ -271,13 +307,13 @@ def _read_header(file: IO[bytes]) -> bytes:
 
 def _parse(header: bytes, file: int) -> dict[str, _Tensor]:
     try:
-        told = json.loads(header[8:])
+        told = parse_object(header[8:])
         told.pop("__metadata__", None)
         return {
             name: _tensor(file, str(each["dtype"]), tuple(each["shape"]), len(header), each["data_offsets"])
             for name, each in told.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a safetensors header is corrupt: {error!r}") from error
 
 

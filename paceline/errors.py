@@ -175,6 +175,10 @@ class UnimplementedError(PacelineError):
 class UnauthenticatedError(PacelineError):
     """The token is missing or wrong."""
 
+    def __str__(self) -> str:
+        """Return what the others return, and where a token comes from."""
+        return f"{super().__str__()}\n  a token comes from token=, PACELINE_TOKEN or PACELINE_TOKEN_FILE"
+
 
 class PermissionDeniedError(PacelineError):
     """The token does not allow this."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from paceline import safetensors
+from paceline.foreign_json import parse_object
 from paceline.regular_file import open_regular, read_regular
 
 MANIFEST = "expansion.json"
@@ -100,7 +100,7 @@ def read(folder: Path) -> Expansion | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        told: dict[str, Any] = json.loads(content)
+        told = parse_object(content)
         if told["format"] != _FORMAT:
             raise ValueError(f"its format is {told['format']!r}, this program knows {_FORMAT}")
         base, files = BaseWeights(**told["base"]), told["files"].items()
@@ -110,7 +110,7 @@ def read(folder: Path) -> Expansion | None:
         if wrong := [name for name in stored if Path(name).name != name or name == MANIFEST]:
             raise ValueError(f"{wrong[0]!r} is no file name")
         return Expansion(ExpansionKind(told["kind"]), base, stored)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / MANIFEST} is corrupt: {error!r}") from error
 
 
@@ -119,15 +119,16 @@ def is_one(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def checksum(folder: Path) -> str:
+def checksum(folder: Path, proceed: Callable[[], object] = lambda: None) -> str:
     """Return the checksum of the weights of a folder, whether or not they are to be expanded.
 
     That of a delta is the checksum of the weights that it leads to: it has their index. An adapter's is
-    `adapter-sha256:<hex>` of its manifest, which has those of its files and of its base.
+    `adapter-sha256:<hex>` of its manifest, which has those of its files and of its base. `proceed` is called while
+    files are read; what it raises ends the work.
 
     ValueError: the folder has no weights.
     """
     expansion = read(folder)
     if expansion is not None and expansion.kind is ExpansionKind.ADAPTER:
         return f"{ADAPTER_CHECKSUM}{describe(folder / MANIFEST).sha256}"
-    return safetensors.checksum(folder)
+    return safetensors.checksum(folder, proceed)

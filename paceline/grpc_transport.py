@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 import grpc
 
 from paceline import channel
-from paceline.address import Address
+from paceline.address import Address, parse_address
 from paceline.connection_options import ConnectionOptions
 from paceline.dialer import DialedChannel, Dialer
 from paceline.shards.stop_signal import StopSignal, may_be_stopped, on_stop
@@ -36,7 +36,7 @@ class GrpcTransport(ABC, Generic[C]):
     def __init__(
         self, options: ConnectionOptions, open_channel: Callable[[str, channel.Tls | None, bool, bool], C]
     ) -> None:
-        self._options = options
+        self._options = options = options.with_token()
 
         def dial(address: Address) -> C:
             use_proxy = options.use_proxy and not address.loopback
@@ -71,7 +71,11 @@ class GrpcTransport(ABC, Generic[C]):
         """Run work of this machine."""
 
     def dial(self, address: str, tls: channel.Tls | None) -> grpc.Channel:
-        """Return a blocking channel to another address; None: with the TLS of this transport."""
+        """Return a blocking channel to another address; None: with the TLS of this transport.
+
+        ValueError: the gateway asks for a token, and what is sent to that address could be read on the way.
+        """
+        self._options.check_secret(parse_address(address), tls)
         return channel.open_channel(address, tls or self._options.tls)
 
     def failed(self, connection: DialedChannel[C], error: Any, silent: bool) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
+from paceline.foreign_json import parse_object
 from paceline.v1.weight_pb2 import CollectiveRendezvous
 
 
@@ -186,10 +187,14 @@ class Rendezvous:
             self._keys.wait(
                 [f"round/{number}"], timedelta(seconds=self.join_seconds + 3 * self.stall_seconds)
             )
-            told = json.loads(self._keys.get(f"round/{number}"))
-        if "over" in told:
-            raise NotOfRound(f"the trainer ended the broadcast: {told['over']}")
-        ranks = RoundRanks(number, tuple(told["ranks"]))
+            content = self._keys.get(f"round/{number}")
+        try:
+            told = parse_object(content)
+            if "over" in told:
+                raise NotOfRound(f"the trainer ended the broadcast: {told['over']}")
+            ranks = RoundRanks(number, tuple(map(str, told["ranks"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise NotOfRound(f"what the trainer says of round {number} cannot be read: {error!r}") from error
         if instance_id not in ranks.instance_ids:
             raise NotOfRound(f"{instance_id} was not ready in time, and was left out of round {number}")
         return ranks, self._group(ranks, ranks.instance_ids.index(instance_id) + 1)

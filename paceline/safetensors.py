@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
+from paceline.foreign_json import parse_object
 from paceline.overlapped_sha256 import OverlappedSha256
 from paceline.regular_file import open_regular, read_regular
 from paceline.tensor_bytes import Entry, entry_of, pairs_of
@@ -217,10 +218,11 @@ def shard_name(number: int, files: int) -> str:
     return "model.safetensors" if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
 
 
-def checksum(folder: Path) -> str:
+def checksum(folder: Path, proceed: Callable[[], object] = lambda: None) -> str:
     """Return the checksum of a folder's weights: `index_checksum`, or without one `sha256:<hex>` of all files.
 
-    The latter is of the safetensors files in name order. ValueError: there are none.
+    The latter is of the safetensors files in name order. `proceed` is called after each chunk; what it raises ends
+    the work. ValueError: there are no files.
     """
     if found := index_checksum(folder):
         return found
@@ -232,6 +234,7 @@ def checksum(folder: Path) -> str:
         with os.fdopen(open_regular(path), "rb") as file:
             while chunk := file.read(_READ_BYTES):
                 digest.update(chunk)
+                proceed()
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -245,8 +248,8 @@ def index_checksum(folder: Path) -> str:
         return ""
     content = read_regular(path, MOST_INDEX_BYTES)
     try:
-        listed = "shards" in json.loads(content).get("metadata", {})
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        listed = "shards" in parse_object(content).get("metadata", {})
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no index: {error}") from error
     return f"index-sha256:{hashlib.sha256(content).hexdigest()}" if listed else ""
 

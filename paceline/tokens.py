@@ -17,6 +17,10 @@ PREFIX = "pl_"
 """Begins every token, so that secret scanners and people recognize one."""
 NAME_PATTERN = r"^[\w.-]{1,64}$"
 """Allowed names of a token's holder."""
+RUN_PATTERN = r"^[A-Za-z0-9._*?-]{1,128}$"
+"""Allowed patterns of runs: characters of run ids, `*` for any number of any characters, `?` for one."""
+MOST_PATTERNS, MOST_PATTERN_CHARACTERS = 64, 4096
+"""Most patterns of one token, and most characters of them: services send them along in the metadata of calls."""
 
 
 class TokenScope(StrEnum):
@@ -43,10 +47,23 @@ class TokenEntry:
     scopes: tuple[TokenScope, ...]
     requests_per_second: float | None = None
     """Limit on RPCs in the long run; None: no limit."""
+    runs: tuple[str, ...] = ()
+    """Patterns of the runs that it may name; empty: any run."""
+    max_queued_samples: int | None = None
+    """Most unfinished samples at once; None: no limit."""
+    max_queued_tokens: int | None = None
+    """Most tokens that these may come to; None: no limit."""
 
     @classmethod
     def of(
-        cls, token: str, name: str, scopes: Iterable[str], requests_per_second: float | None = None
+        cls,
+        token: str,
+        name: str,
+        scopes: Iterable[str],
+        requests_per_second: float | None = None,
+        runs: Iterable[str] = (),
+        max_queued_samples: int | None = None,
+        max_queued_tokens: int | None = None,
     ) -> TokenEntry:
         """Return the entry of a token. ValueError names the field that is wrong."""
         if not re.fullmatch(NAME_PATTERN, name):
@@ -59,7 +76,29 @@ class TokenEntry:
             raise ValueError(f"scopes: at least one of {', '.join(map(repr, known))} is needed")
         if requests_per_second is not None and not 0 < requests_per_second < float("inf"):
             raise ValueError(f"requests_per_second: {requests_per_second} must be above 0 and finite")
-        return cls(name, hash_token(token), tuple(map(TokenScope, wanted)), requests_per_second)
+        bounds = {"max_queued_samples": max_queued_samples, "max_queued_tokens": max_queued_tokens}
+        for field, most in bounds.items():
+            if most is not None and most < 1:
+                raise ValueError(f"{field}: {most} must be at least 1")
+        patterns = tuple(dict.fromkeys(runs))
+        _check_patterns(patterns)
+        if TokenScope.INTERNAL in wanted and (patterns or any(bounds.values())):
+            raise ValueError("scopes: internal is for services, which have no runs and no limits of samples")
+        return cls(
+            name, hash_token(token), tuple(map(TokenScope, wanted)), requests_per_second, patterns, **bounds
+        )
+
+
+def _check_patterns(runs: tuple[str, ...]) -> None:
+    for pattern in runs:
+        if not re.fullmatch(RUN_PATTERN, pattern):
+            found = f"{pattern[:140]!r} must be 1 to 128 of A-Z a-z 0-9 . _ -, and * or ? for any of them"
+            raise ValueError(f"runs: {found}")
+    if len(runs) > MOST_PATTERNS or sum(map(len, runs)) > MOST_PATTERN_CHARACTERS:
+        found = (
+            f"at most {MOST_PATTERNS} patterns with {MOST_PATTERN_CHARACTERS} characters in all are allowed"
+        )
+        raise ValueError(f"runs: {found}")
 
 
 def new_token() -> str:

@@ -194,7 +194,6 @@ def main() -> None:
     """Train on a platform that runs already, and print a line per step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--address", default="127.0.0.1:7400")
-    parser.add_argument("--token")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--weights", type=Path, help="push by this folder, which instances must see, too")
     parser.add_argument("--run-id", default=f"tinymath-{time.time_ns():x}")
@@ -204,7 +203,7 @@ def main() -> None:
     folder = paceline.WeightFolder(given.weights, given.model) if given.weights else None
     learner = new_learner(given.model, options)
     with (
-        paceline.Client(given.address, token=given.token) as client,
+        paceline.Client(given.address) as client,
         client.run(given.run_id, seed=options.seed, weights=folder) as run,
     ):
         for record in train(run, learner, options, text=text_of(given.model)):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, Insecure, Json, KeyFile, Token, connect
+from paceline.cli.options import GatewayOptions, Json, connected
 from paceline.cli.output import print_json
 from paceline.types import Drafter
 
@@ -15,17 +15,10 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command("show")
-def show(
-    address: Address = "127.0.0.1:7400",
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
-    as_json: Json = False,
-) -> None:
+@connected
+def show(gateway: GatewayOptions, as_json: Json = False) -> None:
     """Show the published drafter. Includes its acceptance length and the samples that it was trained on."""
-    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
+    with gateway.open() as client:
         drafter = client.drafter()
     if as_json:
         print_json(drafter)
@@ -34,24 +27,20 @@ def show(
 
 
 @app.command("roll-back")
+@connected
 def roll_back(
-    address: Address = "127.0.0.1:7400",
+    gateway: GatewayOptions,
     version: Annotated[
         int, typer.Option(min=0, show_default=False, help="Fail if another version than this is published.")
     ] = 0,
     reason: Annotated[str, typer.Option(help="Reason to record in the decision log.")] = "",
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
 ) -> None:
     """Publish the drafter before the current one again.
 
     Instances load it between two steps and no sample changes. The learner continues from that version.
     The decision log has an entry: paceline policy watch
     """
-    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
+    with gateway.open() as client:
         # The call names the version, so that a retry after a lost answer does not roll back twice.
         current = version or client.drafter().drafter_version
         published = client.roll_back_drafter(current, reason)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, Insecure, Json, KeyFile, Token, connect
+from paceline.cli.options import GatewayOptions, Json, connected
 from paceline.cli.output import print_json
 from paceline.types import Decision, KnobSetting
 
@@ -21,20 +21,12 @@ Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances.")]
 
 
 @app.command("get")
+@connected
 def get(
-    address: Address = "127.0.0.1:7400",
-    run: Run = "",
-    model: Model = "",
-    pool: Pool = "",
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
-    as_json: Json = False,
+    gateway: GatewayOptions, run: Run = "", model: Model = "", pool: Pool = "", as_json: Json = False
 ) -> None:
     """Show the knobs that are set. Those of the fleet, unless a run, a model or a pool is named."""
-    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
+    with gateway.open() as client:
         setting = client.knobs(run, model=model, pool=pool)
     if as_json:
         print_json(setting)
@@ -45,14 +37,15 @@ def get(
 
 
 @app.command("set")
+@connected
 def set_(
+    gateway: GatewayOptions,
     knobs: Annotated[
         list[str],
         typer.Argument(
             help="name=value, such as mode=toggle speculation=false ladder.on=true; name= unsets."
         ),
     ],
-    address: Address = "127.0.0.1:7400",
     run: Run = "",
     model: Model = "",
     pool: Pool = "",
@@ -60,14 +53,9 @@ def set_(
         int | None,
         typer.Option(help="Fail if there is a later revision than this. Default: the current revision."),
     ] = None,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
 ) -> None:
     """Change knobs. The kill switch is speculation=false: plain decoding on every instance at once."""
-    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
+    with gateway.open() as client:
         setting = client.knobs(run, model=model, pool=pool)
         changed = KnobSetting(
             setting.revision if revision is None else revision, with_changes(setting.knobs, knobs)
@@ -79,21 +67,17 @@ def set_(
 
 
 @app.command("watch")
+@connected
 def watch(
-    address: Address = "127.0.0.1:7400",
+    gateway: GatewayOptions,
     run: Annotated[str, typer.Option(help="Decisions of this run and of the fleet. Default: all.")] = "",
     last: Annotated[
         float, typer.Option(min=0, help="Begin with the decisions of this many past seconds.")
     ] = 0,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Print decisions as they are made, until Ctrl-C. With --json, one object per line."""
-    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
+    with gateway.open() as client:
         try:
             for decision in client.watch_decisions(run, time.time() - last):
                 if as_json:

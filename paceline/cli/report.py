@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, Insecure, KeyFile, Token, connect
+from paceline.cli.options import GatewayOptions, connected
 from paceline.types import Decision
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ _DAY = 86_400.0
 _MOST_RUNS = 20
 
 
+@connected
 def report(
-    address: Address = "127.0.0.1:7400",
+    gateway: GatewayOptions,
     run: Annotated[str, typer.Option(help="Run to report on. Default: the one that ended a step last.")] = "",
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
     live: Annotated[
@@ -39,19 +40,19 @@ def report(
     last: Annotated[
         float, typer.Option(min=0, help="Entries of this many past seconds.", show_default="a day")
     ] = _DAY,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
 ) -> None:
-    """Write one HTML page on a run: reward, time, instances, critical path, acceptance, decisions."""
+    """Write one HTML page on a run.
+
+    It shows reward, time, instances, the critical path, acceptance and decisions.
+    """
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     if entries is not None:
         if live:
             raise typer.BadParameter("a file of entries does not change", param_hint="--live")
         read = _read(entries)
     else:
-        with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
+        with gateway.open() as client:
             since = time.time() - last
             if live:
                 from paceline.report.live import LiveReport

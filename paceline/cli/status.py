@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.options import Address, CaFile, CertFile, Insecure, Json, KeyFile, Token, connect
-from paceline.cli.output import add_columns, plain_table, print_json
+from paceline.cli.options import GatewayOptions, Json, connected
+from paceline.cli.output import add_columns, least_width, plain_table, print_json, print_whole
+from paceline.client import Client
 from paceline.types import Instance, InstanceState, Versions
 
 _STYLES = {
@@ -20,54 +24,84 @@ _STYLES = {
 }
 
 
+_STATE: dict[str, Callable[[Instance], str]] = {
+    "version": lambda each: str(each.policy_version),
+    "running": lambda each: f"{each.load.running}/{each.max_running}",
+    "waiting": lambda each: str(each.load.waiting),
+}
+_LOAD: dict[str, Callable[[Instance], str]] = {
+    "KV use": lambda each: f"{each.load.kv_usage:.0%}",
+    "step ms": lambda each: f"{each.load.step_seconds * 1e3:.1f}",
+    "tokens": lambda each: short_count(each.load.generated_tokens),
+}
+
+
+@connected
 def status(
-    address: Address = "127.0.0.1:7400",
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
+    gateway: GatewayOptions,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show them again at each change, until Ctrl-C.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the instances and the published versions."""
-    with connect(address, token, ca_file, cert_file, key_file, insecure) as client:
+    with gateway.open() as client:
+        if watch:
+            with suppress(KeyboardInterrupt):
+                _watch(client, as_json=as_json)
+            return
         instances, versions = client.instances(), client.versions()
     if as_json:
         print_json({"instances": instances, "versions": versions})
-        return
+    else:
+        _print(Console(), instances, versions)
+
+
+def _watch(client: Client, *, as_json: bool) -> None:
+    """Show the fleet at each change, without end."""
     console = Console()
-    console.print(load_table(instances))
-    console.print()
-    console.print(place_table(instances))
+    for instances in client.watch_fleet():
+        versions = client.versions()
+        if as_json:
+            print_json({"instances": instances, "versions": versions}, indent=None)
+            continue
+        console.clear()  # nothing where there is no terminal
+        _print(console, instances, versions)
+
+
+def _print(console: Console, instances: Sequence[Instance], versions: Versions) -> None:
+    for table in load_tables(instances, console):
+        print_whole(console, table)
+        console.print()
+    print_whole(console, place_table(instances))
     console.print(f"\n{versions_line(versions)}", highlight=False, markup=False)
 
 
-def load_table(instances: Sequence[Instance]) -> Table:
-    """Return the state and the load of each instance."""
-    table = plain_table()
-    add_columns(table, "instance", "state")
-    add_columns(table, "version", "running", "waiting", "KV use", "step ms", "tokens", number=True)
-    for instance in instances:
-        load = instance.load
-        table.add_row(
-            instance.instance_id,
-            f"[{_STYLES.get(instance.state, 'default')}]{instance.state}[/]",
-            str(instance.policy_version),
-            f"{load.running}/{instance.max_running}",
-            str(load.waiting),
-            f"{load.kv_usage:.0%}",
-            f"{load.step_seconds * 1e3:.1f}",
-            short_count(load.generated_tokens),
-        )
-    return table
+def load_tables(instances: Sequence[Instance], console: Console) -> list[Table]:
+    """Return the state and the load of each instance: one table, or two where names are too long for one."""
+    whole = _numbers(instances, _STATE | _LOAD)
+    if least_width(console, whole) <= console.width:
+        return [whole]
+    return [_numbers(instances, _STATE), _numbers(instances, _LOAD)]
 
 
 def place_table(instances: Sequence[Instance]) -> Table:
     """Return the model, the device and the address of each instance."""
     table = plain_table()
-    add_columns(table, "instance", "model", "device", "address")
+    add_columns(table, "instance", whole=True)
+    add_columns(table, "model", "device", "address")
     for instance in instances:
         table.add_row(instance.instance_id, instance.model, instance.device, instance.address)
+    return table
+
+
+def _numbers(instances: Sequence[Instance], columns: Mapping[str, Callable[[Instance], str]]) -> Table:
+    table = plain_table()
+    add_columns(table, "instance", "state", whole=True)
+    add_columns(table, *columns, number=True)
+    for instance in instances:
+        state = f"[{_STYLES.get(instance.state, 'default')}]{instance.state}[/]"
+        table.add_row(instance.instance_id, state, *(column(instance) for column in columns.values()))
     return table
 
 

@@ -21,6 +21,20 @@ def token(
     requests_per_second: Annotated[
         float | None, typer.Option(help="Most RPCs per second in the long run. Default: no limit.")
     ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Runs that it may name, such as 'team-a-*': * is any characters, ? one. May be given several "
+            "times. Default: any run."
+        ),
+    ] = None,
+    max_queued_samples: Annotated[
+        int | None, typer.Option(help="Most unfinished samples at once. Default: no limit of its own.")
+    ] = None,
+    max_queued_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens that these may come to: prompt and max_tokens. Default: no limit."),
+    ] = None,
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Hash a token from standard input instead of making one.")
     ] = False,
@@ -31,7 +45,9 @@ def token(
     if not secret:
         _refuse("there is no token on standard input")
     try:
-        entry = TokenEntry.of(secret, name, scope, requests_per_second)
+        entry = TokenEntry.of(
+            secret, name, scope, requests_per_second, run or (), max_queued_samples, max_queued_tokens
+        )
     except ValueError as error:
         _refuse(str(error))
     if as_json:
@@ -56,8 +72,12 @@ def _fields(entry: TokenEntry) -> dict[str, str | float | Sequence[str]]:
         "sha256": entry.sha256,
         "scopes": entry.scopes,
     }
-    if entry.requests_per_second is not None:
-        fields["requests_per_second"] = entry.requests_per_second
+    if entry.runs:
+        fields["runs"] = entry.runs
+    for field in ("requests_per_second", "max_queued_samples", "max_queued_tokens"):
+        limit = getattr(entry, field)
+        if limit is not None:
+            fields[field] = limit
     return fields
 
 

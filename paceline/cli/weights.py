@@ -1,4 +1,4 @@
-"""`paceline weights abort`: a weight update that does not end."""
+"""`paceline weights show | abort`: the versions that are served, and an update that does not end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import Address, CaFile, CertFile, Insecure, KeyFile, Token, connect
+from paceline.cli.options import GatewayOptions, Json, connected
+from paceline.cli.output import print_json
+from paceline.cli.status import versions_line
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -16,24 +18,32 @@ def weights() -> None:
     """Weight updates."""
 
 
+@app.command("show")
+@connected
+def show(gateway: GatewayOptions, as_json: Json = False) -> None:
+    """Show the published versions, and the update in progress."""
+    with gateway.open() as client:
+        versions = client.versions()
+    if as_json:
+        print_json(versions)
+    else:
+        typer.echo(versions_line(versions))
+
+
 @app.command("abort")
+@connected
 def abort(
-    address: Address = "127.0.0.1:7400",
+    gateway: GatewayOptions,
     update_id: Annotated[
         str, typer.Option("--update", show_default=False, help="Update to abort, if it is still in progress.")
     ] = "",
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-    token: Token = None,
-    insecure: Insecure = False,
 ) -> None:
     """Abort the weight update in progress, whoever waits for it.
 
     Instances discard what they have of it and go on serving the published version; the trainer's push fails with
     ABORTED. Refused once instances have begun to apply the weights.
     """
-    with connect(address, token, ca_file, cert_file, key_file, insecure, leaders_only=True) as client:
+    with gateway.open(leaders_only=True) as client:
         found = client.versions()
         wanted = update_id or found.update_id
         if not wanted:

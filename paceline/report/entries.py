@@ -7,11 +7,11 @@ lacks something, because it was too large or another release wrote it, is passed
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from paceline.foreign_json import parse_object
 from paceline.report.attempts import number_attempts
 from paceline.report.facts import (
     PARTS,
@@ -41,7 +41,7 @@ def parsed(lines: Iterable[str]) -> list[Decision]:
         if not line.strip():
             continue
         try:
-            found.append(Decision(**json.loads(line)))
+            found.append(Decision(**parse_object(line)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"line {number} is no entry of the decision log: {error}") from error
     return found

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from paceline.report import bars, plots, timeline
 from paceline.report.attempts import counted
 from paceline.report.chart import PageChart, Table
-from paceline.report.facts import RunFacts, SamplePath
+from paceline.report.facts import RunFacts, RunStep, SamplePath
 from paceline.report.palette import DARK, LIGHT, SERIES, css
 
 MOST_DECISIONS = 200
@@ -76,6 +76,8 @@ def tiles(facts: RunFacts) -> list[Tile]:
         remark = "of the instances' rollout time" + ("" if filled is None else f"; {filled:.0%} of it filled")
         idle = sum(step.bubble_seconds for step in steps) / instance_seconds
         found.append(Tile("Bubbles", f"{idle:.0%}", remark))
+    if len(steps) > 1:
+        found.append(_generated_ahead(steps[1:]))
     verified = sum(counts.verifications for counts in facts.drafts.values())
     if verified:
         accepted = sum(counts.accepted for counts in facts.drafts.values())
@@ -86,6 +88,18 @@ def tiles(facts: RunFacts) -> list[Tile]:
     if moved:
         found.append(Tile("Moves", f"{moved:,}", "samples from one instance to another"))
     return found
+
+
+def _generated_ahead(steps: Sequence[RunStep]) -> Tile:
+    """Return the share of the tokens of these steps that existed when their step began."""
+    announced = sum(step.pregenerated is not None for step in steps)
+    tokens = sum(step.tokens for step in steps)
+    ahead = sum(step.pregenerated or 0 for step in steps)
+    if announced:
+        remark = f"of the tokens; {announced:,} of {len(steps):,} steps were announced"
+    else:
+        remark = "no step was announced: give all batches to run.rollouts, or call run.hint"
+    return Tile("Generated ahead", f"{ahead / max(1, tokens):.0%}", remark)
 
 
 def _sections(facts: RunFacts) -> list[dict[str, object]]:

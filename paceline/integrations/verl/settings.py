@@ -1,8 +1,10 @@
-"""Settings of the fleet, as they stand in verl's configuration."""
+"""Settings of the fleet, as they stand in verl's configuration.
+
+The token is none of them, which are printed: clients find it as they always do (`paceline.found_token`).
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,9 +12,6 @@ from typing import Any, Self
 
 from paceline import AsyncClient, Client, InFlight, Run, Tls, WeightFolder
 from paceline.integrations.errors import UnsupportedTrainerError
-
-TOKEN = "PACELINE_TOKEN"
-"""Environment variable with the bearer token, which would be printed if it stood in the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +74,11 @@ class FleetSettings:
         return self.address if isinstance(self.address, str) else ";".join(self.address)
 
     def client(self) -> Client:
-        """Return a client of the fleet, with the token in the environment."""
+        """Return a client of the fleet, with the token that is found."""
         return Client(self.address, **self._credentials())
 
     def async_client(self) -> AsyncClient:
-        """Return an asynchronous client of the fleet, with the token in the environment."""
+        """Return an asynchronous client of the fleet, with the token that is found."""
         return AsyncClient(self.address, **self._credentials())
 
     def run(self, client: Client) -> Run:
@@ -89,7 +88,7 @@ class FleetSettings:
         return client.run(self.run_id, weights=WeightFolder(self.weights_root, self.weights_model))
 
     def _credentials(self) -> dict[str, Any]:
-        return {"token": os.environ.get(TOKEN) or None, "tls": self._tls(), "insecure": self.insecure}
+        return {"tls": self._tls(), "insecure": self.insecure}
 
     def _tls(self) -> Tls | None:
         if self.ca_file is None and self.cert_file is None:

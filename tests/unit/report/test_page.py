@@ -13,7 +13,7 @@ from paceline.report import palette
 from paceline.report.bars import PART_CLASSES, PHASES
 from paceline.report.entries import read_facts
 from paceline.report.facts import FleetNow, RunFacts
-from paceline.report.page import MOST_DECISIONS, render
+from paceline.report.page import MOST_DECISIONS, render, tiles
 from paceline.report.svg import element, short, ticks
 from tests.unit.report.facts_of_a_run import BEGIN, run_entries
 
@@ -97,6 +97,30 @@ def with_now(facts: RunFacts) -> RunFacts:
     batch = t.BatchStatus("run", "b", 7, 3, BEGIN, 8, 5, 0, 5)
     facts.now = FleetNow(BEGIN, (instance,) * 40, (batch,))
     return facts
+
+
+@pytest.mark.parametrize(
+    ("ahead", "share", "remark"),
+    [
+        (
+            (None, None, None),
+            "0%",
+            "no step was announced: give all batches to run.rollouts, or call run.hint",
+        ),
+        # The first step has no step before it in which it could be announced.
+        ((60, 30, None), "25%", "of the tokens; 1 of 2 steps were announced"),
+        ((None, 60, 60), "100%", "of the tokens; 2 of 2 steps were announced"),
+    ],
+)
+def test_the_page_says_how_much_was_generated_ahead_and_who_announced_nothing(
+    ahead: tuple[int | None, ...], share: str, remark: str
+) -> None:
+    facts = read_facts(run_entries(len(ahead)))
+    for step, tokens in zip(facts.steps, ahead, strict=True):
+        assert step.tokens == 60
+        step.pregenerated = tokens
+    (tile,) = [tile for tile in tiles(facts) if tile.name == "Generated ahead"]
+    assert (tile.value, tile.remark) == (share, remark)
 
 
 @pytest.mark.parametrize("refresh", [0.0, 2.0])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import Decision
+from paceline.cli import options
 from paceline.cli import report as command
 from paceline.report import bars, plots
 from paceline.report.attempts import counted, number_attempts
@@ -235,6 +236,6 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pyt
             assert kept
             return (each for each in entries if run in ("", each.run_id))
 
-    monkeypatch.setattr(command, "connect", lambda *_: Log())
+    monkeypatch.setattr(options, "Client", lambda *_, **__: Log())
     with pytest.raises(typer.BadParameter, match=r"no step of 'nosuch'.*: ('one', 'two'|'two', 'one')$"):
         command.report(run="nosuch")

@@ -6,9 +6,11 @@ import io
 import json
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import types as t
-from paceline.cli import drafter, policy, registered, status
+from paceline.cli import options, policy, registered, status
 from paceline.cli.app import run
 from paceline.tokens import hash_token
 
@@ -72,11 +74,23 @@ def test_commands_that_start_services_are_registered(
 def test_help_lists_all_commands_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    commands = ("status", "policy", "drafter", "report", "token", "up", "calibrate", "simulate", "demo")
-    for command in commands:
+    own = (
+        "status",
+        "batches",
+        "cancel",
+        "end-run",
+        "pause",
+        "resume",
+        "drain",
+        "policy",
+        "drafter",
+        "weights",
+    )
+    for command in (*own, "report", "token", "up", "doctor", "calibrate", "simulate", "demo", "download"):
         (line,) = [line for line in lines if line.split()[:1] == [command]]
         assert len(line.split()) > 3
         assert "Not available" not in line
+        assert not line.endswith("..."), "it is whole at 80 columns"
 
 
 def test_the_sdk_s_commands_work_without_services() -> None:
@@ -118,12 +132,25 @@ INSTANCES = tuple(
     )
     for name, state in ((LONG, t.InstanceState.DRAINING), ("i1", t.InstanceState.SERVING))
 )
+
+
+def _named(name: str) -> tuple[t.Instance, ...]:
+    return (replace(INSTANCES[0], instance_id=name),)
+
+
 VERSIONS = t.Versions(5, 2, "/weights/5", "sha256:0", "", ())
 DECISIONS = (
     t.Decision(1.0, "toggle", "on at 3 samples", 0.25, {"samples": 3}, "run"),
     t.Decision(2.0, "knobs", "mode", 0.0, {}),
 )
 DRAFTER = t.Drafter(3, 1.0, "/weights/drafter/3", 9, 400, 12, 2.125, 2.5, 4, 1)
+
+
+BATCHES = (
+    t.BatchStatus("run-a", "b1", 7, 3, time.time() - 90, 256, 250, 100, 9),
+    t.BatchStatus("run-b", "b2", 8, 3, time.time(), 4, 4, 0, 9),
+    t.BatchStatus("run-b", "b3", 9, 3, time.time(), 4, 0, 0, 9, open=True),
+)
 
 
 class ClientDouble:
@@ -141,6 +168,29 @@ class ClientDouble:
     def versions(self) -> t.Versions:
         return VERSIONS
 
+    def watch_fleet(self) -> Iterator[tuple[t.Instance, ...]]:
+        yield INSTANCES
+        yield INSTANCES[1:]
+        raise KeyboardInterrupt
+
+    def batches(self, run_id: str) -> Iterator[t.BatchStatus]:
+        yield from (each for each in BATCHES if run_id in ("", each.run_id))
+
+    def cancel(self, run_id: str, batch_id: str) -> int:
+        return {("run-a", "b1"): 3}[run_id, batch_id]
+
+    def end_run(self, run_id: str) -> t.RunEnded:
+        return {"run-a": t.RunEnded(2, 5)}[run_id]
+
+    def pause(self, instances: Sequence[str]) -> tuple[str, ...]:
+        return tuple(instances) or ("i1", LONG)
+
+    def resume(self, instances: Sequence[str]) -> tuple[str, ...]:
+        return tuple(instances)
+
+    def drain(self, instance: str) -> int:
+        return {"i1": 7}[instance]
+
     def knobs(self, *_: Any, **__: Any) -> t.KnobSetting:
         return t.KnobSetting(3, {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}})
 
@@ -153,8 +203,7 @@ class ClientDouble:
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (status, policy, drafter):
-        monkeypatch.setattr(module, "connect", lambda *_: ClientDouble())
+    monkeypatch.setattr(options, "Client", lambda *_, **__: ClientDouble())
 
 
 @contextmanager
@@ -170,23 +219,34 @@ def printed(table: Table) -> list[str]:
 
 
 def test_the_load_of_instances_is_readable_at_80_columns() -> None:
-    lines = printed(status.load_table(INSTANCES))
+    with at_80_columns() as console:
+        tables = status.load_tables(INSTANCES, console)
+        # Names of a machine leave room for one table, and those of a cluster for two.
+        assert len(status.load_tables(INSTANCES[1:], console)) == 1
+    lines = [line for each in tables for line in printed(each)]
     assert max(map(len, lines)) <= 80
-    assert not any("…" in line for line in lines), "nothing is cut"
-    assert "draining" in lines[1]
-    for value in ("123456", "256/1024", "1024", "100%", "1234.5", "988M"):
-        assert value in lines[1].split()
-    ids = "".join(line.split()[0] for line in lines[1:] if line and not line.startswith("i1"))
-    assert ids == LONG, "a long name is folded"
+    rows = [line.split() for line in lines if line.startswith(f"{LONG} ")]
+    assert [each[1] for each in rows] == ["draining", "draining"], "names are whole"
+    shown = {value for row in rows for value in row}
+    assert shown >= {"123456", "256/1024", "1024", "100%", "1234.5", "988M"}
 
 
 def test_the_places_of_instances_are_readable_at_80_columns() -> None:
     lines = printed(status.place_table(INSTANCES))
     assert max(map(len, lines)) <= 80
-    assert "NVIDIA H200" in lines[1]
+    assert lines[1].startswith(f"{LONG} ")
     assert "Qwen3-8B" in lines[1]
     shown = "".join("".join(line.split()) for line in lines)
     assert "…" not in shown
+
+
+def test_a_name_that_is_longer_than_the_terminal_is_whole() -> None:
+    name = "x" * 90
+    with at_80_columns() as console:
+        for table in (*status.load_tables(_named(name), console), status.place_table(_named(name))):
+            status.print_whole(console, table)
+        assert isinstance(console.file, io.StringIO)
+        assert console.file.getvalue().count(f"{name} ") == 3
 
 
 @pytest.mark.parametrize(
@@ -264,6 +324,12 @@ def test_a_token_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> Non
         (["--name=x", "--scope=fleet", "--requests-per-second=0"], "requests_per_second"),
         (["--name=x", "--scope=fleet", "--requests-per-second=inf"], "requests_per_second"),
         (["--name=x", "--scope=all"], "scopes"),
+        (["--name=x", "--scope=rollouts", "--run="], "runs"),
+        (["--name=x", "--scope=rollouts", "--run=a", "--run=b c"], "runs"),
+        (["--name=x", "--scope=rollouts", *(f"--run=r{n}" for n in range(65))], "runs"),
+        (["--name=x", "--scope=rollouts", "--max-queued-samples=0"], "max_queued_samples"),
+        (["--name=x", "--scope=rollouts", "--max-queued-tokens=-1"], "max_queued_tokens"),
+        (["--name=x", "--scope=internal", "--run=a"], "scopes"),
     ],
 )
 def test_a_wrong_option_of_a_token_is_named(
@@ -291,3 +357,49 @@ def test_the_processes_of_a_local_platform_are_readable_at_80_columns() -> None:
     assert all(
         value in lines[1] for value in ("4194304", "127.0.0.1:54321", "127.0.0.1:54322", "core 10, 11")
     )
+
+
+@pytest.mark.usefixtures("connected")
+def test_the_fleet_is_shown_again_at_each_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", "--watch", "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(each["instances"]) for each in shown] == [2, 1]
+    assert run(["status", "--watch"]) == 0
+    assert capsys.readouterr().out.count("Policy version 5") == 2
+
+
+@pytest.mark.usefixtures("connected")
+def test_batches_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["batches"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[-1] for row in rows] == ["work", "done", "open"]
+    assert rows[0][:6] == ["run-a", "b1", "7", "3", "250/256", "100"]
+    assert run(["batches", "--run=run-b", "--json"]) == 0
+    assert [each["batch_id"] for each in json.loads(capsys.readouterr().out)] == ["b2", "b3"]
+    assert run(["batches", "--run=none"]) == 0
+    assert capsys.readouterr().out == "there are no batches of none\n"
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cancel", "run-a", "b1"], "3 samples of batch b1 were unfinished and are cancelled"),
+        (["end-run", "run-a"], "run-a has ended: 2 batches, of which 5 samples were unfinished"),
+        (["pause"], f"paused: i1, {LONG}"),
+        (["pause", "i1"], "paused: i1"),
+        (["resume"], "no instance is resumed"),
+        (["drain", "i1"], "i1 is drained; 7 samples go on elsewhere"),
+        (["weights", "show"], "Policy version 5 from /weights/5, drafter version 2"),
+    ],
+)
+def test_what_an_operator_does_is_told(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.split()[0] == "paceline"
