@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import yaml
@@ -36,14 +36,14 @@ SETTINGS = {
 """Names of settings in the schema, and the class that has them."""
 SHARED = {
     *("log_level", "log_format", "shutdown_grace_seconds", "max_message_bytes"),
-    *("max_concurrent_calls", "max_connections"),
+    *("max_concurrent_calls", "max_parsed_bytes", "max_connections"),
     *("max_connection_age_seconds", "max_connection_age_grace_seconds"),
 }
 """Of the settings that all services share, those that are left to the chart's user."""
 CHOSEN = {
     *("instance_id", "replica_id", "pool", "snapshot_dir", "migration_port", "evacuation_seconds", "scaling"),
     *("folder", "checkpoint", "device"),
-    *("pools", "gateway", "apply", "identity", "lease_name"),
+    *("pools", "gateway", "probe_port", "apply", "identity", "lease_name"),
     *("kubernetes_namespace", "kubernetes_url", "kubernetes_ca_file"),
 }
 """Settings of single services that the chart makes itself, from other values."""
@@ -119,8 +119,7 @@ def generate(chart: Path) -> None:
     path = chart / "values.schema.json"
     schema = json.loads(path.read_text())
     for name, where in SETTINGS.items():
-        module, _, cls = where.partition(":")
-        schema["$defs"][f"{name}Settings"] = settings(getattr(importlib.import_module(module), cls))
+        schema["$defs"][f"{name}Settings"] = settings(resolve_name(where))
     for where in PODS:
         holder = schema
         for name in where.split("."):

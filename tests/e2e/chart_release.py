@@ -78,22 +78,27 @@ def values(tag: str = "now") -> dict[str, Any]:
     return found
 
 
+def _events(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the hook events of a manifest, none for an object of the release."""
+    text = manifest["metadata"].get("annotations", {}).get("helm.sh/hook", "")
+    return [each for each in text.split(",") if each]
+
+
 class ChartRelease:
     """The release `paceline` in the namespace `ml`."""
 
     def __init__(self, folder: Path, trees: Mapping[str, Path] | None = None) -> None:
         """`trees` are checkouts by the tag of their images; this one is "now"."""
-        models = folder / "models"
-        shutil.copytree(ROOT / "examples/tinymath/model", models / "tinymath")
-        models.chmod(0o755)
         self.cluster = Cluster(
             folder,
             NODES,
             {"now": ROOT, **(trees or {})},
             reserved=NODES[:1],
-            host_folders={"/models": models},
             empty={"cache": copied(folder / "cache")},
         )
+        models = self.cluster.volumes.claim("models")
+        shutil.copytree(ROOT / "examples/tinymath/model", models / "tinymath")
+        models.chmod(0o755)
 
     def install(self, given: Mapping[str, Any], chart: Path = ROOT / "helm/paceline") -> None:
         """`helm install`, or `helm upgrade` if it is there, and a pod for a trainer."""
@@ -107,13 +112,16 @@ class ChartRelease:
             there=[each for (kind, _), each in cluster.objects.items() if kind in ("Secret", "StatefulSet")],
             upgrade=upgrade,
         )
-        made = [each for each in manifests if "helm.sh/hook" not in each["metadata"].get("annotations", {})]
+        made = [each for each in manifests if not _events(each)]
+        cluster.apply(
+            each for each in manifests if f"pre-{'upgrade' if upgrade else 'install'}" in _events(each)
+        )
         if not upgrade:
             cluster.secrets["trainer"] = {"token": TOKEN.encode()}
             made.append(yaml.safe_load(_TRAINER))
         cluster.apply(made)
         cluster.prune(made)
-        self.hooks = [each for each in manifests if each not in made]
+        self.hooks = [each for each in manifests if "test" in _events(each)]
 
     def wait_up(self, seconds: float) -> None:
         """Wait until everything is as the manifests want it, and the gateway has two instances."""

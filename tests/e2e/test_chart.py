@@ -16,7 +16,8 @@ from tests.support.cluster.launcher import ROOT
 
 DOCUMENTED = (ROOT / "docs/operations.md").read_text()
 
-# Says of each place if it answers a TLS handshake, or if a relay resets the connection. An alert is an answer, too.
+# Says of each place if it answers a TLS handshake, if a relay resets the connection, or if one's own kernel allows
+# none. An alert is an answer, too.
 TRIED = """import socket, ssl, sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,6 +31,8 @@ def tried(place):
             context.wrap_socket(plain).close()
     except TimeoutError:
         return "silent"
+    except PermissionError:
+        return "forbidden"
     except (ConnectionError, ssl.SSLEOFError):
         return "reset"
     except ssl.SSLError:
@@ -40,6 +43,18 @@ places = sys.argv[1:]
 with ThreadPoolExecutor(len(places)) as threads:
     for place, result in zip(places, threads.map(tried, places)):
         print(place, result, flush=True)
+"""
+
+# Who is connected to Redis, and what it has denied its users since it started, asked as the default user.
+DENIED = """import os, re, sys
+from redis import Redis
+
+url = re.sub("//[^@]*@", f"//default:{sys.argv[1]}@", os.environ["PACELINE_REDIS_URL"])
+with Redis.from_url(url) as client:
+    users = {each["user"] for each in client.client_list()}
+    print(*sorted(users - {"default"}))
+    for each in client.acl_log():
+        print({name: each[name] for name in ("reason", "object", "username")})
 """
 
 pytestmark = [
@@ -109,10 +124,21 @@ def _connection_is_refused(release: ChartRelease, caller: str, pod: str, place: 
             60,
             f"{place} answers, or its pod refuses to",
         )
-        return connecting.poll() is None
+        return connecting.poll() is None or cluster.log(caller, "exec").split() == [place, "forbidden"]
     finally:
         connecting.kill()
         connecting.wait()
+
+
+def _assert_nothing_is_denied(release: ChartRelease) -> None:
+    cluster = release.cluster
+    password = cluster.secrets["paceline-redis"]["password"].decode()
+    (reallocator,) = cluster.of("Deployment", "paceline-reallocator")
+    asked = cluster.execute(reallocator.pod.name, "python", "-", password, script=DENIED)
+    assert asked.wait(60) == 0, cluster.log(reallocator.pod.name, "exec")
+    users, *denied = cluster.log(reallocator.pod.name, "exec").splitlines()
+    assert denied == []
+    assert set(users.split()) >= {"bubbles", "drafts", "gateway", "generation", "policy", "reallocator"}
 
 
 def test_weights_are_pushed_to_volumes_of_the_instances(release: ChartRelease) -> None:
@@ -128,6 +154,7 @@ def test_certificates_are_renewed_in_mid_step(release: ChartRelease) -> None:
     for kind, name in list(cluster.objects):
         if kind == "Certificate" and name != "paceline-ca":
             cluster.renew(name)
+    _assert_nothing_is_denied(release)
     # It reads its own when it starts.
     cluster.restart("paceline-redis")
     assert not step.ended
@@ -197,3 +224,4 @@ def test_an_instance_leaves_in_mid_step(release: ChartRelease) -> None:
     assert leaving.gone.wait(leaving.pod.grace)
     assert not leaving.overran
     assert Step(release, "alone", seed=9).result() == (checksum, [f"{POOL}-0"])
+    _assert_nothing_is_denied(release)

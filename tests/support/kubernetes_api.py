@@ -33,6 +33,8 @@ class KubernetesApi:
         self.lease_reads = 0
         self.scaled: list[tuple[str, int]] = []
         """Every change of a scale: name and replicas."""
+        self.managers: set[str] = set()
+        """Field managers that callers have given with what they wrote."""
         self.faults: dict[tuple[str, str], int] = {}
         """(method, kind) -> status to answer with instead; kind is scale, pod or lease."""
         self.interference: Callable[[], None] | None = None
@@ -97,6 +99,9 @@ class KubernetesApi:
             return _status(
                 status, {403: "Forbidden", 500: "InternalError"}.get(status, "Failure"), "as the test says"
             )
+        if request.method != "GET":
+            # Without a name the API takes that of the program, from its User-Agent.
+            self.managers.add(request.query.get("fieldManager", request.headers["User-Agent"].split("/")[0]))
         return await handler(request)
 
     async def _get_scale(self, request: web.Request) -> web.Response:
@@ -119,7 +124,10 @@ class KubernetesApi:
             return _status(422, "Invalid", "the name differs, or replicas is negative")
         self.scale_by_hand(name, int(body["spec"].get("replicas", 0)))
         self.scaled.append((name, self.replicas[name]))
-        return web.json_response(self._scale(name))
+        answer = web.json_response(self._scale(name))
+        # Its controller notes the change in the status, so that the version of the answer is no longer the last.
+        self._touch(f"sts/{name}")
+        return answer
 
     async def _get_pod(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]

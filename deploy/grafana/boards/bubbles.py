@@ -76,6 +76,12 @@ _BUBBLES = Section(
             (Query(rate(f"{_W}hints_total", "outcome"), "{{outcome}}"),),
             "By outcome; late and far ahead are of no use.",
         ),
+        Chart(
+            "Unannounced steps",
+            PER_SECOND,
+            (Query(rate(f"{_W}unannounced_steps_total"), "steps"),),
+            "Steps that nobody announced, so nothing was generated ahead. The first one of a run is among them.",
+        ),
     ),
 )
 

@@ -34,6 +34,10 @@ env:
   {{- if eq .component "facade" }}
   - name: PACELINE_GATEWAY
     value: {{ include "paceline.host" (dict "root" .root "component" "gateway") }}:{{ .root.Values.gateway.service.port | int }}
+  {{- if not (hasKey .config "allowed_hosts") }}
+  - name: PACELINE_ALLOWED_HOSTS
+    value: {{ include "paceline.facadeNames" .root | quote }}
+  {{- end }}
   {{- if and (gt (int .values.replicas) 1) (not (hasKey .config "alone")) }}
   - name: PACELINE_ALONE
     value: "false"
@@ -44,7 +48,18 @@ env:
   {{- end }}
 ports:
   {{- include "paceline.ports" . | nindent 2 }}
-{{ include "paceline.probes" (dict "root" .root "component" .component "startupSeconds" 120) }}
+{{ include "paceline.probes" (dict "startupSeconds" 120) }}
 resources:
   {{- toYaml .values.resources | nindent 2 }}
+{{- end -}}
+
+{{/* Names under which callers without a token may reach the facade, as JSON: those of its service and of the ways
+from outside. */}}
+{{- define "paceline.facadeNames" -}}
+{{- $it := dict "root" . "component" "facade" -}}
+{{- $name := include "paceline.name" $it -}}
+{{- $names := list $name (printf "%s.%s" $name .Release.Namespace) (printf "%s.%s.svc" $name .Release.Namespace) (include "paceline.host" $it) -}}
+{{- if .Values.facade.ingress.enabled }}{{ $names = concat $names .Values.facade.ingress.hosts }}{{ end -}}
+{{- if .Values.facade.route.enabled }}{{ $names = concat $names .Values.facade.route.hostnames }}{{ end -}}
+{{- $names | uniq | toJson -}}
 {{- end -}}

@@ -19,11 +19,15 @@
   value: {{ include "paceline.port" . | quote }}
 - name: PACELINE_METRICS_PORT
   value: "9400"
+- name: PACELINE_PROBE_PORT
+  value: {{ include "paceline.probePort" . | quote }}
 - name: PACELINE_ADVERTISE_HOST
   value: {{ .advertise | quote }}
 - name: PACELINE_NAMESPACE
-  value: {{ default (printf "%s.%s" .root.Release.Namespace (include "paceline.fullname" .root)) $values.redis.keyPrefix | quote }}
-{{ include "paceline.redisEnvironment" .root }}
+  value: {{ include "paceline.keyPrefix" .root | quote }}
+{{- if ne .component "facade" }}
+{{ include "paceline.redisEnvironment" . }}
+{{- end }}
 {{- if include "paceline.tls" .root }}
 - name: PACELINE_TLS__CERT_FILE
   value: /etc/paceline/tls/tls.crt
@@ -44,7 +48,7 @@
 - name: PACELINE_TOKEN_FILE
   value: /etc/paceline/token/{{ $values.tokens.services.secretKey }}
 - name: PACELINE_TOKENS_FILE
-  value: /etc/paceline/grants/tokens.yaml
+  value: /etc/paceline/grants
 {{- with $values.tracing.endpoint }}
 - name: PACELINE_TRACING_ENDPOINT
   value: {{ . | quote }}

@@ -50,7 +50,7 @@ spec:
 {{- if and (eq .values.kind "TLSRoute") (not (include "paceline.tls" .root)) }}
 {{- fail (printf "%s.route.kind: a TLSRoute passes TLS on, and tls.mode is none" .component) }}
 {{- end -}}
-apiVersion: gateway.networking.k8s.io/{{ .values.apiVersion | default (ternary "v1alpha2" "v1" (eq .values.kind "TLSRoute")) }}
+apiVersion: {{ include "paceline.routeApi" .values }}
 kind: {{ .values.kind }}
 metadata:
   name: {{ include "paceline.name" . }}
@@ -71,4 +71,9 @@ spec:
   rules:
     - backendRefs:
         - {name: {{ include "paceline.name" . }}, port: {{ .port | int }}}
+{{- end -}}
+
+{{/* API group and version of a route. Takes its values. */}}
+{{- define "paceline.routeApi" -}}
+gateway.networking.k8s.io/{{ .apiVersion | default "v1" }}
 {{- end -}}

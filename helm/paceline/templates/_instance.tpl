@@ -42,7 +42,7 @@ ports:
   {{- include "paceline.ports" $service | nindent 2 }}
   # One for each GPU.
   - {name: kv, containerPort: 7510}
-{{ include "paceline.probes" (dict "root" .root "component" "generation" "startupSeconds" .values.startupSeconds) }}
+{{ include "paceline.probes" (dict "startupSeconds" .values.startupSeconds) }}
 resources:
   {{- $resources := deepCopy .values.resources }}
   {{- if $cuda }}

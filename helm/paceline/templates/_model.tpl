@@ -56,7 +56,7 @@ env:
 {{- end }}
 {{- end }}
 resources:
-  {{- toYaml (ternary (dict "requests" (dict "cpu" "10m" "memory" "64Mi") "limits" (dict "memory" "256Mi")) $download.resources (default false .wait)) | nindent 2 }}
+  {{- toYaml (ternary (dict "requests" (dict "cpu" "10m" "memory" "64Mi") "limits" (dict "cpu" "1" "memory" "256Mi")) $download.resources (default false .wait)) | nindent 2 }}
 {{- end -}}
 
 {{/* First container of a pod that reads the model: waits for the Job, or downloads; "" where the model is there already, and

@@ -37,6 +37,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "paceline.name" . }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
 {{- end -}}
 
+{{/* Prefix of all keys in Redis. */}}
+{{- define "paceline.keyPrefix" -}}
+{{ default (printf "%s.%s" .Release.Namespace (include "paceline.fullname" .)) .Values.redis.keyPrefix }}
+{{- end -}}
+
 {{/* Deployed components, with their ports and their callers. */}}
 {{- define "paceline.components" -}}
 {{- $all := dict

@@ -5,60 +5,34 @@
 {{ if eq .component "facade" }}http{{ else }}grpc{{ end }}
 {{- end -}}
 
+{{/* Port of probes: plain HTTP, whatever the TLS of the others, so that kubelet asks by itself and no process is started.
+No network policy opens it: a node always reaches its own pods. */}}
+{{- define "paceline.probePort" -}}
+7481
+{{- end -}}
+
 {{/* Ports of a container. Takes root and component. */}}
 {{- define "paceline.ports" -}}
 - {name: {{ include "paceline.portName" . }}, containerPort: {{ include "paceline.port" . }}}
 - {name: metrics, containerPort: 9400}
+- {name: probes, containerPort: {{ include "paceline.probePort" . }}}
 {{- end -}}
 
-{{/* Health check. Takes root, component and service ("" or "liveness"). The kubelet asks itself
-where there is no TLS: it speaks none. */}}
-{{- define "paceline.ask" -}}
-{{- $port := include "paceline.port" . -}}
-{{- if eq .component "facade" -}}
-{{- $path := ternary "/livez" "/readyz" (eq .service "liveness") -}}
-{{- if include "paceline.tls" .root -}}
-exec:
-  command:
-    - python
-    - -m
-    - services.facade.probe
-    - --address=127.0.0.1:{{ $port }}
-    - --server-name={{ include "paceline.serverName" . }}
-    - --path={{ $path }}
-{{- else -}}
-httpGet: {port: {{ $port }}, path: {{ $path }}}
-{{- end -}}
-{{- else if include "paceline.tls" .root -}}
-exec:
-  command:
-    - python
-    - -m
-    - services.platform.grpc.health
-    - --address=127.0.0.1:{{ $port }}
-    - --server-name={{ include "paceline.serverName" . }}
-    - --service={{ .service }}
-{{- else -}}
-grpc: {port: {{ $port }}, service: {{ .service | quote }}}
-{{- end -}}
-{{- end -}}
-
-{{/* Probes of a container. Takes root, component and startupSeconds. */}}
+{{/* Probes of a container. Takes startupSeconds. A service is restarted when its event loop has hung for three minutes: on a
+busy node healthy ones are slow. */}}
 {{- define "paceline.probes" -}}
-{{- $live := dict "root" .root "component" .component "service" "liveness" -}}
-{{- $ready := dict "root" .root "component" .component "service" "" -}}
 startupProbe:
-  {{- include "paceline.ask" $live | nindent 2 }}
+  httpGet: {port: probes, path: /livez}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ div (add .startupSeconds 4) 5 }}
 livenessProbe:
-  {{- include "paceline.ask" $live | nindent 2 }}
+  httpGet: {port: probes, path: /livez}
   periodSeconds: 20
   timeoutSeconds: 10
-  failureThreshold: 3
+  failureThreshold: 9
 readinessProbe:
-  {{- include "paceline.ask" $ready | nindent 2 }}
+  httpGet: {port: probes, path: /readyz}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2

@@ -5,11 +5,16 @@
 {{ .repository }}:{{ .tag }}{{ with .digest }}@{{ . }}{{ end }}
 {{- end -}}
 
+{{/* Pull policy of such an image: nodes that have ours need not have it. */}}
+{{- define "paceline.foreignPull" -}}
+{{ ternary "IfNotPresent" .Values.image.pullPolicy (eq .Values.image.pullPolicy "Never") }}
+{{- end -}}
+
 {{- define "paceline.redisContainer" -}}
 {{- $tls := include "paceline.tls" .root -}}
 name: redis
 image: {{ include "paceline.foreignImage" .root.Values.image.redis }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ include "paceline.foreignPull" .root }}
 command: [valkey-server]
 args:
   - --dir
@@ -25,8 +30,9 @@ args:
   - {{ .values.maxMemory | quote }}
   - --maxmemory-policy
   - noeviction
-  - --requirepass
-  - $(REDIS_PASSWORD)
+  # Passwords are in no argument, which everybody on the node can read.
+  - --aclfile
+  - /etc/paceline/redis/users.acl
   {{- if $tls }}
   - --port
   - "0"
@@ -41,15 +47,10 @@ args:
   - --tls-auth-clients
   - {{ ternary "yes" "no" .root.Values.tls.clientAuth | quote }}
   {{- end }}
+{{- with .values.extraEnv }}
 env:
-  - name: REDIS_PASSWORD
-    valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" .root }}, key: {{ .values.secretKey }}}}
-  # The probe's valkey-cli reads it.
-  - name: REDISCLI_AUTH
-    value: $(REDIS_PASSWORD)
-  {{- with .values.extraEnv }}
   {{- toYaml . | nindent 2 }}
-  {{- end }}
+{{- end }}
 ports:
   - {name: redis, containerPort: 6379}
 startupProbe:
@@ -59,23 +60,14 @@ startupProbe:
   failureThreshold: 120
 livenessProbe:
   tcpSocket: {port: redis}
-  periodSeconds: 10
+  periodSeconds: 20
+  timeoutSeconds: 10
+  failureThreshold: 9
 readinessProbe:
-  exec:
-    command:
-      - valkey-cli
-      - -e
-      {{- if $tls }}
-      - --tls
-      - --insecure
-      - --cert
-      - /etc/paceline/tls/tls.crt
-      - --key
-      - /etc/paceline/tls/tls.key
-      {{- end }}
-      - ping
+  # Callers wait for one that loads.
+  tcpSocket: {port: redis}
   periodSeconds: 5
-  timeoutSeconds: 3
+  timeoutSeconds: 5
 resources:
   {{- toYaml .values.resources | nindent 2 }}
 {{- end -}}
@@ -85,12 +77,14 @@ resources:
 {{- $tls := include "paceline.tls" .root -}}
 name: exporter
 image: {{ include "paceline.foreignImage" .root.Values.image.redisExporter }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+imagePullPolicy: {{ include "paceline.foreignPull" .root }}
 env:
   - name: REDIS_ADDR
     value: {{ ternary "rediss" "redis" (eq $tls "true") }}://localhost:6379
+  - name: REDIS_USER
+    value: exporter
   - name: REDIS_PASSWORD
-    valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" .root }}, key: {{ .values.secretKey }}}}
+    valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" .root }}, key: exporter}}
   {{- if $tls }}
   # The certificate has the names by which others dial it.
   - {name: REDIS_EXPORTER_SKIP_TLS_VERIFICATION, value: "true"}
@@ -114,8 +108,55 @@ volumeMounts:
 {{- end }}
 {{- end -}}
 
-{{/* Address of Redis. The password comes from a variable, so that it is in no manifest. */}}
+{{/* Rules of the embedded Redis's users, without their passwords. */}}
+{{- define "paceline.redisRules" -}}
+{{- .Files.Get "files/redis-users.acl" | replace "NAMESPACE" (include "paceline.keyPrefix" .) -}}
+{{- end -}}
+
+{{/* Keys of the secret of the embedded Redis, as YAML: a password for each user, under its name; that of the default user, for
+people, under password. */}}
+{{- define "paceline.redisUsers" -}}
+{{- $keys := list -}}
+{{- range include "paceline.redisRules" . | trim | splitList "\n" -}}
+{{- $user := index (splitList " " .) 1 -}}
+{{- $keys = append $keys (ternary "password" $user (eq $user "default")) -}}
+{{- end -}}
+{{- dict "keys" $keys | toYaml -}}
+{{- end -}}
+
+{{/* Container that writes the file of users before Redis starts: the rules, which belong to this version, with the hashes of
+the passwords, which belong to nobody's manifest. Takes root and values. */}}
+{{- define "paceline.redisUsersContainer" -}}
+name: users
+image: {{ include "paceline.foreignImage" .root.Values.image.redis }}
+imagePullPolicy: {{ include "paceline.foreignPull" .root }}
+command:
+  - sh
+  - -euc
+  - |
+    printf '%s\n' "$RULES" | while read -r word user rest; do
+      key=$user
+      [ "$user" != default ] || key=password
+      hash=$(sha256sum < "/etc/paceline/passwords/$key")
+      printf '%s %s %s#%s%s\n' "$word" "$user" "${rest%%PASSWORD*}" "${hash%% *}" "${rest#*PASSWORD}"
+    done > /etc/paceline/redis/users.acl
+env:
+  - name: RULES
+    value: {{ include "paceline.redisRules" .root | trim | quote }}
+resources:
+  {{- toYaml .values.resources | nindent 2 }}
+securityContext:
+  {{- include "paceline.context" .values.securityContext | nindent 2 }}
+volumeMounts:
+  - {name: passwords, mountPath: /etc/paceline/passwords, readOnly: true}
+  - {name: users, mountPath: /etc/paceline/redis}
+{{- end -}}
+
+{{/* Address of Redis, for a component. The password comes from a variable, so that it is in no manifest. Takes root and
+component. */}}
 {{- define "paceline.redisEnvironment" -}}
+{{- $user := .component -}}
+{{- with .root -}}
 {{- $redis := .Values.redis -}}
 {{- if $redis.embedded.enabled -}}
 {{- $host := include "paceline.host" (dict "root" . "component" "redis") -}}
@@ -124,9 +165,9 @@ volumeMounts:
 {{- /* The client verifies no name but the dialled one; the signature of our authority suffices. */ -}}
 {{- if and .Values.tls.serverName (eq .Values.tls.mode "secrets") }}{{ $files = printf "%s&ssl_check_hostname=false" $files }}{{ end -}}
 - name: REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" . }}, key: {{ $redis.embedded.secretKey }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "paceline.redisSecret" . }}, key: {{ $user }}}}
 - name: PACELINE_REDIS_URL
-  value: {{ printf "%s://:$(REDIS_PASSWORD)@%s:6379/0%s" (ternary "rediss" "redis" (eq $tls "true")) $host (ternary (printf "?%s" $files) "" (eq $tls "true")) | quote }}
+  value: {{ printf "%s://%s:$(REDIS_PASSWORD)@%s:6379/0%s" (ternary "rediss" "redis" (eq $tls "true")) $user $host (ternary (printf "?%s" $files) "" (eq $tls "true")) | quote }}
 {{- else if $redis.external.hosts -}}
 {{ include "paceline.redisHosts" $redis.external }}
 {{- else if $redis.external.existingSecret -}}
@@ -135,6 +176,7 @@ volumeMounts:
 {{- else -}}
 - name: PACELINE_REDIS_URL
   value: {{ required "redis.external.hosts, redis.external.url or redis.external.existingSecret is needed without redis.embedded.enabled" $redis.external.url | quote }}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -38,14 +38,12 @@
 {{ default (printf "%s-metrics-token" (include "paceline.fullname" .)) .Values.tokens.metrics.existingSecret }}
 {{- end -}}
 
-{{/* Secret with Redis's password. */}}
-{{- define "paceline.redisSecret" -}}
-{{ default (printf "%s-redis" (include "paceline.fullname" .)) .Values.redis.embedded.existingSecret }}
+{{/* "true" if the chart makes Prometheus's token and its grant, else empty. */}}
+{{- define "paceline.metricsGrant" -}}
+{{- if not (or .Values.tokens.metrics.existingSecret .Values.tokens.existingSecret) }}true{{ end -}}
 {{- end -}}
 
-{{/* Value of a secret that the chart created earlier, or else a new one, in base64. Takes root, name, key, prefix. */}}
-{{- define "paceline.kept" -}}
-{{- $found := lookup "v1" "Secret" .root.Release.Namespace .name -}}
-{{- $data := get ($found | default dict) "data" | default dict -}}
-{{- get $data .key | default (printf "%s%s" (.prefix | default "") (randAlphaNum 43) | b64enc) -}}
+{{/* Secret with Redis's passwords. */}}
+{{- define "paceline.redisSecret" -}}
+{{ default (printf "%s-redis" (include "paceline.fullname" .)) .Values.redis.embedded.existingSecret }}
 {{- end -}}

@@ -4,7 +4,10 @@
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /cache}
 - {name: token, mountPath: /etc/paceline/token, readOnly: true}
-- {name: grants, mountPath: /etc/paceline/grants, readOnly: true}
+- {name: grants, mountPath: /etc/paceline/grants/callers, readOnly: true}
+{{- if include "paceline.metricsGrant" . }}
+- {name: metrics-grant, mountPath: /etc/paceline/grants/metrics, readOnly: true}
+{{- end }}
 {{- if include "paceline.tls" . }}
 - {name: tls, mountPath: /etc/paceline/tls, readOnly: true}
 {{- end }}
@@ -24,6 +27,10 @@ mounted as folders: only so do the files change when the secret does. */}}
   secret: {secretName: {{ include "paceline.tokenSecret" .root }}, defaultMode: 0440}
 - name: grants
   secret: {secretName: {{ include "paceline.grantsSecret" .root }}, defaultMode: 0440}
+{{- if include "paceline.metricsGrant" .root }}
+- name: metrics-grant
+  secret: {secretName: {{ include "paceline.metricsTokenSecret" .root }}, defaultMode: 0440, items: [{key: tokens.yaml, path: tokens.yaml}]}
+{{- end }}
 {{- if include "paceline.tls" .root }}
 - name: tls
   secret: {secretName: {{ include "paceline.tlsSecret" . }}, defaultMode: 0440}

@@ -14,10 +14,30 @@ import helm_python as helm
 import yaml
 
 _LOOKUP = re.compile(r'lookup "[\w/]+" "(\w+)" (\S*)\.Release\.Namespace (\(include [^()]*\)|\S+)')
+_VERSION = re.compile(r"[$.\w]*\.Capabilities\.HelmVersion\.Version")
+_APIS = re.compile(r'[$.\w]*\.Capabilities\.APIVersions\.Has ("[^"]*"|\$\w+)')
 _FILE = "cluster.json"
 
 
-def rendered(
+def rendered(chart: Path, values: Mapping[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """Return the manifests of a release, those of hooks among them. Takes the options of `texts`."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [
+        manifest
+        for path, text in sorted(texts(chart, values, **options).items())
+        if not path.endswith("NOTES.txt")
+        for manifest in yaml.load_all(text, loader)
+        if manifest
+    ]
+
+
+def notes(chart: Path, values: Mapping[str, Any], **options: Any) -> str:
+    """Return the notes of a release. Takes the options of `texts`."""
+    found = texts(chart, values, **options)
+    return next(text for path, text in found.items() if path.endswith("NOTES.txt"))
+
+
+def texts(
     chart: Path,
     values: Mapping[str, Any],
     *,
@@ -25,8 +45,10 @@ def rendered(
     namespace: str,
     there: Sequence[Mapping[str, Any]] = (),
     upgrade: bool = False,
-) -> list[dict[str, Any]]:
-    """Return the manifests of a release.
+    version: str = "v4.2.3",
+    apis: Sequence[str] | None = None,
+) -> dict[str, str]:
+    """Return the texts that the templates of a release make, by their paths.
 
     Args:
         chart: folder of the chart.
@@ -36,6 +58,9 @@ def rendered(
         there: manifests in the cluster, which templates look up. The library has no `lookup`, so that the templates
             read a file in its place.
         upgrade: render as `helm upgrade` does.
+        version: of Helm.
+        apis: group/version or group/version/Kind that the cluster has. None: there is no cluster, as for `helm
+            template`.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / chart.name
@@ -43,18 +68,14 @@ def rendered(
         found = {f"{each['kind']}/{each['metadata']['name']}": each for each in there}
         (copy / _FILE).write_text(json.dumps(found))
         for file in (copy / "templates").rglob("*.*"):
-            file.write_text(with_file(file.read_text()))
-        texts = helm.Chart.load(str(copy)).render(
+            text = _VERSION.sub(json.dumps(version), with_file(file.read_text()))
+            if apis is not None:
+                known = " ".join(map(json.dumps, apis))
+                text = _APIS.sub(lambda asked, known=known: f"has {asked[1]} (list {known})", text)
+            file.write_text(text)
+        return helm.Chart.load(str(copy)).render(
             dict(values), name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade
         )
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return [
-        manifest
-        for path, text in sorted(texts.items())
-        if not path.endswith("NOTES.txt")
-        for manifest in yaml.load_all(text, loader)
-        if manifest
-    ]
 
 
 def with_file(template: str) -> str:

@@ -46,7 +46,6 @@ class Cluster:
         trees: Mapping[str, Path],
         *,
         reserved: Collection[str] = (),
-        host_folders: Mapping[str, Path],
         empty: Mapping[str, Path],
     ) -> None:
         """Make it, with nothing in it.
@@ -56,11 +55,10 @@ class Cluster:
             nodes: their names.
             trees: checkouts of the product by the tag of the images that are built from them.
             reserved: those that pods have to select.
-            host_folders: folders in the place of those that hostPath volumes name.
             empty: what empty volumes of a name begin with.
         """
         self.folder = folder
-        self.volumes = Volumes(folder / "volumes", host_folders, empty)
+        self.volumes = Volumes(folder / "volumes", empty)
         self.secrets: dict[str, dict[str, bytes]] = {}
         self.objects: dict[Key, dict[str, Any]] = {}
         self.pods: dict[str, tuple[Key, Kubelet]] = {}
@@ -111,11 +109,13 @@ class Cluster:
             self._change.notify_all()
 
     def prune(self, kept: Iterable[Mapping[str, Any]]) -> None:
-        """Remove objects of a release that its new manifests have no more."""
+        """Remove objects of a release that its new manifests have no more, but those that Helm is told to keep."""
         names = {(each["kind"], each["metadata"]["name"]) for each in kept}
         with self._change:
             for key, each in list(self.objects.items()):
-                if key not in names and "helm.sh/chart" in each["metadata"].get("labels", {}):
+                of_release = "helm.sh/chart" in each["metadata"].get("labels", {})
+                policy = each["metadata"].get("annotations", {}).get("helm.sh/resource-policy")
+                if key not in names and of_release and policy != "keep":
                     del self.objects[key]
             self._change.notify_all()
 

@@ -158,22 +158,12 @@ class Kubelet:
             return None
         # Until it is ready sooner than a kubelet asks, whose pauses are most of the time that starting takes.
         pause = probe.period if running.ready else min(probe.period, _EAGER_SECONDS)
-        good = self._answer(running, probe)
+        good = self._host.network.answers(self.address, probe.port, probe.path, probe.timeout * _PATIENCE)
         running.due[kind] = time.monotonic() + pause
         running.failures[kind] = 0 if good else running.failures[kind] + 1
         if kind != "readiness" and running.failures[kind] * pause >= probe.failures * probe.period:
             running.process.kill()
         return good
-
-    def _answer(self, running: _Running, probe: Probe) -> bool:
-        if not probe.command:
-            return self._host.network.answers(self.address, probe.port, probe.timeout)
-        asked = self._host.start(self.pod, running.container, self._network, probe.command, running.pid())
-        try:
-            return asked.wait(probe.timeout * _PATIENCE) == 0
-        except subprocess.TimeoutExpired:
-            asked.kill()
-            return False
 
     def _finish(self) -> None:
         self._host.changed()

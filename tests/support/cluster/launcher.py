@@ -61,7 +61,7 @@ class Launcher:
         """Start a container, or `command` in the one whose process 1 is `of`."""
         folder = self.folder / pod.name
         image, tree = self._image(container.image)
-        name = "exec" if script else ("probe" if of else container.name)
+        name = "exec" if of else container.name
         root = folder / f"{container.name}.root"
         root.mkdir(parents=True, exist_ok=True)
         pid_file = folder / f"{container.name}.pid"

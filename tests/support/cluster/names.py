@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.cluster.dns import Peer, hosts, routes
 from tests.support.cluster.network import Network
-from tests.support.cluster.policies import Opening, openings
+from tests.support.cluster.policies import Openings, exits, openings
 
 
 class Names:
@@ -18,7 +18,7 @@ class Names:
         """Keep the files in `folder`."""
         self._folder = folder
         self._addresses: dict[str, str] = {}
-        self._opened: dict[str, tuple[Opening, ...]] = {}
+        self._opened: tuple[Openings, Openings] = {}, {}
 
     def of(self, pod: str) -> Path:
         """Return the folder with a pod's file."""
@@ -29,9 +29,10 @@ class Names:
     def publish(self, objects: Sequence[Mapping[str, Any]], pods: Sequence[Peer], network: Network) -> None:
         """Tell pods and network what there is: Services and NetworkPolicies of all objects, and pods."""
         services = [each for each in objects if each["kind"] == "Service"]
-        opened = openings([each for each in objects if each["kind"] == "NetworkPolicy"], pods)
+        policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
+        opened = openings(policies, pods), exits(policies, pods)
         if opened != self._opened:
-            network.restrict(opened)
+            network.restrict(*opened)
             self._opened = opened
         for each in services:
             if each["spec"].get("clusterIP") != "None":

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 from services.platform.lifeline import tied
 from tests.support.cluster import kernel
 from tests.support.cluster.dns import Route
-from tests.support.cluster.policies import Opening
+from tests.support.cluster.policies import Opening, Openings
 
 _BRIDGE = "10.244.0.1"
+_SERVICES = "10.96.0.0/16"
+_Plain = dict[str, list[list[Any]]]
 # Servers' ports, in the eyes of policies: from the next one on are those that callers have.
 _LAST_PORT = 32767
 
@@ -58,11 +60,12 @@ class Network:
         """Relay Services by these routes. Connections that stand stay where they are."""
         self._order("publish", *[astuple(each) for each in routes])
 
-    def restrict(self, openings: Mapping[str, Sequence[Opening]]) -> None:
-        """Let nothing but this into pods, by their address. A connection that is refused is not answered."""
-        self._order(
-            "restrict", {address: [astuple(each) for each in those] for address, those in openings.items()}
-        )
+    def restrict(self, openings: Openings, exits: Openings) -> None:
+        """Let nothing but this into pods and out of them, by their address.
+
+        A connection that a pod refuses is not answered; who may not make one is told so by its own kernel.
+        """
+        self._order("restrict", *[_plain(each) for each in (openings, exits)])
 
     def unanswered(self, pod: str) -> int:
         """Return how many answers of a pod's ports the kernel has dropped because of `restrict`.
@@ -71,9 +74,9 @@ class Network:
         """
         return int(self._order("unanswered", pod))
 
-    def answers(self, address: str, port: int, timeout: float) -> bool:
-        """Say if a connection to a port can be made."""
-        return bool(self._order("dial", address, port, timeout))
+    def answers(self, address: str, port: int, path: str, timeout: float) -> bool:
+        """Say if a GET of a path succeeds, or without a path if a connection to the port can be made."""
+        return bool(self._order("dial", address, port, path, timeout))
 
     def close(self) -> None:
         """End it."""
@@ -118,6 +121,7 @@ class _Bridge:
         self._pods: dict[str, _Pod] = {}
         self._relays: dict[tuple[str, int], _Relay] = {}
         self._openings: dict[str, list[Opening]] = {}
+        self._exits: dict[str, list[Opening]] = {}
 
     async def hello(self) -> None:
         """Answer, which says that the bridge is there."""
@@ -153,10 +157,14 @@ class _Bridge:
                 relay = self._relays[address, port] = _Relay(address, port, self._admits)
             await relay.lead([(host, number) for host, number in to])
 
-    async def restrict(self, openings: dict[str, list[list[Any]]]) -> None:
-        self._openings = {address: [Opening(*each) for each in those] for address, those in openings.items()}
+    async def restrict(self, openings: _Plain, exits: _Plain) -> None:
+        self._openings, self._exits = _read(openings), _read(exits)
         for pod in self._pods.values():
-            wanted = _rules(self._openings[pod.address]) if pod.address in self._openings else set()
+            wanted = set()
+            if pod.address in self._openings:
+                wanted |= _rules(self._openings[pod.address])
+            if pod.address in self._exits:
+                wanted |= _exit_rules(self._exits[pod.address])
             changes = [f"rule add {each}" for each in wanted - pod.rules]
             changes += [f"rule del {each}" for each in pod.rules - wanted]
             if changes:
@@ -167,16 +175,21 @@ class _Bridge:
         return _unrouted(self._pods[pod].path)
 
     def _admits(self, source: str, address: str, port: int) -> bool:
-        opened = self._openings.get(address)
-        return opened is None or any(each.admits(source, port) for each in opened)
+        opened, left = self._openings.get(address), self._exits.get(source)
+        return (opened is None or any(each.admits(source, port) for each in opened)) and (
+            left is None or any(each.admits(address, port) for each in left)
+        )
 
-    async def dial(self, address: str, port: int, seconds: float) -> bool:
+    async def dial(self, address: str, port: int, path: str, seconds: float) -> bool:
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), seconds)
+            async with asyncio.timeout(seconds):
+                reader, writer = await asyncio.open_connection(address, port)
+                try:
+                    return not path or await _get(reader, writer, path)
+                finally:
+                    writer.close()
         except (OSError, TimeoutError):
             return False
-        writer.close()
-        return True
 
 
 class _Relay:
@@ -216,6 +229,11 @@ class _Relay:
             task.add_done_callback(self._tasks.discard)
 
 
+async def _get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> bool:
+    writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+    return (await reader.readline()).startswith((b"HTTP/1.0 200 ", b"HTTP/1.1 200 "))
+
+
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
     try:
         while data := await source.read(65536):
@@ -237,8 +255,31 @@ def _rules(opened: Sequence[Opening]) -> set[str]:
     }
     for each in opened:
         ports = f"ipproto tcp sport {each.first}-{min(each.last, _LAST_PORT)} lookup main priority 100"
-        found |= {ports} if each.sources is None else {f"to {one} {ports}" for one in each.sources}
+        found |= {ports} if each.peers is None else {f"to {one} {ports}" for one in each.peers}
     return found
+
+
+def _exit_rules(left: Sequence[Opening]) -> set[str]:
+    """Return rules of routing for a pod: it sends to ports of others only where it may.
+
+    What is sent to the relays goes through: they look at the policies themselves.
+    """
+    found = {
+        f"to {_SERVICES} lookup main priority 100",
+        f"ipproto tcp dport 1-{_LAST_PORT} prohibit priority 200",
+    }
+    for each in left:
+        ports = f"ipproto tcp dport {each.first}-{min(each.last, _LAST_PORT)} lookup main priority 100"
+        found |= {ports} if each.peers is None else {f"to {one} {ports}" for one in each.peers}
+    return found
+
+
+def _plain(openings: Openings) -> _Plain:
+    return {address: [list(astuple(each)) for each in those] for address, those in openings.items()}
+
+
+def _read(openings: _Plain) -> dict[str, list[Opening]]:
+    return {address: [Opening(*each) for each in those] for address, those in openings.items()}
 
 
 def _new_namespace() -> int:

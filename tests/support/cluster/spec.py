@@ -50,10 +50,10 @@ _CONTAINER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question of the kubelet: a command in the container, or a connection to a port if there is none."""
+    """A question of the kubelet: a GET of a path, or a connection to the port if there is none."""
 
-    command: tuple[str, ...]
     port: int
+    path: str
     period: float
     timeout: float
     failures: int
@@ -71,12 +71,14 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A volume of a pod: empty, memory (both of `source` as their size), secret, claim or host."""
+    """A volume of a pod: empty, memory (both of `source` as their size), secret or claim."""
 
     name: str
     kind: str
     source: str
     mode: int = 0o644
+    items: tuple[tuple[str, str], ...] = ()
+    """Keys of a secret and their files. Empty: all of them, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +224,10 @@ def _probe(probe: Mapping[str, Any] | None, ports: Mapping[str, int]) -> Probe |
     if probe is None:
         return None
     times = probe.get("periodSeconds", 10), probe.get("timeoutSeconds", 1), probe.get("failureThreshold", 3)
-    if "exec" in probe:
-        return Probe(tuple(probe["exec"]["command"]), 0, *times)
-    if "tcpSocket" in probe:
-        port = probe["tcpSocket"]["port"]
-        return Probe((), ports.get(port, port), *times)
+    for kind in ("tcpSocket", "httpGet"):
+        if kind in probe:
+            port = probe[kind]["port"]
+            return Probe(ports.get(port, port), probe[kind].get("path", ""), *times)
     raise ValueError(f"a probe that is not played: {probe}")
 
 
@@ -236,10 +237,9 @@ def _volume(volume: Mapping[str, Any]) -> Volume:
         case {"emptyDir": empty}:
             return Volume(name, "memory" if empty.get("medium") == "Memory" else "empty", empty["sizeLimit"])
         case {"secret": secret}:
-            return Volume(name, "secret", secret["secretName"], secret.get("defaultMode", 0o644))
+            items = tuple((each["key"], each["path"]) for each in secret.get("items", ()))
+            return Volume(name, "secret", secret["secretName"], secret.get("defaultMode", 0o644), items)
         case {"persistentVolumeClaim": claim}:
             return Volume(name, "claim", claim["claimName"])
-        case {"hostPath": host}:
-            return Volume(name, "host", host["path"])
         case other:
             raise ValueError(f"a volume that is not played: {other}")

@@ -1,7 +1,7 @@
-"""Commands of the Valkey image: the server and the client, with TLS in front of a server that was built without.
+"""The Valkey image's server, with TLS in front of one that was built without.
 
     python -m tests.support.cluster.valkey valkey-server [options of the server]
-    python -m tests.support.cluster.valkey valkey-cli [options of the client] COMMAND...
+    python -m tests.support.cluster.valkey sh [arguments]
 
 Certificates are read when the server starts, as Valkey does.
 """
@@ -65,34 +65,12 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
         sink.close()
 
 
-def _ask(arguments: Sequence[str]) -> int:
-    """Return the status of the client: 0 if the server answers without an error."""
-    import redis
-
-    files = {name: arguments[arguments.index(name) + 1] for name in ("--cert", "--key") if name in arguments}
-    options = [name for name in arguments if name.startswith("-")]
-    words = [word for word in arguments if word not in options and word not in files.values()]
-    secured = {
-        "ssl": True,
-        "ssl_cert_reqs": "none",
-        "ssl_certfile": files["--cert"],
-        "ssl_keyfile": files["--key"],
-    }
-    client = redis.Redis(
-        port=6379, password=os.environ.get("REDISCLI_AUTH"), **(secured if "--tls" in options else {})
-    )
-    try:
-        print(client.execute_command(*words))
-    except redis.RedisError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 def main(program: str, *arguments: str) -> None:
-    """Run the server or the client."""
-    if program == "valkey-cli":
-        sys.exit(_ask(arguments))
+    """Run the server or a shell."""
+    if program == "sh":
+        os.execvp(program, [program, *arguments])
+    if program != "valkey-server":
+        raise SystemExit(f"{program} is not played")
     tls, rest = split(arguments)
     if not tls:
         command = _server_command(rest, 6379, behind=False)

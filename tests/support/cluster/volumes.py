@@ -17,16 +17,14 @@ _CHOICES = itertools.count()
 class Volumes:
     """The folders of all pods' volumes, and of claims, below one folder."""
 
-    def __init__(self, folder: Path, hosts: Mapping[str, Path], empty: Mapping[str, Path]) -> None:
+    def __init__(self, folder: Path, empty: Mapping[str, Path]) -> None:
         """Keep them in `folder`.
 
         Args:
             folder: where they are made.
-            hosts: folders in the place of those that hostPath volumes name.
             empty: what empty volumes of a name begin with.
         """
         self._folder = folder
-        self._hosts = hosts
         self._begin = empty
 
     def claim(self, name: str) -> Path:
@@ -52,6 +50,8 @@ class Volumes:
     def write(self, pod: Pod, volume: Volume, data: Mapping[str, bytes]) -> None:
         """Write a secret to its volume, all files of it at once, as a kubelet does."""
         place = self._of(pod, volume)
+        if volume.items:
+            data = {path: data[key] for key, path in volume.items}
         if all((place / name).exists() and (place / name).read_bytes() == data[name] for name in data):
             return
         version = place / f"..{next(_CHOICES)}"
@@ -93,8 +93,6 @@ class Volumes:
     def _of(self, pod: Pod, volume: Volume) -> Path:
         if volume.kind == "claim":
             return self.claim(volume.source)
-        if volume.kind == "host":
-            return self._hosts[volume.source]
         return self._folder / "pods" / pod.name / volume.name
 
 

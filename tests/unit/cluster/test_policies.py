@@ -1,4 +1,4 @@
-"""Connections that NetworkPolicies let into pods."""
+"""Connections that NetworkPolicies let into pods and out of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster.dns import Peer
-from tests.support.cluster.policies import Opening, openings
+from tests.support.cluster.policies import Opening, exits, openings
 from tests.unit.helm.release import COMPONENT, value_set
 
 BOTH = {"app.kubernetes.io/name": "paceline", "app.kubernetes.io/instance": "paceline"}
@@ -68,8 +68,8 @@ def test_what_several_policies_open_adds_up() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        policy(policyTypes=["Ingress", "Egress"]),
-        policy(rule({"ipBlock": {"cidr": "10.0.0.0/8"}})),
+        policy(policyTypes=["Ingress", "Elsewhere"]),
+        policy(rule({"nodeSelector": {}})),
         policy(rule({"podSelector": {"matchExpressions": []}})),
     ],
 )
@@ -89,3 +89,26 @@ def test_policies_of_the_chart_are_played() -> None:
     redis, drafts = (pods[components.index(name)].address for name in ("redis", "drafts"))
     assert any(each.admits(drafts, 6379) for each in found[redis])
     assert not any(each.admits(redis, 7410) for each in found[drafts])
+    left = exits(release.all("NetworkPolicy"), pods)
+    assert left.keys() == found.keys()
+    assert any(each.admits(redis, 6379) for each in left[drafts])
+    assert left[redis] == ()
+
+
+def test_a_selected_pod_leaves_for_what_its_policy_says() -> None:
+    out = policy(
+        policyTypes=["Egress"],
+        egress=[
+            {"ports": [{"protocol": "UDP", "port": 53}], "to": [of(app="caller")]},
+            {"ports": [{"protocol": "TCP", "port": 80}], "to": [of(app="caller")]},
+            {
+                "ports": [{"protocol": "TCP", "port": 443}],
+                "to": [{"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.0.0.2/32"]}}],
+            },
+        ],
+    )
+    assert exits([out], [SERVER, CALLER]) == {
+        "10.0.0.1": (Opening(80, 80, ("10.0.0.2",)), Opening(443, 443, ("10.0.0.1",)))
+    }
+    assert openings([out], [SERVER, CALLER]) == {}
+    assert exits([policy(rule())], [SERVER, CALLER]) == {}

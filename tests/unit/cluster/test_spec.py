@@ -55,15 +55,15 @@ def test_security_and_times_are_those_of_the_manifest() -> None:
     assert made(terminationGracePeriodSeconds=75).grace == 75
 
 
-def test_probes_take_commands_and_named_ports() -> None:
+def test_probes_take_paths_and_named_ports() -> None:
     container = {
         "ports": [{"name": "redis", "containerPort": 6379}],
         "startupProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 5, "failureThreshold": 120},
-        "readinessProbe": {"exec": {"command": ["ask", "it"]}, "timeoutSeconds": 3},
+        "readinessProbe": {"httpGet": {"port": 7481, "path": "/readyz"}, "timeoutSeconds": 3},
     }
     (only,) = made(container).containers
-    assert only.startup == Probe((), 6379, 5, 1, 120)
-    assert only.readiness == Probe(("ask", "it"), 0, 10, 3, 3)
+    assert only.startup == Probe(6379, "", 5, 1, 120)
+    assert only.readiness == Probe(7481, "/readyz", 10, 3, 3)
     assert only.liveness is None
 
 
@@ -86,6 +86,7 @@ def test_volumes_and_claims_of_a_stateful_set() -> None:
     [
         {"lifecycle": {"preStop": {"exec": {"command": ["x"]}}}},
         {"readinessProbe": {"grpc": {"port": 1}}},
+        {"readinessProbe": {"exec": {"command": ["ask", "it"]}}},
         {"securityContext": {**CLOSED, "allowPrivilegeEscalation": True}},
         {"securityContext": {"allowPrivilegeEscalation": False}},
         {"env": [{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}]},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from tests.support.cluster.certificates import issued
-from tests.support.cluster.charts import rendered, with_file
+from tests.support.cluster.charts import with_file
 from tests.support.cluster.valkey import split
-from tests.unit.helm.release import CHART, container, value_set
+from tests.unit.helm.release import container, value_set
 
 
 def certificate(name: str) -> dict[str, Any]:
@@ -33,27 +32,6 @@ def test_certificates_are_signed_by_their_authority_and_have_what_they_ask_for()
     assert b"BEGIN PRIVATE KEY" in secret["tls.key"]
     with pytest.raises(ValueError, match="no authority"):
         issued(certificate("-trainer"), secret)
-
-
-def test_an_upgrade_keeps_what_the_installation_made() -> None:
-    def secrets(**more: Any) -> dict[str, Any]:
-        found = rendered(CHART, {}, name="paceline", namespace="ml", **more)
-        return {each["metadata"]["name"]: each for each in found if each["kind"] == "Secret"}
-
-    before = secrets()
-    assert secrets()["paceline-token"]["data"] != before["paceline-token"]["data"]
-    after = secrets(there=list(before.values()), upgrade=True)
-    assert after == before
-    assert base64.b64decode(after["paceline-token"]["data"]["token"]).startswith(b"pl_")
-
-
-def test_an_upgrade_keeps_the_number_that_a_scaler_has_set() -> None:
-    values = {"autoscale": {"enabled": True}}
-    name = "paceline-generation-default"
-    there = {"kind": "StatefulSet", "metadata": {"name": name}, "spec": {"replicas": 5}}
-    found = rendered(CHART, values, name="paceline", namespace="ml", there=[there], upgrade=True)
-    (pool,) = [each for each in found if each["kind"] == "StatefulSet" and each["metadata"]["name"] == name]
-    assert pool["spec"]["replicas"] == 5
 
 
 def test_other_lookups_are_said() -> None:

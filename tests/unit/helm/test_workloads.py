@@ -20,7 +20,16 @@ from services.platform.config.settings import ServiceConfig
 from services.policy.scaling.metrics import ScalingMetrics
 from tests.support.ports import free_port
 from tests.support.promql import vectors
-from tests.unit.helm.release import CHART, VALUE_SETS, container, environment, render, value_set
+from tests.unit.helm.release import (
+    CHART,
+    VALUE_SETS,
+    container,
+    environment,
+    render,
+    secret_text,
+    value_set,
+    write_users,
+)
 
 SHUTDOWN = ServiceConfig.model_fields["shutdown_grace_seconds"].default
 
@@ -61,7 +70,7 @@ def test_each_pool_is_a_statefulset_with_its_own_gpus_nodes_and_resources() -> N
 def test_without_gpus_neither_their_image_nor_their_resources_are_asked_for() -> None:
     pool = value_set("cpu").named("StatefulSet", "-generation-cpu")
     assert container(pool)["image"] == "paceline-generation-cpu:0.1.0"
-    assert container(pool)["resources"]["limits"].keys() == {"memory"}
+    assert container(pool)["resources"]["limits"].keys() == {"cpu", "memory"}
     assert "tolerations" not in pod_of(pool)
     assert "PACELINE_TENSOR_PARALLEL_SIZE" not in environment(container(pool))
 
@@ -344,7 +353,9 @@ def test_the_embedded_redis_keeps_what_is_written(tmp_path: Path) -> None:
     (claim,) = redis["spec"]["volumeClaimTemplates"]
     assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in container(redis)["volumeMounts"]
     arguments = [each.replace("/data", str(tmp_path)) for each in container(redis)["args"]]
-    arguments = [each.replace("$(REDIS_PASSWORD)", "secret") for each in arguments]
+    secret = value_set("cpu").named("Secret", "-redis")
+    write_users(value_set("cpu"), tmp_path)
+    arguments = [each.replace("/etc/paceline/redis", str(tmp_path)) for each in arguments]
     port = free_port()
 
     def run() -> tuple[subprocess.Popen[bytes], Redis]:
@@ -357,7 +368,7 @@ def test_the_embedded_redis_keeps_what_is_written(tmp_path: Path) -> None:
             str(tmp_path / "log"),
         ]
         process = subprocess.Popen(command)
-        client = Redis(port=port, password="secret")
+        client = Redis(port=port, password=secret_text(secret, "password"))
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -414,16 +425,8 @@ def test_without_scaling_the_chart_says_how_many_instances_there_are() -> None:
 def test_with_scaling_the_chart_leaves_the_number_to_whoever_scales() -> None:
     release = render(VALUE_SETS["autoscale"], upgrade=True)
     assert release.named("StatefulSet", "-generation-reserved")["spec"]["replicas"] == 4
-    # Rendered without a cluster, whose number it would take over.
     assert "replicas" not in release.named("StatefulSet", "-generation-burst")["spec"]
     assert not release.all("HorizontalPodAutoscaler")
-
-
-@pytest.mark.parametrize(("replicas", "begun"), [(0, 2), (3, 3), (9, 5)])
-def test_a_pool_that_is_scaled_begins_within_its_bounds(replicas: int, begun: int) -> None:
-    pools = [{"name": "a", "replicas": replicas, "minReplicas": 2, "maxReplicas": 5}]
-    release = render({"autoscale": {"enabled": True}, "generation": {"pools": pools}})
-    assert release.named("StatefulSet", "-generation-a")["spec"]["replicas"] == begun
 
 
 @pytest.mark.parametrize(("by", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])

@@ -1,0 +1,1 @@
+"""Pages of the documentation site that are written when it is built."""

@@ -1,0 +1,1 @@
+"""Helm chart, and what generates parts of it."""
