@@ -15,14 +15,16 @@ from hypothesis import HealthCheck, settings
 
 from services.platform.redis.embedded import EmbeddedRedis
 from tests.support.compiled import compile_once
+from tests.support.failure_log import LOG, FailureLog
 from tests.support.older_processor import hide_newer_than_avx2
 from tests.support.processor_time import ProcessorTime
 from tests.support.stress import Stress
 from tests.support.zygote import NO_ENGINES
 
-MARKED_FOLDERS = ("integration", "e2e", "chaos", "gpu")
-FIRST_FOLDERS = ("chaos", "e2e", "integration", "unit/kernels")
+MARKED_FOLDERS = ("integration", "e2e", "chaos", "gpu", "hostile")
+FIRST_FOLDERS = ("chaos", "e2e", "hostile", "integration", "unit/kernels")
 FAST_FOLDERS = (
+    "hostile",
     "integration/facade",
     "integration/platform",
     "integration/scaling",
@@ -47,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-seconds", type=float, help="time of random messages, instead of that of each test"
     )
     group.addoption("--fuzz-seed", type=int, help="seed of the random messages")
+    group.addoption("--soak-steps", type=int, help="steps of a training, instead of those of each test")
     group.addoption("--fast", action="store_true", help="only tests that start no engine (make test-fast)")
     group.addoption(
         "--stress", action="store_true", help="stall processes, threads and event loops, under load"
@@ -58,6 +61,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folders known as markers, and the workers quick."""
     _keep_bytecode(config.rootpath / ".pytest_cache" / "bytecode")
+    # Tokens of the platforms of tests, apart from those of other platforms of this user.
+    os.environ["XDG_STATE_HOME"] = str(config.rootpath / ".pytest_cache" / "state")
+    for name in ("PACELINE_TOKEN", "PACELINE_TOKEN_FILE"):
+        os.environ.pop(name, None)
     _log_plainly()
     # There is a worker for each core: threads of torch would wait for each other, and keep the core while they do.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,6 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in MARKED_FOLDERS:
         config.addinivalue_line("markers", f"{name}: lies in a folder tests/**/{name}")
     config.pluginmanager.register(ProcessorTime(config), "processor-time")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailureLog(config.rootpath / LOG), "failure-log")
     if config.getoption("stress"):
         config.pluginmanager.register(Stress(config), "stress")
     config.addinivalue_line("markers", "soak: takes minutes; skipped without --soak (make soak)")
@@ -105,6 +114,21 @@ def _log_plainly() -> None:
     structlog.configure(processors=[*others, renderer])
 
 
+class Folder(pytest.Package):
+    """Folder of tests. What its fixtures of scope "package" have started ends with the last test in it.
+
+    Pytest knows folders with an `__init__.py` only; those fixtures would keep their engines until the run ends.
+    """
+
+    def setup(self) -> None:
+        """Import no `__init__.py`."""
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector:
+    """Collect every folder as one whose fixtures may end with it."""
+    return Folder.from_parent(parent, path=path)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What collecting imports stays: no collection of garbage looks through it, neither then nor later."""
@@ -114,6 +138,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What is left of a file stays, as what was imported does: late in a run a collection would take seconds."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

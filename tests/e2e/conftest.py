@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from paceline import Client, Tls
@@ -65,6 +66,17 @@ def scrape(platform: Platform, metrics_address: str) -> str:
     request = urllib.request.Request(f"{scheme}://{metrics_address}/metrics", headers=headers)
     with urllib.request.urlopen(request, timeout=60, context=context) as answer:
         return str(answer.read().decode())
+
+
+def http_client(platform: Platform) -> httpx.Client:
+    """Return a client of the facade, to be closed."""
+    config = platform.config
+    context: ssl.SSLContext | bool = True
+    if config.tls is not None:
+        context = ssl.create_default_context(cafile=str(config.tls.ca_file))
+        context.load_cert_chain(str(config.tls.cert_file), str(config.tls.key_file))
+    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
+    return httpx.Client(base_url=platform.http_address, headers=headers, verify=context, timeout=120)
 
 
 @pytest.fixture(scope="session")

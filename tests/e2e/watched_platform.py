@@ -163,22 +163,23 @@ def watching(model: Path, folder: Path) -> Iterator[Watched]:
             tls=certificates(folder) if UNDER_TLS else None,
             token="the token of the tests" if UNDER_TLS else None,
         )
-        prometheus = Prometheus(folder, scraping(config), hastened(RULES))
-        with Platform(config, launch=launch) as platform, prometheus, platform.client() as client:
+        platform = Platform(config, launch=launch)
+        prometheus = Prometheus(folder, scraping(platform), hastened(RULES))
+        with platform, prometheus, platform.client() as client:
             began = time.time()
             work = Work(client, prometheus, model, folder / "weights")
             work.round()
             yield Watched(platform, client, prometheus, collector, work, began)
 
 
-def scraping(config: PlatformConfig) -> dict[str, Any]:
+def scraping(platform: Platform) -> dict[str, Any]:
     """How Prometheus finds the platform's processes, and what it shows them."""
+    config = platform.config
     job: dict[str, Any] = {
         "job_name": "paceline",
         "file_sd_configs": [{"files": [str(config.folder / "targets.json")], "refresh_interval": "1s"}],
     }
-    if config.token is not None:
-        job["authorization"] = {"credentials": config.token}
+    job["authorization"] = {"credentials_file": str(platform.token_file)}
     if config.tls is not None:
         files = {name: str(getattr(config.tls, name)) for name in ("ca_file", "cert_file", "key_file")}
         job["tls_config"] = files

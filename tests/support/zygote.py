@@ -33,13 +33,14 @@ _TOOLS = (
 CONTROL = frozenset({*_SERVICES, *_TOOLS, "tests.support.fake_learner_service"})
 """Modules that are forked from where nothing large is imported."""
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
-# vLLM imports the last two when it builds a worker. Nothing here may import numba, which reads then where it keeps
-# what it compiles: that is another place in containers.
+# vLLM imports the last three when it builds a worker and loads a model. Nothing here may import numba: an engine
+# cannot be built after it.
 _INSTANCE_IMPORTS = (
     "services.generation.__main__",
     "services.generation.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.layers.quantization.online.base",
 )
 _instances = Zygote(*_INSTANCE_IMPORTS, environment=_OFFLINE)
 _v2_instances = Zygote("tests.support.v2_first", *_INSTANCE_IMPORTS, environment=_OFFLINE)
