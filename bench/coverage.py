@@ -6,6 +6,7 @@ from typing import Self
 
 import grpc
 
+from paceline.channel import call_metadata
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from services.local import Platform, PlatformError
@@ -21,6 +22,7 @@ class Coverage:
         if ready is None:
             raise PlatformError("the bubble coordinator is not ready")
         self._channel = grpc.insecure_channel(ready.address)
+        self._metadata = call_metadata(platform.config.token)
         self._stub = rpc.BubbleServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -32,5 +34,5 @@ class Coverage:
     def __call__(self, run_id: str, step: int) -> tuple[int, ...]:
         """Return the tokens of each sample of the step that has any."""
         request = pb.GetCoverageRequest(run_id=run_id, step=step)
-        answer = self._stub.GetCoverage(request, timeout=_TIMEOUT)
+        answer = self._stub.GetCoverage(request, timeout=_TIMEOUT, metadata=self._metadata)
         return tuple(slot.tokens for slot in answer.slots if slot.tokens)

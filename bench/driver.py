@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import grpc
 
+from paceline.channel import call_metadata
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc, migration_pb2, migration_pb2_grpc
 from paceline.v1 import sample_pb2
@@ -100,10 +101,11 @@ class LoadResult:
 
 
 class Driver:
-    """Usage: `async with Driver(addresses) as driver: outcome = await driver.run(tasks)`."""
+    """Usage: `async with Driver(addresses, token) as driver: outcome = await driver.run(tasks)`."""
 
-    def __init__(self, addresses: Mapping[str, str]) -> None:
+    def __init__(self, addresses: Mapping[str, str], token: str | None = None) -> None:
         self._addresses = addresses
+        self._metadata = call_metadata(token)
         self._stack = AsyncExitStack()
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -123,7 +125,7 @@ class Driver:
         sample on its instance and resuming it on the other with the tokens that it has.
         """
         calls: dict[str, Any] = {
-            name: generation_pb2_grpc.GenerationServiceStub(channel).Work()  # type: ignore[no-untyped-call]
+            name: generation_pb2_grpc.GenerationServiceStub(channel).Work(metadata=self._metadata)  # type: ignore[no-untyped-call]
             for name, channel in self._channels.items()
         }
         return await _Run(calls, list(tasks), list(by_prefix)).finish()
@@ -132,7 +134,7 @@ class Driver:
         """Return the donor's report of a move."""
         stub: Any = migration_pb2_grpc.MigrationServiceStub(self._channels[move.donor])  # type: ignore[no-untyped-call]
         request = migration_pb2.GetMigrationRequest(migration_id=move.migration_id)
-        return (await stub.GetMigration(request, timeout=_CALL_SECONDS)).migration
+        return (await stub.GetMigration(request, timeout=_CALL_SECONDS, metadata=self._metadata)).migration
 
 
 class _Run:

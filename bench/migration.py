@@ -165,7 +165,7 @@ async def _measure(
     )
     options = (*config.instance_options, "--flush-interval-seconds=0.01")
     with Platform(replace(config, instance_options=options)) as platform:
-        async with Driver(_addresses(platform)) as driver:
+        async with Driver(_addresses(platform), platform.config.token) as driver:
             # Warms everything up, tells how long responses are, and lets the reallocator learn.
             tasks = tasks_of(await driver.run(tasks_of(None)))
             for _ in range(given.warm_up):

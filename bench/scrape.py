@@ -70,7 +70,13 @@ def scrape(platform: Platform) -> dict[str, Metrics]:
     found = {}
     for child in platform.processes:
         if child.alive and child.ready is not None:
-            url = f"http://127.0.0.1:{child.ready.metrics_port}/metrics"
-            with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:
-                found[child.spec.name] = parse(answer.read().decode())
+            found[child.spec.name] = metrics_at(child.ready.metrics_port, platform.config.token)
     return found
+
+
+def metrics_at(port: int, token: str | None) -> Metrics:
+    """Return the metrics that a process of this machine shows to the bearer of a token."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+        return parse(answer.read().decode())

@@ -67,9 +67,10 @@ async def _measure(platform: Platform, work: FacadeWorkload, rounds: int) -> Fig
     (facade,) = [child for child in platform.processes if child.spec.name == "facade"]
     process = psutil.Process(facade.pid)
     comparison = Comparison()
+    headers = {"Authorization": f"Bearer {platform.config.token}"}
     async with (
         AsyncClient(platform.gateway_address) as client,
-        httpx.AsyncClient(base_url=platform.http_address, timeout=600) as http,
+        httpx.AsyncClient(base_url=platform.http_address, headers=headers, timeout=600) as http,
     ):
         ways = Ways(client, http, work).all()
         seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -9,7 +9,6 @@ import os
 import shutil
 import statistics
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bench.report import cores
-from bench.scrape import parse
+from bench.scrape import metrics_at
 from bench.weights.decoding import Pauses, pauses
 from bench.weights.decoding import parse as parse_times
 from bench.weights.instance import COPYING, ENGINE, TIMES, VLLM
@@ -186,9 +185,7 @@ def _received(platform: Platform, fleet: int) -> dict[str, float]:
     found = {"trainer": 0.0, "instance": 0.0}
     for child in platform.instances[:fleet]:
         assert child.ready is not None
-        url = f"http://127.0.0.1:{child.ready.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            values = parse(answer.read().decode())
+        values = metrics_at(child.ready.metrics_port, platform.config.token)
         for peer in found:
             found[peer] += values[_RECEIVED.format(peer)]
     return found
