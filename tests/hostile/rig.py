@@ -41,7 +41,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 ATTACKER, MOVER, LOOKER, SLOW = "mallory", "mover", "looker", "slow"
 """Tokens of attackers: with rollouts, with weights, with fleet, and with rollouts at a low rate."""
 EVERYTHING = "everything"
-"""Token with all that a trainer may have, for any run. It ends no samples but its own."""
+"""Token with all that a trainer may have, for runs of its own: an abort of all ends what its runs have, no more."""
 MOST_CONNECTIONS = 400
 """Of the facade, so that a few hundred connections are as many as it has."""
 WATCHED = ("gateway", "facade")
@@ -316,6 +316,7 @@ class Rig:
                 "name": EVERYTHING,
                 "sha256": hash_token(token_of(EVERYTHING)),
                 "scopes": ["rollouts", "weights", "fleet"],
+                "runs": [EVERYTHING],
             }
         ]
 

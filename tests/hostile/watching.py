@@ -219,7 +219,7 @@ class Witness:
                 break
             time.sleep(0.05)
         assert status == 200, (status, answer[:300])
-        assert json.loads(answer)["usage"]["completion_tokens"] > 0
+        assert json.loads(answer)["usage"]["completion_tokens"] > 0, answer[:400]
 
 
 def ask(
