@@ -21,6 +21,8 @@ TICK_SECONDS = 0.25
 """Seconds between two ticks."""
 LEAST_BYTES_PER_SECOND = 64 * 1024
 """A body that comes at least so fast may take longer than its deadline."""
+_NEW_TICKS = 4
+"""Ticks in which a new connection, or a new header, does not make way while others rest."""
 ENDED_AT_ONCE = 128
 """Connections of each state that one tick ends, so that it blocks the event loop for nobody."""
 
@@ -174,8 +176,12 @@ class Connections:
                 connection.end(state)
 
     def _dispensable(self, queues: _Queues) -> HttpConnection | None:
-        for state in (State.WAITING, State.RESTING, State.ENDING):
-            if (found := queues.first(state)) is not None:
+        waiting = queues.first(State.WAITING)
+        if waiting is not None and self._now - waiting.since >= _NEW_TICKS:
+            return waiting
+        # One that has just come is about to ask for something; those that rest have been answered.
+        for found in (queues.first(State.RESTING), queues.first(State.ENDING), waiting):
+            if found is not None:
                 return found
         # A client that is slow with a body or an answer keeps its place for as long as one has for a header.
         for state in (State.RECEIVING, State.SENDING):

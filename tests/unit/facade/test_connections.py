@@ -96,16 +96,26 @@ def test_entering_a_state_again_earns_no_time(port: Port) -> None:
     assert port.ended == [(slow, State.WAITING)]
 
 
-def test_who_has_nothing_in_work_makes_way_in_this_order(port: Port) -> None:
+@pytest.mark.parametrize(
+    ("age", "order"),
+    [
+        (0.0, [State.RESTING, State.ENDING, State.WAITING]),
+        (0.75, [State.RESTING, State.ENDING, State.WAITING]),
+        (1.0, [State.WAITING, State.RESTING, State.ENDING]),
+    ],
+    ids=["of new ones", "of ones that are still new", "of old ones"],
+)
+def test_who_has_nothing_in_work_makes_way_in_this_order(port: Port, age: float, order: list[State]) -> None:
     for state in (State.WORKING, State.SENDING, State.RECEIVING, State.ENDING, State.RESTING, State.WAITING):
         port.open(f"10.0.1.{len(port.all)}", state)
     port.open("10.0.2.1", State.WORKING)
     port.open("10.0.2.2", State.WORKING)
+    port.wait(age)
     gone = []
     for number in range(3):
         assert port.open(f"10.0.3.{number}", State.WORKING) is not None
         gone.append(port.ended[-1][0].state)
-    assert gone == [State.WAITING, State.RESTING, State.ENDING]
+    assert gone == order
     # Who is slow with a body or an answer has had no time yet, so the new one is refused.
     assert port.open("10.0.3.9") is None
     assert port.reasons == {"crowded": 3, "refused": 1}
