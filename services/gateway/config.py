@@ -12,8 +12,11 @@ class GatewayConfig(LeaderConfig):
 
     port: int = 7400
     """Port of the gRPC server."""
+    leader_host: str | None = None
+    """Host at which other gateways reach this one while it leads, to pass calls on to it: say, the address of a pod
+    whose `advertise_host`, the name in its certificate, is that of all gateways. Unset: `advertise_host`."""
     max_connection_age_seconds: float | None = Field(300.0, ge=1, allow_inf_nan=False)
-    """Age at which a trainer is asked to connect again, so that all come to a gateway that leads. Unset: never."""
+    """Age at which a trainer is asked to connect again, so that it finds gateways that are new. Unset: never."""
     max_queued_samples: int = Field(262_144, ge=1)
     """Most unfinished samples over all batches; above it SubmitRollouts answers RESOURCE_EXHAUSTED."""
     max_batch_seconds: float = Field(14400.0, gt=0)

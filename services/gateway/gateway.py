@@ -12,9 +12,10 @@ from services.contracts.gateway_keys import GatewayKeys
 from services.gateway.config import GatewayConfig
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.server.fleet_service import DemandServicer, FleetServicer
+from services.gateway.server.forwarding import Forwarder
 from services.gateway.server.trainer_services import RolloutServicer, WeightServicer
 from services.gateway.term import LeadershipTerm
-from services.platform.grpc.server import GrpcServer
+from services.platform.grpc.server import GrpcServer, bracketed
 from services.platform.observability.metered_loop import MeteredLoop
 from services.platform.observability.turn_profiler import TurnProfiler
 from services.platform.redis.connection import connect
@@ -22,7 +23,7 @@ from services.platform.redis.leadership import Leadership
 
 
 class Gateway:
-    """Server and leadership of one gateway. Its health is SERVING while it leads.
+    """Server and leadership of one gateway. Its health is SERVING while it leads or passes calls on to the leader.
 
     Usage: `start`, then `run` until it is cancelled, then `stop`.
     """
@@ -33,10 +34,16 @@ class Gateway:
         self._redis: Redis = connect(config)
         self._profiling = ExitStack()
         key = GatewayKeys(config.namespace).lease
-        self.server = GrpcServer(config, service="gateway", registry=registry)
+        self.forwarder = Forwarder(config)
+        self.server = GrpcServer(config, service="gateway", registry=registry, inner=[self.forwarder])
         if self.server.guard is not None:
             self.server.guard.warn_of_shared_runs()
-        self.leadership = Leadership("gateway", config, key, self._open, self._changed, self._store_changed)
+        self.leadership = Leadership(
+            *("gateway", config, key, self._open, self._changed),
+            store=self._store_changed,
+            followed=self.follow,
+            address=self._leader_address,
+        )
         # Redis takes writes; so many finished samples wait for it that work has stopped.
         self._usable, self._paused = True, False
         server, term = self.server.server, self.leadership.leading
@@ -54,6 +61,7 @@ class Gateway:
     async def start(self) -> None:
         """Open the port."""
         await self.server.start()
+        await self.server.set_leading(False)
         loop = asyncio.get_running_loop()
         if isinstance(loop, MeteredLoop):
             self._metrics.watch_turns(loop.turns)
@@ -67,14 +75,27 @@ class Gateway:
         """Close the port."""
         self._profiling.close()
         await self.server.stop(grace)
+        await self.forwarder.close()
         await self._redis.aclose()
+
+    async def follow(self, leader: str) -> None:
+        """Pass calls on to the gateway at an address; with an empty one, to none."""
+        self.forwarder.follow(leader)
+        await self.server.set_serving(self.leadership.term is not None or bool(leader))
 
     async def _open(self, term: int) -> LeadershipTerm:
         return await LeadershipTerm.open(self._config, self._redis, term, self._metrics, self._pause_changed)
 
     async def _changed(self, leading: bool) -> None:
         self._metrics.leader.set(leading)
-        await self.server.set_serving(leading)
+        if leading:
+            self.forwarder.follow("")
+        await self.server.set_leading(leading)
+        await self.server.set_serving(leading or bool(self.forwarder.leader))
+
+    def _leader_address(self) -> str:
+        host = self._config.leader_host
+        return self.address if host is None else f"{bracketed(host)}:{self.server.port}"
 
     async def _store_changed(self, usable: bool) -> None:
         self._usable = usable

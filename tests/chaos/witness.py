@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.local import Platform
 from services.local.child import Child, readable_tail
+from services.platform.grpc.server import LEADER, LIVENESS
 
 _CALL = 5.0
 _POLL_SECONDS = 0.1
@@ -40,11 +41,11 @@ def _ill(platform: Platform) -> Iterator[str]:
     for child in platform.processes:
         if child not in platform.gateways and not serves(child):
             yield child.spec.name
-    leading = [child.spec.name for child in platform.gateways if serves(child)]
+    leading = [child.spec.name for child in platform.gateways if serves(child, LEADER)]
     if len(leading) != 1:
         yield f"{len(leading)} gateways lead"
     for child in platform.gateways:
-        if not serves(child, "liveness"):
+        if not (serves(child, LIVENESS) and serves(child)):
             yield child.spec.name
     yield from (f"process {pid}, which nobody knows" for pid in strays(platform))
 

@@ -12,6 +12,7 @@ from cryptography import x509
 from tests.e2e.chart_release import POOL, ChartRelease, Step, values
 from tests.e2e.chart_step import PROMPTS, SAMPLES
 from tests.support.cluster import kernel
+from tests.support.cluster.kubelet import Kubelet
 from tests.support.cluster.launcher import ROOT
 
 DOCUMENTED = (ROOT / "docs/operations.md").read_text()
@@ -55,6 +56,18 @@ with Redis.from_url(url) as client:
     print(*sorted(users - {"default"}))
     for each in client.acl_log():
         print({name: each[name] for name in ("reason", "object", "username")})
+"""
+
+# Asks the gateway at an address, whatever its name.
+ASKED = """import os, sys
+from pathlib import Path
+from paceline import Client, RetryPolicy, Tls
+
+at = Path("/tls")
+tls = Tls(at / "ca.crt", at / "tls.crt", at / "tls.key", "paceline-gateway.ml.svc.cluster.local")
+token = os.environ["PACELINE_TOKEN"]
+with Client(sys.argv[1], tls=tls, token=token, retry=RetryPolicy(seconds=0)) as client:
+    print(len(client.instances()), "instances")
 """
 
 pytestmark = [
@@ -191,9 +204,41 @@ with context.wrap_socket(plain, server_hostname=sys.argv[1]) as it:
             assert time.monotonic() < deadline, f"{host} shows its former certificate"
 
 
+def test_every_gateway_is_ready_and_answers(release: ChartRelease) -> None:
+    """The standby by the leader, to which the policies and certificates of the chart let it through."""
+    gateways = release.cluster.of("Deployment", "paceline-gateway")
+    assert [each.ready for each in gateways] == [True, True]
+    assert release.leader() in gateways
+    for each in gateways:
+        asked = release.cluster.execute("trainer", "python", "-", f"{each.address}:7400", script=ASKED)
+        status, said = asked.wait(60), release.cluster.log("trainer", "exec")
+        assert (status, said.splitlines()[-1:]) == (0, ["2 instances"]), said
+
+
+def test_gateways_that_do_not_start_are_no_outage(release: ChartRelease) -> None:
+    cluster = release.cluster
+    before = {each.pod.name: each for each in cluster.of("Deployment", "paceline-gateway")}
+    wrong = values()
+    wrong["gateway"]["extraEnv"] = [{"name": "PACELINE_NO_SUCH_SETTING", "value": "1"}]
+    release.install(wrong)
+
+    def others() -> list[Kubelet]:
+        found = cluster.of("Deployment", "paceline-gateway")
+        return [each for each in found if each.pod.name not in before]
+
+    cluster.wait(lambda: any(each.restarts for each in others()), 60, "the new gateway was started again")
+    assert len(others()) == 1
+    assert not others()[0].ready
+    assert all(each.ready and not each.ending.is_set() for each in before.values())
+    assert Step(release, "wrong", seed=6).result()[1] == [f"{POOL}-0", f"{POOL}-1"]
+    release.install(values())
+    release.wait_up(60)
+    assert {each.pod.name for each in cluster.of("Deployment", "paceline-gateway")} == set(before)
+
+
 def test_the_node_of_the_leading_gateway_is_lost_in_mid_step(release: ChartRelease) -> None:
     cluster = release.cluster
-    (leader,) = [each for each in cluster.of("Deployment", "paceline-gateway") if each.ready]
+    leader = release.leader()
     (instance,) = [each for each in cluster.of("StatefulSet", POOL) if each.node == leader.node]
     step = Step(release, "lost", seed=8).begun()
     cluster.lose(leader.node)

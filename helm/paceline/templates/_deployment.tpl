@@ -31,6 +31,10 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 args: [services.{{ .component }}]
 env:
   {{- include "paceline.environment" (dict "root" .root "component" .component "advertise" (include "paceline.host" .) "config" .config "extraEnv" .values.extraEnv) | nindent 2 }}
+  {{- if and (eq .component "gateway") (not (hasKey .config "leader_host")) }}
+  - name: PACELINE_LEADER_HOST
+    valueFrom: {fieldRef: {fieldPath: status.podIP}}
+  {{- end }}
   {{- if eq .component "facade" }}
   - name: PACELINE_GATEWAY
     value: {{ include "paceline.host" (dict "root" .root "component" "gateway") }}:{{ .root.Values.gateway.service.port | int }}

@@ -45,7 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* Deployed components, with their ports and their callers. */}}
 {{- define "paceline.components" -}}
 {{- $all := dict
-  "gateway" (dict "port" 7400 "callers" (list "policy" "test"))
+  "gateway" (dict "port" 7400 "callers" (list "gateway" "policy" "test"))
   "generation" (dict "port" 7500 "callers" (list "gateway" "reallocator" "policy" "generation"))
   "redis" (dict "port" 6379 "callers" (list "gateway" "generation" "reallocator" "bubbles" "drafts" "policy"))
 -}}

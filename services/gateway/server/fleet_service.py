@@ -129,11 +129,16 @@ def _add(response: demand_pb2.GetDemandResponse, running: RunningBatch, now: flo
     )
 
 
+_WITHOUT_LEADER = ("GetKnobs", "SetKnobs", "WatchDecisions", "GetDrafter", "RollBackDrafter")
+WITHOUT_LEADER = frozenset(f"/paceline.v1.FleetService/{name}" for name in _WITHOUT_LEADER)
+"""Methods that every gateway answers, whether or not any leads."""
+
+
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Servicer of instances for the term of leadership that `term` returns.
 
-    Calls about knobs, decisions and the drafter need no leadership: any gateway passes them on to the service
-    that decides, or reads them from Redis.
+    Calls `WITHOUT_LEADER` need no leadership: any gateway passes them on to the service that decides, or reads them
+    from Redis.
     """
 
     def __init__(self, term: Callable[[], LeadershipTerm], config: GatewayConfig, redis: Redis) -> None:

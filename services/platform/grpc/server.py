@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import grpc
@@ -25,6 +25,8 @@ from services.platform.security.guard import guard_of
 
 STORE = "store"
 """Health service that is NOT_SERVING while Redis cannot be reached or takes no writes, so that steps wait."""
+LEADER = "leader"
+"""Health service of a gateway that is SERVING while it leads itself."""
 LIVENESS = "liveness"
 """Health service that is SERVING from start to stop, whether or not the service can take work."""
 
@@ -54,14 +56,20 @@ class GrpcServer:
     """
 
     def __init__(
-        self, config: ServiceConfig, *, service: str, registry: CollectorRegistry | None = None
+        self,
+        config: ServiceConfig,
+        *,
+        service: str,
+        registry: CollectorRegistry | None = None,
+        inner: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
+        """`inner` interceptors see calls that were admitted, and what they raise is told as of a servicer."""
         self._config = config
         metrics = rpc_metrics(REGISTRY if registry is None else registry)
         self.guard = guard_of(config)
         budget = ParseBudget(config.max_parsed_bytes, config.max_message_bytes)
         self._interceptor = CallInterceptor(service, self.guard, metrics, config.max_concurrent_calls, budget)
-        server = grpc.aio.server(interceptors=[self._interceptor], options=server_options(config))
+        server = grpc.aio.server(interceptors=[self._interceptor, *inner], options=server_options(config))
         self._services = _NamingServer(server)
         self.server = cast(grpc.aio.Server, self._services)
         self.port = 0
@@ -96,7 +104,7 @@ class GrpcServer:
         await self.set_store(True)
         await self.set_serving(False)
         try:
-            self.port = self._bind(f"{_bracketed(self._config.host)}:{self._config.port}")
+            self.port = self._bind(f"{bracketed(self._config.host)}:{self._config.port}")
         except RuntimeError:
             await self._end_unused()
             raise
@@ -120,8 +128,15 @@ class GrpcServer:
 
     async def set_store(self, usable: bool) -> None:
         """Set the health of `STORE`."""
+        await self._set_health(STORE, usable)
+
+    async def set_leading(self, leading: bool) -> None:
+        """Set the health of `LEADER`, which a server has once this was called."""
+        await self._set_health(LEADER, leading)
+
+    async def _set_health(self, name: str, good: bool) -> None:
         response = health_pb2.HealthCheckResponse
-        await self._health.set(STORE, response.SERVING if usable else response.NOT_SERVING)
+        await self._health.set(name, response.SERVING if good else response.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
         """Stop: health becomes NOT_SERVING, new calls are refused, running ones get `grace` seconds."""
@@ -235,11 +250,12 @@ class _NamingServer:
 def advertised(config: ServiceConfig) -> str:
     """Return the host that peers should dial."""
     if config.advertise_host is not None:
-        return _bracketed(config.advertise_host)
+        return bracketed(config.advertise_host)
     if config.host in _WILDCARDS:
-        return _bracketed(socket.gethostbyname(socket.gethostname()))
-    return _bracketed(config.host)
+        return bracketed(socket.gethostbyname(socket.gethostname()))
+    return bracketed(config.host)
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """Return a host as an address has it: IPv6 in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -24,35 +24,41 @@ _OPEN_PAUSE = 0.5
 # Longest time that a process which ends waits for Redis to release its lease.
 _RELEASE_SECONDS = 2.0
 
-# KEYS: lease, the highest term given out. ARGV: own term (0 for none), highest term known, milliseconds.
+# KEYS: lease, the highest term given out, the holder's address. ARGV: own term (0 for none), highest term known,
+# milliseconds, own address (empty for none).
 # Takes a free lease under a new term, or renews an own one, also one that has expired if no later term was
 # given out. Terms ascend even where Redis has lost the counter, because they are at least the unix time.
-# Returns 1 if the lease is held now and its term; else 0 and the term of who has it or had it later.
+# Returns 1 if the lease is held now and its term; else 0, the term of who has it or had it later, and the address
+# of who has it.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 local given = tonumber(redis.call('GET', KEYS[2]) or '0')
 local mine = tonumber(ARGV[1])
-if holder and (mine == 0 or tonumber(holder) ~= mine) then return {0, tonumber(holder) or 0} end
+if holder and (mine == 0 or tonumber(holder) ~= mine) then
+  return {0, tonumber(holder) or 0, redis.call('GET', KEYS[3]) or ''}
+end
 if mine == 0 then
   mine = math.max(given, tonumber(ARGV[2]), tonumber(redis.call('TIME')[1]) - 1) + 1
 elseif given > mine then
-  return {0, given}
+  return {0, given, ''}
 end
 local term = string.format('%d', mine)
 if given ~= mine then redis.call('SET', KEYS[2], term) end
 redis.call('SET', KEYS[1], term, 'PX', ARGV[3])
-return {1, mine}
+if ARGV[4] ~= '' then redis.call('SET', KEYS[3], ARGV[4], 'PX', ARGV[3]) end
+return {1, mine, ''}
 """
 
-# KEYS: lease. ARGV: own term, milliseconds. What a full Redis still takes.
+# KEYS: lease, the holder's address. ARGV: own term, milliseconds. What a full Redis still takes.
 _KEEP = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-return 0
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 
-# KEYS: lease. ARGV: own term.
+# KEYS: lease, the holder's address. ARGV: own term.
 _RELEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1], KEYS[2]) end
 return 0
 """
 
@@ -66,21 +72,30 @@ class Lease:
     """
 
     def __init__(
-        self, redis: Redis, key: str, seconds: float, alive: Callable[[], bool] = lambda: True
+        self,
+        redis: Redis,
+        key: str,
+        seconds: float,
+        alive: Callable[[], bool] = lambda: True,
+        address: Callable[[], str] = lambda: "",
     ) -> None:
         """`key` has a hash tag, so that the counter of terms lies in the same slot of a cluster.
 
-        The lease is renewed only while its holder is `alive`.
+        The lease is renewed only while its holder is `alive`. Others see the `address` of the holder.
         """
         self.term = 0
+        self.holder: str = ""
+        """Address of another process that has the lease; empty if none has it, or none is known."""
         self.outage: str = ""
         """Why Redis did not take the lease or its renewal last time; empty if it did."""
         self._redis: Any = redis
         self._key = key
         self._seconds = seconds
         self._alive = alive
+        self._address = address
         self._highest = 0
         self._lock = asyncio.Lock()
+        self._address_key = f"{key}:address"
 
     async def acquire(self) -> int:
         """Wait until the lease is held and return the new term."""
@@ -112,7 +127,7 @@ class Lease:
         """Release the lease, so that a standby takes over at once. In an outage of Redis it expires by itself."""
         try:
             async with asyncio.timeout(_RELEASE_SECONDS), self._lock:
-                await self._redis.eval(_RELEASE, 1, self._key, str(self.term))
+                await self._redis.eval(_RELEASE, 2, self._key, self._address_key, str(self.term))
         except (RedisError, TimeoutError) as error:
             log.warning("lease_not_released", error=str(error))
 
@@ -123,10 +138,11 @@ class Lease:
 
     async def _taken(self) -> tuple[bool, int] | None:
         milliseconds = int(self._seconds * 1000)
-        keys = (self._key, f"{self._key}:term")
+        keys = (self._key, f"{self._key}:term", self._address_key)
+        given = (self.term, self._highest, milliseconds, self._address())
         async with self._lock:
             try:
-                own, term = await self._redis.eval(_TAKE, 2, *keys, self.term, self._highest, milliseconds)
+                own, term, holder = await self._redis.eval(_TAKE, len(keys), *keys, *given)
             except OUTAGES as error:
                 if not self.outage:
                     log.warning("lease_unreachable", error=str(error))
@@ -134,9 +150,11 @@ class Lease:
                 show_outage(error)
                 if isinstance(error, Refused) and self.term:
                     with suppress(*OUTAGES):
-                        await self._redis.eval(_KEEP, 1, self._key, str(self.term), milliseconds)
+                        mine = (self._key, self._address_key)
+                        await self._redis.eval(_KEEP, len(mine), *mine, str(self.term), milliseconds)
                 return None
             self.outage = ""
+            self.holder = holder.decode() if isinstance(holder, bytes) else holder
             show_outage(None)
             self._highest = max(self._highest, term)
             if own:
@@ -153,6 +171,10 @@ class Term(Protocol):
 
 T = TypeVar("T", bound=Term)
 R = TypeVar("R")
+
+
+async def _ignore(told: object) -> None:
+    pass
 
 
 class _OwnLoop:
@@ -180,7 +202,8 @@ class Leadership(Generic[T]):
     `open` makes a term with its number, which fences what it writes; it is tried again after an error of Redis
     or Unavailable. `changed` receives True when a term begins, and False when it is over, before its work is ended,
     so that nothing more is promised in its name. `store` receives False when Redis does not take the lease because
-    of an outage, and True when it does again.
+    of an outage, and True when it does again. `followed` receives the address of the leader for which this process
+    stands by, whenever it is another, and an empty one when none is known; `address` returns that of this process.
 
     The lease is kept by a thread, however long a turn of the event loop is; but not for a loop that has been
     blocked for `stall_seconds`.
@@ -193,17 +216,20 @@ class Leadership(Generic[T]):
         key: str,
         open: Callable[[int], Awaitable[T]],
         changed: Callable[[bool], Awaitable[None]],
-        store: Callable[[bool], Awaitable[None]] | None = None,
+        store: Callable[[bool], Awaitable[None]] = _ignore,
+        followed: Callable[[str], Awaitable[None]] = _ignore,
+        address: Callable[[], str] = lambda: "",
     ) -> None:
         """`who` names the process in errors; `key` is that of the lease."""
         self.term: T | None = None
         self._who = who
         self._config = config
         self._redis = connect(config)
-        self._lease = Lease(self._redis, key, config.lease_seconds, self._alive)
+        self._lease = Lease(self._redis, key, config.lease_seconds, self._alive, address)
         self._open = open
         self._changed = changed
         self._store = store
+        self._followed = followed
         self._turned_at = time.monotonic()
 
     def leading(self) -> T:
@@ -246,14 +272,16 @@ class Leadership(Generic[T]):
                 await end((working, holding))
 
     async def _turn(self) -> None:
-        """Show that the event loop turns, and tell of outages."""
-        usable = True
+        """Show that the event loop turns, and tell of outages and of other leaders."""
+        usable, leader = True, ""
         while True:
             self._turned_at = time.monotonic()
             if usable != (not self._lease.outage):
                 usable = not usable
-                if self._store is not None:
-                    await self._store(usable)
+                await self._store(usable)
+            if leader != self._lease.holder:
+                leader = self._lease.holder
+                await self._followed(leader)
             await asyncio.sleep(self._config.lease_seconds / 8)
 
     def _alive(self) -> bool:

@@ -25,7 +25,6 @@ from tests.integration.gateway.conftest import (
     Trainer,
     check_samples,
     chunked_tokens,
-    details,
     make_batch,
     until,
 )
@@ -257,10 +256,6 @@ async def test_a_standby_takes_over_when_the_leader_ends(cluster: Cluster) -> No
     fake.hold_at = 10
     await cluster.serving(leader, 1)
     request = make_batch(ignore_eos=True)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await standby.trainer.submit(request)
-    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "RetryInfo" in details(error.value)
     await leader.trainer.submit(request)
     await _all_held([fake], 12, 10)
     await leader.kill()

@@ -7,11 +7,11 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.support.cluster.launcher import Launcher
-from tests.support.cluster.spec import Container, Pod, Probe
+from tests.support.cluster.spec import POD_IP, Container, Pod, Probe
 from tests.support.zygote import Forked
 
 _TURN_SECONDS = 0.05
@@ -107,7 +107,9 @@ class Kubelet:
         return False
 
     def _begin(self, container: Container) -> _Running:
-        process = self._host.start(self.pod, container, self._network, ())
+        variables = {name: text.replace(POD_IP, self.address) for name, text in container.environment.items()}
+        placed = replace(container, environment=variables)
+        process = self._host.start(self.pod, placed, self._network, ())
         pid_file = self._host.folder / self.pod.name / f"{container.name}.pid"
         started = container.startup is None
         return _Running(container, process, pid_file, started, started and container.readiness is None)

@@ -10,6 +10,8 @@ from typing import Any
 Secrets = Mapping[str, Mapping[str, bytes]]
 """Contents of secrets by name and key."""
 
+POD_IP = "(address of the pod)"
+"""What stands in a variable for the address of its pod, which is known when that is on a node."""
 # What this cluster has no use for. Everything else that is not read below is an error, so that nothing of a
 # manifest is left out unnoticed.
 _IGNORED = frozenset(
@@ -215,6 +217,8 @@ def _environment(pod: str, entries: Iterable[Mapping[str, Any]], secrets: Secret
             found[entry["name"]] = secrets[reference["name"]][reference["key"]].decode()
         elif entry.get("valueFrom") == {"fieldRef": {"fieldPath": "metadata.name"}}:
             found[entry["name"]] = pod
+        elif entry.get("valueFrom") == {"fieldRef": {"fieldPath": "status.podIP"}}:
+            found[entry["name"]] = POD_IP
         else:
             raise ValueError(f"{pod}: a variable that is not played: {entry}")
     return found

@@ -28,6 +28,7 @@ VALUE_SETS = {
 NAMESPACE = "ml"
 ELSEWHERE = "rediss://:secret@redis.example.com:6380/0"
 """Address of a Redis that is given in a secret."""
+POD_IP = "10.0.0.7"
 COMPONENT, POOL = "app.kubernetes.io/component", "paceline.io/pool"
 
 # Parsing is most of the work, and every test reads much of the same YAML.
@@ -112,7 +113,7 @@ def container(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment(holder: Mapping[str, Any], pod: str = "paceline-x-0") -> dict[str, str]:
-    """Return the environment of a container. Secrets hold "secret", and the address ELSEWHERE."""
+    """Return the environment of a container. Secrets hold "secret", the address ELSEWHERE, and a pod has POD_IP."""
     found: dict[str, str] = {}
     for each in holder.get("env", []):
         if "value" in each:
@@ -121,8 +122,8 @@ def environment(holder: Mapping[str, Any], pod: str = "paceline-x-0") -> dict[st
                 text = text.replace(f"$({name})", value)
             found[each["name"]] = text
         elif "fieldRef" in each["valueFrom"]:
-            assert each["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
-            found[each["name"]] = pod
+            fields = {"metadata.name": pod, "status.podIP": POD_IP}
+            found[each["name"]] = fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         else:
             found[each["name"]] = ELSEWHERE if each["name"] == "PACELINE_REDIS_URL" else "secret"
     return found

@@ -71,7 +71,7 @@ def test_a_pod_may_make_the_connections_that_others_accept_from_it_and_no_other(
     assert accepted <= made
     # The gateway accepts them from everybody where no trainers are named.
     others = {each[:3] for each in made - accepted}
-    assert others <= {(each, "gateway", 7400) for each in ("policy", "test", "facade")}
+    assert others <= {(each, "gateway", 7400) for each in ("gateway", "policy", "test", "facade")}
     assert all(each[0] in components for each in made)
 
 

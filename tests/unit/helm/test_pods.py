@@ -179,13 +179,17 @@ def test_budgets_are_of_the_size_that_each_pool_says() -> None:
     assert "maxUnavailable" not in budgets["paceline-generation-reserved"]
     assert budgets["paceline-generation-spot"]["maxUnavailable"] == "50%"
     # One that consists of a single pod would never be drained.
+    assert budgets["paceline-gateway"]["maxUnavailable"] == 1
     assert "paceline-facade" not in budgets
+    alone = value_set("defaults").all("PodDisruptionBudget")
+    assert "paceline-gateway" not in {each["metadata"]["name"] for each in alone}
     values = {
+        "gateway": {"replicas": 3, "maxUnavailable": 2},
         "facade": {"enabled": True, "replicas": 3, "maxUnavailable": 2},
         "drafts": {"maxUnavailable": "50%"},
     }
     budgets = {each["metadata"]["name"]: each["spec"] for each in render(values).all("PodDisruptionBudget")}
-    assert budgets["paceline-facade"]["maxUnavailable"] == 2
+    assert budgets["paceline-facade"]["maxUnavailable"] == budgets["paceline-gateway"]["maxUnavailable"] == 2
     assert budgets["paceline-drafts"]["maxUnavailable"] == "50%"
 
 

@@ -253,7 +253,7 @@ def test_trainers_can_be_named_without_shutting_the_services_out() -> None:
         {"namespaceSelector": {"matchLabels": {"team": "rl"}}},
     ]
     inside = [each["podSelector"]["matchLabels"][COMPONENT] for each in rule["from"][2:]]
-    assert inside == ["policy", "test", "facade"]
+    assert inside == ["gateway", "policy", "test", "facade"]
     rule = value_set("mtls").named("NetworkPolicy", "-facade")["spec"]["ingress"][0]
     assert rule["ports"] == [{"protocol": "TCP", "port": 7480}]
     assert len(rule["from"]) == 2

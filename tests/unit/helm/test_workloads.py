@@ -22,6 +22,7 @@ from tests.support.ports import free_port
 from tests.support.promql import vectors
 from tests.unit.helm.release import (
     CHART,
+    POD_IP,
     VALUE_SETS,
     container,
     environment,
@@ -268,11 +269,16 @@ def test_there_is_never_more_than_one_of_what_peers_dial_by_a_service() -> None:
             assert deployment["spec"]["strategy"] == {"type": "Recreate"}
 
 
-def test_a_rollout_of_gateways_does_not_wait_for_standbys_which_are_never_ready() -> None:
-    assert value_set("defaults").named("Deployment", "-gateway")["spec"]["replicas"] == 1
-    several = value_set("mtls").named("Deployment", "-gateway")["spec"]
-    assert several["replicas"] == 2
-    assert several["strategy"]["rollingUpdate"]["maxUnavailable"] == "100%"
+def test_a_gateway_is_replaced_when_the_next_one_is_ready() -> None:
+    for name, replicas in (("defaults", 1), ("mtls", 2)):
+        release = value_set(name)
+        gateway = release.named("Deployment", "-gateway")
+        assert gateway["spec"]["replicas"] == replicas
+        assert gateway["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+        # Peers dial the pod, and not the Service, which may lead back to the standby.
+        told = environment(container(gateway))
+        assert told["PACELINE_LEADER_HOST"] == POD_IP
+        assert told["PACELINE_ADVERTISE_HOST"].startswith("paceline-gateway.")
 
 
 def test_shards_of_the_draft_store_keep_their_names_and_snapshots() -> None:
