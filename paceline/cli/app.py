@@ -17,6 +17,14 @@ from paceline.errors import PacelineError
 DEBUG = "PACELINE_DEBUG"
 """Variable with which errors come with their traceback."""
 _INTERRUPTED = 130
+_EXAMPLES = """\b
+Examples:
+  paceline doctor                          what this machine lacks
+  paceline up --instances 2                a platform on this machine
+  paceline status --watch                  its instances, again and again
+  paceline report --run my-run             a page on how a run went
+  paceline status --address gateway:7400   a platform elsewhere
+"""
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -24,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_EXAMPLES,
 )
 app.command("status")(status.status)
 app.command("batches")(runs.batches)

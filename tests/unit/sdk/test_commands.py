@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import pytest
+import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -91,6 +93,41 @@ def test_help_lists_all_commands_with_what_they_do(capsys: pytest.CaptureFixture
         assert len(line.split()) > 3
         assert "Not available" not in line
         assert not line.endswith("..."), "it is whole at 80 columns"
+
+
+@pytest.mark.usefixtures("installed")
+def test_help_has_every_command_in_a_section_and_examples_that_are_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert [title for title in (*registered.SECTIONS, "Others") if f"\n{title}:\n" in said] == list(
+        registered.SECTIONS
+    )
+    examples = re.findall(r"^ +paceline (\S+)((?: \S+)*)", said.partition("Examples:")[2], re.MULTILINE)
+    assert len(examples) == 5
+    for command, words in examples:
+        assert run([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert all(each in shown for each in words.split() if each.startswith("--")), command
+
+
+@pytest.mark.parametrize("name", sorted(registered_commands().names))
+def test_what_is_listed_of_a_command_is_what_it_says_of_itself(name: str) -> None:
+    (entry,) = registered_commands().select(name=name)
+    whole = typer.main.get_command(entry.load()).help or ""
+    assert whole.startswith(registered.brief(entry).removesuffix("."))
+    assert len(registered.brief(entry)) < 80
+
+
+def test_listing_commands_imports_none_of_them() -> None:
+    modules = [entry.module for entry in registered_commands()]
+    listed = "import sys; from paceline.cli.app import run; run(['-h']); print"
+    program = f"{listed}([each for each in {modules} if each in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_sdk_s_commands_work_without_services() -> None:
