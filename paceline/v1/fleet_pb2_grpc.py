@@ -92,7 +92,8 @@ class FleetServiceServicer(object):
     """
 
     def ListInstances(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The instances that are registered, and what each is at.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -112,7 +113,8 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lets paused instances continue.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -28,11 +28,6 @@ if _version_not_supported:
 class WeightServiceStub(object):
     """Moves weights into the fleet, in four phases. A version is published only when FinishUpdate succeeds;
     until then every instance serves the old one.
-
-    StartUpdate   claims the update; the version must be above the current one
-    UpdateWeights hands the weights over; every instance checks and stages them, none applies them yet
-    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes them
-    AbortUpdate   forgets an update that is not finished
     """
 
     def __init__(self, channel):
@@ -71,39 +66,39 @@ class WeightServiceStub(object):
 class WeightServiceServicer(object):
     """Moves weights into the fleet, in four phases. A version is published only when FinishUpdate succeeds;
     until then every instance serves the old one.
-
-    StartUpdate   claims the update; the version must be above the current one
-    UpdateWeights hands the weights over; every instance checks and stages them, none applies them yet
-    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes them
-    AbortUpdate   forgets an update that is not finished
     """
 
     def StartUpdate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Claims the update; the version must be above the current one.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Hands the weights over: every instance checks and stages them, and none applies them yet.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishUpdate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Applies the weights between two engine steps, drops all KV of the old version, and publishes the new one.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpdate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Drops an update that is not finished.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVersions(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The published versions of the policy and of the drafter.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -147,11 +142,6 @@ def add_WeightServiceServicer_to_server(servicer, server):
 class WeightService(object):
     """Moves weights into the fleet, in four phases. A version is published only when FinishUpdate succeeds;
     until then every instance serves the old one.
-
-    StartUpdate   claims the update; the version must be above the current one
-    UpdateWeights hands the weights over; every instance checks and stages them, none applies them yet
-    FinishUpdate  applies them between two engine steps, drops all KV of the old version, publishes them
-    AbortUpdate   forgets an update that is not finished
     """
 
     @staticmethod
