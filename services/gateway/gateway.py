@@ -19,11 +19,13 @@ from services.platform.grpc.server import GrpcServer, bracketed
 from services.platform.observability.metered_loop import MeteredLoop
 from services.platform.observability.turn_profiler import TurnProfiler
 from services.platform.redis.connection import connect
-from services.platform.redis.leadership import Leadership
+from services.platform.redis.leadership import Leader, Leadership
 
 
 class Gateway:
-    """Server and leadership of one gateway. Its health is SERVING while it leads or passes calls on to the leader.
+    """Server and leadership of one gateway.
+
+    Its health is SERVING while it leads or passes calls on to the leader. It is ready while any gateway leads.
 
     Usage: `start`, then `run` until it is cancelled, then `stop`.
     """
@@ -35,6 +37,7 @@ class Gateway:
         self._profiling = ExitStack()
         key = GatewayKeys(config.namespace).lease
         self.forwarder = Forwarder(config)
+        self._leader: Leader | None = None
         self.server = GrpcServer(config, service="gateway", registry=registry, inner=[self.forwarder])
         if self.server.guard is not None:
             self.server.guard.warn_of_shared_runs()
@@ -78,20 +81,29 @@ class Gateway:
         await self.forwarder.close()
         await self._redis.aclose()
 
-    async def follow(self, leader: str) -> None:
-        """Pass calls on to the gateway at an address; with an empty one, to none."""
-        self.forwarder.follow(leader)
-        await self.server.set_serving(self.leadership.term is not None or bool(leader))
+    async def follow(self, leader: Leader | None) -> None:
+        """Pass calls on to the gateway that leads; None: to nobody."""
+        self._leader = leader
+        self.forwarder.follow("" if leader is None else leader.address)
+        await self._show()
+
+    async def _show(self) -> None:
+        leading = self.leadership.term is not None
+        # A leader of an older version gives no address. It makes way all the same once this gateway is ready.
+        await self.server.set_serving(
+            leading or bool(self.forwarder.leader), ready=leading or self._leader is not None
+        )
 
     async def _open(self, term: int) -> LeadershipTerm:
         return await LeadershipTerm.open(self._config, self._redis, term, self._metrics, self._pause_changed)
 
     async def _changed(self, leading: bool) -> None:
         self._metrics.leader.set(leading)
-        if leading:
-            self.forwarder.follow("")
         await self.server.set_leading(leading)
-        await self.server.set_serving(leading or bool(self.forwarder.leader))
+        if leading:
+            await self.follow(None)
+        else:
+            await self._show()
 
     def _leader_address(self) -> str:
         host = self._config.leader_host

@@ -74,7 +74,7 @@ class GrpcServer:
         self.server = cast(grpc.aio.Server, self._services)
         self.port = 0
         self._health = health.aio.HealthServicer()
-        self._serving = False
+        self._ready = False
         self._probes = ProbeServer({"/readyz": self._problem})
 
     @property
@@ -118,9 +118,12 @@ class GrpcServer:
         await self.server.start()
         await self.server.stop(0)
 
-    async def set_serving(self, serving: bool) -> None:
-        """Set the health of the server as a whole ("") and of every service on it."""
-        self._serving = serving
+    async def set_serving(self, serving: bool, ready: bool | None = None) -> None:
+        """Set the health of the server as a whole ("") and of every service on it.
+
+        `/readyz` of the port of probes is 200 while it is `ready`; None: while it serves.
+        """
+        self._ready = serving if ready is None else ready
         response = health_pb2.HealthCheckResponse
         status = response.SERVING if serving else response.NOT_SERVING
         for name in ("", *self._services.names):
@@ -141,7 +144,7 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Stop: health becomes NOT_SERVING, new calls are refused, running ones get `grace` seconds."""
         _running.discard(self)
-        self._serving = False
+        self._ready = False
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self.server.stop(grace))
         await asyncio.wait([stopping], timeout=WATCHER_GRACE)
@@ -150,7 +153,7 @@ class GrpcServer:
         await self._probes.stop()
 
     async def _problem(self) -> str:
-        return "" if self._serving else "it does not serve now"
+        return "" if self._ready else "it does not serve now"
 
     def _bind(self, address: str) -> int:
         if self._config.tls is None:

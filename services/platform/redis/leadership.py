@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import structlog
@@ -63,6 +64,14 @@ return 0
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """A process that leads, by its term, and its address; empty where it gives none."""
+
+    term: int
+    address: str
+
+
 class Lease:
     """A lease that one process holds at a time, for `seconds` after its last renewal.
 
@@ -84,8 +93,8 @@ class Lease:
         The lease is renewed only while its holder is `alive`. Others see the `address` of the holder.
         """
         self.term = 0
-        self.holder: str = ""
-        """Address of another process that has the lease; empty if none has it, or none is known."""
+        self.leader: Leader | None = None
+        """Another process that has the lease, as far as is known."""
         self.outage: str = ""
         """Why Redis did not take the lease or its renewal last time; empty if it did."""
         self._redis: Any = redis
@@ -142,7 +151,7 @@ class Lease:
         given = (self.term, self._highest, milliseconds, self._address())
         async with self._lock:
             try:
-                own, term, holder = await self._redis.eval(_TAKE, len(keys), *keys, *given)
+                own, term, address = await self._redis.eval(_TAKE, len(keys), *keys, *given)
             except OUTAGES as error:
                 if not self.outage:
                     log.warning("lease_unreachable", error=str(error))
@@ -154,7 +163,7 @@ class Lease:
                         await self._redis.eval(_KEEP, len(mine), *mine, str(self.term), milliseconds)
                 return None
             self.outage = ""
-            self.holder = holder.decode() if isinstance(holder, bytes) else holder
+            self.leader = None if own else Leader(term, address.decode())
             show_outage(None)
             self._highest = max(self._highest, term)
             if own:
@@ -202,8 +211,8 @@ class Leadership(Generic[T]):
     `open` makes a term with its number, which fences what it writes; it is tried again after an error of Redis
     or Unavailable. `changed` receives True when a term begins, and False when it is over, before its work is ended,
     so that nothing more is promised in its name. `store` receives False when Redis does not take the lease because
-    of an outage, and True when it does again. `followed` receives the address of the leader for which this process
-    stands by, whenever it is another, and an empty one when none is known; `address` returns that of this process.
+    of an outage, and True when it does again. `followed` receives the leader for which this process stands by,
+    whenever that changes, and None when this process has the lease; `address` returns where others reach it.
 
     The lease is kept by a thread, however long a turn of the event loop is; but not for a loop that has been
     blocked for `stall_seconds`.
@@ -217,7 +226,7 @@ class Leadership(Generic[T]):
         open: Callable[[int], Awaitable[T]],
         changed: Callable[[bool], Awaitable[None]],
         store: Callable[[bool], Awaitable[None]] = _ignore,
-        followed: Callable[[str], Awaitable[None]] = _ignore,
+        followed: Callable[[Leader | None], Awaitable[None]] = _ignore,
         address: Callable[[], str] = lambda: "",
     ) -> None:
         """`who` names the process in errors; `key` is that of the lease."""
@@ -273,14 +282,14 @@ class Leadership(Generic[T]):
 
     async def _turn(self) -> None:
         """Show that the event loop turns, and tell of outages and of other leaders."""
-        usable, leader = True, ""
+        usable, leader = True, None
         while True:
             self._turned_at = time.monotonic()
             if usable != (not self._lease.outage):
                 usable = not usable
                 await self._store(usable)
-            if leader != self._lease.holder:
-                leader = self._lease.holder
+            if leader != self._lease.leader:
+                leader = self._lease.leader
                 await self._followed(leader)
             await asyncio.sleep(self._config.lease_seconds / 8)
 

@@ -16,8 +16,9 @@ from redis.exceptions import ConnectionError
 from services.contracts.errors import Unavailable
 from services.platform.config.settings import LeaderConfig
 from services.platform.redis.connection import connect
-from services.platform.redis.leadership import Leadership, Lease
+from services.platform.redis.leadership import Leader, Leadership, Lease
 from services.platform.tasks import end
+from tests.support.waiting import until
 
 Poll = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 SECONDS = 0.5
@@ -161,6 +162,29 @@ async def test_terms_ascend_though_redis_forgets_them(redis: Redis, namespace: s
     terms.append(await second.acquire())
     assert terms == sorted(set(terms))
     assert terms[0] >= began
+
+
+async def test_who_stands_by_knows_the_term_and_the_address_of_who_leads(
+    redis: Redis, namespace: str
+) -> None:
+    key = lease_of(namespace)
+    first, silent = Lease(redis, key, 60.0, address=lambda: "10.0.0.1:7400"), Lease(redis, key, 60.0)
+    standby = Lease(redis, key, SECONDS)
+    term = await first.acquire()
+    assert first.leader is None
+    waiting = asyncio.create_task(standby.acquire())
+    await until(lambda: standby.leader == Leader(term, "10.0.0.1:7400"), "it is known")
+    # It ends with the lease, so that nobody is sent to who led before.
+    await first.release()
+    assert not await redis.exists(f"{key}:address")
+    assert await waiting > term
+    assert standby.leader is None
+    await standby.release()
+    # As of a version that gave no address.
+    term = await silent.acquire()
+    waiting = asyncio.create_task(standby.acquire())
+    await until(lambda: standby.leader == Leader(term, ""), "it is known")
+    await end([waiting])
 
 
 async def test_a_leader_keeps_its_term_where_redis_lost_it(
