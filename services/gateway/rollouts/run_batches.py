@@ -60,26 +60,32 @@ class RunBatches:
         """
         if violations := check_run(run_id):
             raise InvalidArgument(violations)
-        keys = [record.key for record in self.recovery.intake.records.all() if record.key[0] == run_id]
+        found = [record for record in self.recovery.intake.records.all() if record.key[0] == run_id]
         cancelled = released = 0
-        for key in keys:
+        for record in found:
             # NotFound: it was finished, and was forgotten meanwhile.
             with contextlib.suppress(NotFound):
-                request = pb.CancelRolloutsRequest(run_id=run_id, batch_id=key[1])
+                request = pb.CancelRolloutsRequest(run_id=run_id, batch_id=record.key[1])
                 cancelled += await self.submissions.cancel(request)
-        for key in keys:
+        for record in found:
             with contextlib.suppress(NotFound):
-                record = await self._ended(key)
-                released += not record.is_acknowledged
-                await self.delivery.acknowledge(key, record.last)
+                ended = await self._ended(record)
+                released += not ended.is_acknowledged
+                await self.delivery.acknowledge(ended.key, ended.last)
         await self.hinting.forget(run_id)
         log.info("run_ended", run=run_id, batches=released, cancelled=cancelled)
         return pb.EndRunResponse(batches=released, cancelled=cancelled)
 
-    async def _ended(self, key: BatchKey) -> BatchRecord:
-        """Return the record of a batch once every sample has ended and is in Redis."""
+    async def _ended(self, found: BatchRecord) -> BatchRecord:
+        """Return the record of a batch once every sample has ended and is in Redis.
+
+        NotFound if it was forgotten, also where the run has submitted another one under its name since.
+        """
+        key = found.key
         while True:
             record = await self.recovery.known(key)
+            if record.head.accepted_at != found.head.accepted_at:
+                raise NotFound("batch", "/".join(key))
             running = self.recovery.intake.batches.by_key.get(key)
             changed = None if running is None else running.changed.next_change()
             if record.is_complete:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import grpc
 import pytest
 
@@ -68,6 +71,44 @@ async def test_the_end_of_a_run_cancels_and_lets_go_of_its_samples_and_of_no_oth
     answer = await gateway.trainer.submit(request)
     assert not answer.already_submitted
     check_samples(request, await gateway.trainer.collect(request))
+
+
+async def test_the_end_of_a_run_does_not_wait_for_what_the_run_begins_meanwhile(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ends at once, the first lets the run begin again, under a name that the second has found before."""
+    request = make_batch()
+    gateway, fake = await held(cluster, request)
+    term = gateway.gateway.leadership.leading()
+    known, looked, again = term.recovery.known, asyncio.Event(), asyncio.Event()
+
+    async def late(*arguments: Any) -> Any:
+        if asyncio.current_task() is second and cancelled.is_set():
+            looked.set()
+            await again.wait()
+        return await known(*arguments)
+
+    async def cancel(*arguments: Any) -> Any:
+        found = await cancels(*arguments)
+        cancelled.set()
+        return found
+
+    cancels, cancelled = term.submissions.cancel, asyncio.Event()
+    monkeypatch.setattr(term.recovery, "known", late)
+    monkeypatch.setattr(term.submissions, "cancel", cancel)
+    second = asyncio.create_task(term.runs.end("run"))
+    await asyncio.wait_for(looked.wait(), CALL)
+    await term.runs.end("run")
+    opened = rollout_pb2.OpenBatchRequest(
+        run_id="run", batch_id=request.batch_id, step=3, sampling=request.sampling, run_seed=11
+    )
+    await gateway.trainer.rollouts.OpenBatch(opened, timeout=CALL)
+    again.set()
+    ended = await asyncio.wait_for(second, CALL)
+    assert ended.batches == 0
+    status = await _status(cluster, request)
+    assert (status.open, status.total) == (True, 0)
+    fake.hold_at = None
 
 
 async def test_a_run_that_nobody_knows_has_ended_and_a_name_that_is_none_is_refused(cluster: Cluster) -> None:
