@@ -35,10 +35,13 @@ def set_variables() -> None:
     """
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    # torch would load compiled code from a folder for temporary files that any user could have made before.
-    with suppress(RuntimeError):  # there is no home folder
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache) / "paceline/inductor"))
+    # torch would load compiled code from a folder for temporary files that any user could have made before. It
+    # makes the folder when it is imported: without a home folder that can be written to, its own choice stays.
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        with suppress(RuntimeError, OSError):
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paceline/inductor")
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def runner_of(engine: str) -> str:

@@ -92,7 +92,9 @@ class Launcher:
         stdin.write_bytes(script)
         with (folder / f"{name}.log").open("wb" if of else "ab") as log, stdin.open("rb") as given:
             argv = [sys.executable, "-m", module, str(file), *entry, *words]
-            return forked(argv, {**image.environment, **container.environment}, log, pipe=given.fileno())
+            # Not what imports have found out where this container is forked, which has another home.
+            variables = {"TORCHINDUCTOR_CACHE_DIR": "/cache/paceline/inductor", **image.environment}
+            return forked(argv, {**variables, **container.environment}, log, pipe=given.fileno())
 
     def _image(self, reference: str) -> tuple[Image, Path]:
         name, _, tag = reference.rpartition(":")
