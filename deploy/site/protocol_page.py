@@ -19,6 +19,8 @@ from google.protobuf.descriptor_pb2 import (
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from deploy.site.settings_page import cell
+
 PAGE = "protocol.md"
 ROOT = Path(__file__).parents[2]
 PACKAGE = "paceline.v1"
@@ -93,7 +95,7 @@ class _File:
         for number, method in enumerate(service.method):
             given = f"{'stream of ' * method.client_streaming}{_link(method.input_type)}"
             answer = f"{'stream of ' * method.server_streaming}{_link(method.output_type)}"
-            said = _cell(self._text((*path, _METHODS, number)))
+            said = self._text((*path, _METHODS, number))
             yield f"| `{method.name}` | {given} | {answer} | {said} |"
         yield ""
 
@@ -108,7 +110,7 @@ class _File:
                 group = message.oneof_decl[field.oneof_index].name
                 of_group = self._text((*path, _ONEOFS, field.oneof_index))
                 said = " ".join(each for each in (f"One of `{group}`.", of_group, said) if each)
-            yield f"| `{field.name}` | {_kind(field, message)} | {_cell(said)} |"
+            yield f"| `{field.name}` | {_kind(field, message)} | {said} |"
         yield ""
         for number, nested in enumerate(message.nested_type):
             if not nested.options.map_entry:
@@ -121,12 +123,12 @@ class _File:
         yield self._text(path)
         yield "\n| value | number | what it is |\n| --- | --- | --- |"
         for number, value in enumerate(enum.value):
-            said = _cell(self._text((*path, _VALUES, number)))
+            said = self._text((*path, _VALUES, number))
             yield f"| `{value.name}` | {value.number} | {said} |"
         yield ""
 
     def _text(self, path: Place) -> str:
-        return self._said.get(path, "").replace("<", "&lt;")
+        return cell(self._said.get(path, ""))
 
 
 def _kind(field: FieldDescriptorProto, message: DescriptorProto) -> str:
@@ -156,7 +158,3 @@ def _link(full_name: str) -> str:
         return f"`{name}`"
     short = name.removeprefix(f"{PACKAGE}.")
     return f"[{short}](#{short.lower().replace('.', '')})"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -70,7 +70,7 @@ def _section(heading: str, prefix: str, model: type[BaseModel], left_out: Collec
         found = schema["properties"][name]
         text = " ".join((field.description or "").split())
         value = _value(found, schema.get("$defs", {}))
-        yield f"| `{prefix}{name}` | {_default(field)} | {_cell(value)} | {_cell(text)} |"
+        yield f"| `{prefix}{name}` | {_default(field)} | {cell(value)} | {cell(text)} |"
     for path, inner in groups:
         yield from _section(f"### `{path}`", f"{path}.", inner, ())
 
@@ -100,7 +100,7 @@ def _default(field: Any) -> str:
         return "of the machine"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    return f"`{_cell(str(getattr(value, 'value', value)))}`"
+    return f"`{cell(str(getattr(value, 'value', value)))}`"
 
 
 def _value(schema: Mapping[str, Any], known: Mapping[str, Any]) -> str:
@@ -122,5 +122,6 @@ def _value(schema: Mapping[str, Any], known: Mapping[str, Any]) -> str:
     return ", ".join([kind, *limits])
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Return a text as a cell of a table, without HTML."""
     return text.replace("|", "\\|").replace("<", "&lt;")

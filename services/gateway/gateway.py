@@ -37,7 +37,6 @@ class Gateway:
         self._profiling = ExitStack()
         key = GatewayKeys(config.namespace).lease
         self.forwarder = Forwarder(config)
-        self._leader: Leader | None = None
         self.server = GrpcServer(config, service="gateway", registry=registry, inner=[self.forwarder])
         if self.server.guard is not None:
             self.server.guard.warn_of_shared_runs()
@@ -83,16 +82,14 @@ class Gateway:
 
     async def follow(self, leader: Leader | None) -> None:
         """Pass calls on to the gateway that leads; None: to nobody."""
-        self._leader = leader
-        self.forwarder.follow("" if leader is None else leader.address)
+        self.forwarder.follow(leader)
         await self._show()
 
     async def _show(self) -> None:
         leading = self.leadership.term is not None
         # A leader of an older version gives no address. It makes way all the same once this gateway is ready.
-        await self.server.set_serving(
-            leading or bool(self.forwarder.leader), ready=leading or self._leader is not None
-        )
+        ready = leading or self.forwarder.leader is not None
+        await self.server.set_serving(leading or bool(self.forwarder.address), ready)
 
     async def _open(self, term: int) -> LeadershipTerm:
         return await LeadershipTerm.open(self._config, self._redis, term, self._metrics, self._pause_changed)

@@ -9,7 +9,6 @@ the token, its scopes and its rate.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,8 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connections.connection import received_error
 from services.gateway.server.fleet_service import WITHOUT_LEADER
 from services.platform.grpc.channel import open_channel
+from services.platform.grpc.interceptor import time_left
+from services.platform.redis.leadership import Leader
 from services.platform.tasks import end
 
 FORWARDED = "x-paceline-forwarded"
@@ -46,20 +47,22 @@ class Forwarder(grpc.aio.ServerInterceptor):
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = peer_config(config)
-        self._leader = ""
+        self.leader: Leader | None = None
+        """Another gateway that leads, as far as is known."""
         self._channel: grpc.aio.Channel | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
-    def leader(self) -> str:
+    def address(self) -> str:
         """Address that calls are passed on to; empty if this gateway answers them."""
-        return self._leader
+        return "" if self.leader is None else self.leader.address
 
-    def follow(self, leader: str) -> None:
-        """Pass calls on to the gateway at an address from now on; with an empty one, answer them here."""
-        if leader == self._leader:
+    def follow(self, leader: Leader | None) -> None:
+        """Pass calls on to a gateway from now on; with None, or one without an address, answer them here."""
+        before, self.leader = self.address, leader
+        if before == self.address:
             return
-        channel, self._leader, self._channel = self._channel, leader, None
+        channel, self._channel = self._channel, None
         if channel is not None:
             closing = asyncio.create_task(channel.close(_LEAVING_SECONDS))
             self._closing.add(closing)
@@ -67,7 +70,7 @@ class Forwarder(grpc.aio.ServerInterceptor):
 
     async def close(self) -> None:
         """Close all connections to leaders."""
-        self.follow("")
+        self.follow(None)
         for closing in self._closing:
             closing.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -79,7 +82,7 @@ class Forwarder(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """Return the handler of a call, or one that passes it on."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None or not self._leader or not method.startswith(_SERVICES):
+        if handler is None or not self.address or not method.startswith(_SERVICES):
             return handler
         if method in WITHOUT_LEADER or any(
             key == FORWARDED for key, _ in handler_call_details.invocation_metadata or ()
@@ -106,12 +109,11 @@ class Forwarder(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _call(self, shape: str, method: str, request: Any, context: Context) -> AsyncIterator[Any]:
         """Call the leader with a message, or with those of a stream; its error is raised as it came."""
-        on_behalf, left = ON_BEHALF.get(), context.time_remaining()
+        on_behalf = ON_BEHALF.get()
         metadata = ((FORWARDED, "1"), *(((CALLER, on_behalf),) if on_behalf else ()))
-        seconds = left if left is not None and math.isfinite(left) else None
         begin = getattr(self._dialled(), shape)(method)
         streams = shape.startswith("stream")
-        call = begin(None if streams else request, metadata=metadata, timeout=seconds)
+        call = begin(None if streams else request, metadata=metadata, timeout=time_left(context))
         sending = asyncio.create_task(send(request, call)) if streams else None
         try:
             yield call
@@ -126,11 +128,11 @@ class Forwarder(grpc.aio.ServerInterceptor):
             await end([] if sending is None else [sending])
 
     def _dialled(self) -> grpc.aio.Channel:
-        if not self._leader:
+        if not self.address:
             raise Unavailable("the leader is gone", retry_after=1.0)
         if self._channel is None:
             try:
-                self._channel = open_channel(self._leader, self._config)
+                self._channel = open_channel(self.address, self._config)
             except (OSError, ValueError) as error:
                 raise Unavailable(f"the leading gateway cannot be called: {error}") from error
         return self._channel

@@ -181,7 +181,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _in_time(self, context: Context, *, unary: bool) -> AsyncIterator[None]:
         """End a unary call without a deadline in time. Streams may continue: keepalive watches their peers."""
-        seconds = _UNARY_SECONDS if unary and not _has_deadline(context) else None
+        seconds = _UNARY_SECONDS if unary and time_left(context) is None else None
         try:
             async with timeout(seconds) as limit:
                 yield
@@ -381,9 +381,10 @@ def _value(metadata: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> s
     return ""
 
 
-def _has_deadline(context: Context) -> bool:
+def time_left(context: Context) -> float | None:
+    """Return the seconds until a call's deadline; None if it has none."""
     remaining = context.time_remaining()
-    return remaining is not None and math.isfinite(remaining)
+    return remaining if remaining is not None and math.isfinite(remaining) else None
 
 
 def _keep(context: Context, trailer: tuple[tuple[str, str], ...]) -> None:
@@ -401,7 +402,8 @@ def _code(context: Context) -> str:
 
 
 def _cancelled_code(context: Context) -> str:
-    late = _has_deadline(context) and context.time_remaining() <= 0
+    left = time_left(context)
+    late = left is not None and left <= 0
     return (grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED).name
 
 

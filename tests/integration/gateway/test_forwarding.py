@@ -47,7 +47,7 @@ async def pair(cluster: Cluster, **settings: Any) -> tuple[RunningGateway, Runni
 
 
 async def follows(standby: RunningGateway, leader: RunningGateway) -> None:
-    await until(lambda: standby.gateway.forwarder.leader == leader.gateway.address, "it knows who leads")
+    await until(lambda: standby.gateway.forwarder.address == leader.gateway.address, "it knows who leads")
 
 
 async def health(gateway: RunningGateway) -> int:
@@ -132,7 +132,7 @@ async def test_what_needs_a_leader_is_refused_where_none_is_known(cluster: Clust
     """And by a gateway that a call was passed on to, so that none goes round in circles."""
     leader, standby = await pair(cluster)
     if not marked:
-        standby.gateway.forwarder.follow("")
+        standby.gateway.forwarder.follow(None)
     metadata = ((FORWARDED, "1"),) if marked else ()
     found = {}
     for full_name in every_method():
@@ -170,7 +170,7 @@ async def test_health_follows_whether_calls_are_answered(cluster: Cluster) -> No
     # The leader lets the lease go, and the standby follows nobody until it leads.
     await leader.kill()
     await until(lambda: standby.gateway.leadership.term is not None, "the standby leads")
-    assert (await health(standby), standby.gateway.forwarder.leader) == (serving, "")
+    assert (await health(standby), standby.gateway.forwarder.address) == (serving, "")
     alone = await cluster.gateway(leading=False, lease_seconds=LEASE, probe_port=0)
     await follows(alone, standby)
     assert await health(alone) == serving
