@@ -2,6 +2,7 @@
 
     python -m examples.tinymath.demo            # ten steps on two instances
     python -m examples.tinymath.demo --steps 3 --prompts 8 --out runs/small
+    python -m examples.tinymath.demo --model smollm2      # a language model on problems in words
 
 Writes `summary.json`, `steps.json`, logs, and the page of `paceline report` with its entries (`report.html`,
 `report.jsonl`) to a folder under runs/; runs/latest is the last one.
@@ -26,10 +27,18 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from examples.tinymath.curriculum import Curriculum, curriculum_of
 from examples.tinymath.decisions import DecisionWatch
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
-from examples.tinymath.text import text_of
-from examples.tinymath.train import MODEL, Options, add_options, new_learner, read_options, train
+from examples.tinymath.train import (
+    MODEL,
+    Options,
+    add_options,
+    new_learner,
+    read_options,
+    train,
+    usual_options,
+)
 from paceline import Client, KnobSetting, WeightFolder
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
@@ -62,6 +71,7 @@ class Setup:
     """Options of the demo's platform, beside the training options."""
 
     model: Path
+    curriculum: Curriculum
     instances: int
     device: Literal["auto", "cpu", "cuda"]
     dtype: str
@@ -168,7 +178,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
             watch.wait_for(options.steps - 1)
         decisions = watch.decisions
     summary = {
-        "name": f"tinymath, GRPO, {options.steps} steps",
+        "name": f"{setup.curriculum.name}, GRPO, {options.steps} steps",
         "started": started.strftime("%Y-%m-%d %H:%M"),
         "model": _shown(setup.model),
         "instances": setup.instances,
@@ -204,8 +214,9 @@ def _train(client: Client, setup: Setup, options: Options, console: Console) -> 
     weights = WeightFolder(setup.out / "weights", setup.model, keep=4) if setup.learner else None
     screen = Screen(console, options)
     records = []
-    with client.run(f"tinymath-{time.time_ns():x}", seed=options.seed, weights=weights) as run, screen.live:
-        for record in train(run, learner, options, screen.watch, text_of(setup.model)):
+    run_id = f"{setup.curriculum.name}-{time.time_ns():x}"
+    with client.run(run_id, seed=options.seed, weights=weights) as run, screen.live:
+        for record in train(run, learner, options, screen.watch, setup.curriculum):
             filled = replace(record, drafter_version=client.versions().drafter_version)
             records.append(filled)
             screen.add(filled)
@@ -245,7 +256,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     parser.add_argument(
         "--model",
         default=str(MODEL),
-        help="model folder in Hugging Face layout, or organization/name on the hub",
+        help="model folder in Hugging Face layout, organization/name on the hub, or smollm2",
     )
     parser.add_argument("--dtype", default="float32", help="of the instances: float32, bfloat16 or auto")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
@@ -263,8 +274,11 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     given = parser.parse_args(arguments)
     options = tuple(given.instance_option)
     on_gpus = driver_gpus() if chooses_cuda(given.device, driver_gpus()) else 0
+    model = local_model(given.model, lambda line: print(f"model: {line}", flush=True))
+    curriculum = curriculum_of(model)
     setup = Setup(
-        model=local_model(given.model, lambda line: print(f"model: {line}", flush=True)),
+        model=model,
+        curriculum=curriculum,
         instances=given.instances or on_gpus or 2,
         device=given.device,
         dtype=given.dtype,
@@ -273,14 +287,14 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
         learner=given.learner,
         policy=given.policy,
     )
-    return setup, read_options(given)
+    return setup, read_options(given, usual_options(curriculum))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit status."""
     try:
         setup, options = read_arguments(arguments)
-    except (DownloadError, SourceError, OSError) as error:
+    except (DownloadError, SourceError, OSError, ValueError) as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1
     console = Console()

@@ -13,13 +13,17 @@ Use:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from examples.tinymath.objective import group_advantages, kl_penalty, micro_batches, policy_loss, sum_of_means
+
+_PARTS = ("model", "optimizer", "schedule")
+"""Of a learner's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,17 @@ class GrpoLearner:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, (done + 1) / max(1, settings.warmup))
         )
+
+    def state(self) -> dict[str, Any]:
+        """Return all that `restore` needs to go on from here, as torch saves it."""
+        parts = (self.model, self.optimizer, self.schedule)
+        return {name: part.state_dict() for name, part in zip(_PARTS, parts, strict=True)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of a learner with the same model and settings."""
+        parts = (self.model, self.optimizer, self.schedule)
+        for name, part in zip(_PARTS, parts, strict=True):
+            part.load_state_dict(state[name])
 
     def step(self, samples: Sequence[GrpoSample]) -> GrpoReport:
         """Train one step on the samples of one policy version; groups must be whole."""

@@ -3,6 +3,8 @@
     paceline up --model examples/tinymath/model --instances 2
     python -m examples.tinymath.train --address 127.0.0.1:7400
 
+Another model is trained on problems in words (examples/smollm2/problems.py), with `--model` for both commands.
+
 A step: submit a batch of groups, take the samples as they finish, reward them, learn, send the weights.
 """
 
@@ -13,7 +15,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -22,11 +24,10 @@ import torch
 import transformers
 
 import paceline
-from examples.tinymath import tokenizer
+from examples.tinymath.curriculum import TINYMATH, Curriculum, Task, curriculum_of
 from examples.tinymath.grpo import GrpoLearner, GrpoReport, GrpoSample, GrpoSettings
 from examples.tinymath.records import StepRecord, StepTiming, UpdateRecord, record_step
-from examples.tinymath.tasks import PRACTICE, Problem, make_problems
-from examples.tinymath.text import TaskText, text_of
+from examples.tinymath.text import TaskText
 from paceline import Exactness, ExactnessLevel, Group, Reward, Run, SamplingParams
 
 MODEL = Path(__file__).parent / "model"
@@ -61,6 +62,12 @@ class Options:
         return Exactness(self.exactness, self.lenience if lenient else None)
 
 
+WORDS_OPTIONS = Options(
+    steps=4, prompts=8, samples=4, pool=8, max_tokens=400, temperature=0.7, lr=1e-5, threads=2
+)
+"""Of a short run on problems in words with a model of some 100 million parameters."""
+_LOGITS = 1 << 27
+"""Most logits of one forward pass of the update: half a gigabyte, which the backward pass needs thrice."""
 _EXACTNESS = (ExactnessLevel.EXACT, ExactnessLevel.COUPLED_HISTORY, ExactnessLevel.LENIENT)
 
 Watch = Callable[[int, int, int], None]
@@ -72,11 +79,11 @@ def train(
     learner: GrpoLearner,
     options: Options,
     watch: Watch = lambda *_: None,
-    text: TaskText = tokenizer,
+    curriculum: Curriculum = TINYMATH,
 ) -> Iterator[StepRecord]:
     """Train, one step for each record taken from the iterator."""
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    schedule = list(plan(options))
+    schedule, text = list(plan(options, curriculum)), curriculum.text
     for step, problems in enumerate(schedule):
         began = time.monotonic()
         rollout = run.rollout(step, groups(problems, options, text), sampling, exactness=options.asked)
@@ -97,18 +104,18 @@ def train(
         yield record_step(step, samples, outcome, timing, version, fleet)
 
 
-def plan(options: Options) -> Iterator[list[Problem]]:
-    """Yield the problems of each step: epoch after epoch over the pool."""
-    pool = make_problems(options.seed, max(options.pool, options.prompts), PRACTICE)
+def plan(options: Options, curriculum: Curriculum = TINYMATH) -> Iterator[list[Task]]:
+    """Yield the tasks of each step: epoch after epoch over the pool."""
+    pool = curriculum.draw(options.seed, max(options.pool, options.prompts))
     rng = Random(options.seed)
-    queue: list[Problem] = []
+    queue: list[Task] = []
     for _ in range(options.steps):
         if len(queue) < options.prompts:
             queue = rng.sample(pool, len(pool))
         yield [queue.pop() for _ in range(options.prompts)]
 
 
-def groups(problems: Sequence[Problem], options: Options, text: TaskText = tokenizer) -> list[Group]:
+def groups(problems: Sequence[Task], options: Options, text: TaskText = TINYMATH.text) -> list[Group]:
     """Return the batch of a step."""
     return [Group(p.id, text.prompt_ids(p.question), options.samples) for p in problems]
 
@@ -133,7 +140,7 @@ def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> lis
 
 
 def reward(
-    problems: Sequence[Problem], samples: Sequence[paceline.Sample], text: TaskText = tokenizer
+    problems: Sequence[Task], samples: Sequence[paceline.Sample], text: TaskText = TINYMATH.text
 ) -> list[float]:
     """Return the verifier's score of each sample, in [0, 1]."""
     known = {problem.id: problem for problem in problems}
@@ -150,10 +157,10 @@ def report_rewards(
 
 
 def lessons(
-    problems: Sequence[Problem],
+    problems: Sequence[Task],
     samples: Sequence[paceline.Sample],
     rewards: Sequence[float],
-    text: TaskText = tokenizer,
+    text: TaskText = TINYMATH.text,
 ) -> list[GrpoSample]:
     """Return the learner's samples in the order of the problems, whichever finished first.
 
@@ -175,19 +182,33 @@ def new_learner(model: Path, options: Options) -> GrpoLearner:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return GrpoLearner(policy, GrpoSettings(lr=options.lr))
+    settings = GrpoSettings(lr=options.lr)
+    micro_tokens = min(settings.micro_tokens, max(512, _LOGITS // policy.config.vocab_size))
+    return GrpoLearner(policy, replace(settings, micro_tokens=micro_tokens))
+
+
+def usual_options(curriculum: Curriculum) -> Options:
+    """Return the options of a run of usual size."""
+    return Options() if curriculum is TINYMATH else WORDS_OPTIONS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each field of `Options`."""
     for name, value in asdict(Options()).items():
-        choices = _EXACTNESS if isinstance(value, ExactnessLevel) else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, choices=choices)
+        words = getattr(WORDS_OPTIONS, name)
+        also = "" if words == value else f"; {words} for problems in words"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(value),
+            choices=_EXACTNESS if isinstance(value, ExactnessLevel) else None,
+            help=f"default: {value}{also}",
+        )
 
 
-def read_options(given: argparse.Namespace) -> Options:
-    """Return the options that were given."""
-    return Options(**{name: getattr(given, name) for name in asdict(Options())})
+def read_options(given: argparse.Namespace, usual: Options = Options()) -> Options:
+    """Return the options that were given, and the usual ones for the others."""
+    found = {name: getattr(given, name) for name in asdict(usual)}
+    return replace(usual, **{name: value for name, value in found.items() if value is not None})
 
 
 def main() -> None:
@@ -196,17 +217,18 @@ def main() -> None:
     parser.add_argument("--address", default="127.0.0.1:7400")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--weights", type=Path, help="push by this folder, which instances must see, too")
-    parser.add_argument("--run-id", default=f"tinymath-{time.time_ns():x}")
+    parser.add_argument("--run-id", default=f"example-{time.time_ns():x}")
     add_options(parser)
     given = parser.parse_args()
-    options = read_options(given)
+    curriculum = curriculum_of(given.model)
+    options = read_options(given, usual_options(curriculum))
     folder = paceline.WeightFolder(given.weights, given.model) if given.weights else None
     learner = new_learner(given.model, options)
     with (
         paceline.Client(given.address) as client,
         client.run(given.run_id, seed=options.seed, weights=folder) as run,
     ):
-        for record in train(run, learner, options, text=text_of(given.model)):
+        for record in train(run, learner, options, curriculum=curriculum):
             rate = f"{record.tokens_per_second:.0f} tokens/s"
             print(
                 f"step {record.step}  reward {record.reward:.3f}  {record.tokens} tokens  {rate}", flush=True

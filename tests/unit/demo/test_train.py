@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from examples.tinymath import tokenizer
-from examples.tinymath.train import Options, add_options, groups, lessons, plan, read_options, reward
+from examples.tinymath.train import (
+    WORDS_OPTIONS,
+    Options,
+    add_options,
+    groups,
+    lessons,
+    plan,
+    read_options,
+    reward,
+)
 from paceline import Exactness, ExactnessLevel, FinishReason, Provenance, Sample, SampleStatus
 
 SMALL = Options(steps=5, prompts=4, samples=2, pool=8)
@@ -61,10 +71,16 @@ def test_the_right_answer_is_rewarded() -> None:
     assert reward([problem], [right, wrong]) == [1.0, 0.0]
 
 
-def read(*flags: str) -> Options:
+def read(*flags: str, usual: Options | None = None) -> Options:
     parser = argparse.ArgumentParser()
     add_options(parser)
-    return read_options(parser.parse_args(flags))
+    return read_options(parser.parse_args(flags), usual or Options())
+
+
+def test_what_is_not_given_is_as_usual_for_the_model() -> None:
+    assert read() == Options()
+    assert read(usual=WORDS_OPTIONS) == WORDS_OPTIONS
+    assert read("--steps=2", "--lr=0", usual=WORDS_OPTIONS) == replace(WORDS_OPTIONS, steps=2, lr=0.0)
 
 
 def test_lenience_goes_with_lenient_only() -> None:
