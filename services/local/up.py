@@ -46,7 +46,7 @@ def up(
     model: Annotated[
         str,
         typer.Option(
-            help="Model folder in Hugging Face layout, or organization/name on the hub, or an address."
+            help="Model folder in Hugging Face layout, organization/name on the hub, an address, or smollm2."
         ),
     ],
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,

@@ -1,30 +1,57 @@
-"""Models that a person names on this machine: folders, or what is downloaded once and kept."""
+"""Models that a person names on this machine: folders, downloads that are kept, and what a script makes."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
+from paceline.installation import CHECKOUT
 from services.models.download import download, present
 from services.models.progress import Report
-from services.models.source import Source, as_source
+from services.models.source import Source, SourceError, as_source
+
+_CHECKOUT = Path(__file__).parents[2]
+_MADE = {"smollm2": ("scripts/real-model", "runs/models/smollm2")}
+"""Models that a script of the repository makes, by name: the script, and the folder that it makes."""
 
 
 def local_model(name: str, report: Report) -> Path:
-    """Return the folder of a model: the one that is named, or one of the cache, downloaded if it is not there.
+    """Return the folder of a model: the one that is named, or one that is made or downloaded if it is not there.
 
     `report` gets lines of progress. DownloadError, SourceError, OSError.
     """
     folder = Path(name)
     if folder.exists():
         return folder.absolute()
+    if name in _MADE:
+        return _made(name, report)
     address = as_source(name)
     kept = models_folder() / re.sub(r"[^\w.@-]+", "--", address)
     if present(address, kept) is None:
         report(f"{address} to {kept}")
         download(Source(address), kept, report)
     return kept
+
+
+def _made(name: str, report: Report) -> Path:
+    script, folder = (_CHECKOUT / part for part in _MADE[name])
+    if not script.is_file():
+        raise SourceError(f"{name} is made by {_MADE[name][0]} in {CHECKOUT}, and this installation is none")
+    with subprocess.Popen(
+        [str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=_CHECKOUT
+    ) as making:
+        assert making.stdout is not None
+        last = ""
+        for line in making.stdout:
+            # A progress bar is one line that is drawn over and over.
+            if drawn := line.decode(errors="replace").strip().rpartition("\r")[2]:
+                last = drawn
+                report(last)
+    if making.returncode:
+        raise SourceError(f"{script} could not make {name}: {last}")
+    return folder
 
 
 def models_folder() -> Path:
