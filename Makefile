@@ -55,8 +55,8 @@ lock: setup     ## Resolve requirements/*.lock anew
 gpu:            ## On this machine's GPU: tokens, step times, kernels, in calls of 9 minutes (GPU_ARGS="--brief"), in runs/gpu
 	@test -x $(PYTHON) && python=$(PYTHON) || python=python3; PYTHONPATH=$(CURDIR):$$PYTHONPATH $$python -m bench.gpu $(GPU_ARGS)
 
-bench: setup    ## One benchmark (NAME=rollout, the whole; BENCH_ARGS), result in runs/bench/NAME.json
-	$(PYTHON) -m bench.$(NAME) $(BENCH_ARGS)
+bench: setup    ## One benchmark (NAME=rollout, the whole; SUBJECT=smollm2; BENCH_ARGS), result in runs/bench/NAME.json
+	$(PYTHON) -m bench.$(NAME) $(if $(SUBJECT),--subjects $(SUBJECT)) $(BENCH_ARGS)
 
 bench-full: setup ## All systems, both subjects, in calls of 25 minutes until no cell is left (BENCH_ARGS="--rounds 3")
 	$(PYTHON) -m bench.rollout --systems all --subjects tinymath tinymath-16m $(BENCH_ARGS)

@@ -95,18 +95,20 @@ SPEC_RL = System(
 )
 
 
-def plain_platform(model: Path, instances: int, folder: Path) -> PlatformConfig:
+def plain_platform(model: Path, instances: int, folder: Path, kv_bytes: int = KV_BYTES) -> PlatformConfig:
     """Return a platform in float32 with nothing but engine and gateway at work."""
-    return platform_of(PLAIN, model, instances, folder)
+    return platform_of(PLAIN, model, instances, folder, kv_bytes)
 
 
-def platform_of(system: System, model: Path, instances: int, folder: Path) -> PlatformConfig:
+def platform_of(
+    system: System, model: Path, instances: int, folder: Path, kv_bytes: int = KV_BYTES
+) -> PlatformConfig:
     """Return a platform in float32 that is set up so."""
     return PlatformConfig(
         model=model.absolute(),
         instances=instances,
         folder=folder,
-        instance_options=("--dtype=float32", f"--kv-cache-memory-bytes={KV_BYTES}", *system.instance_options),
+        instance_options=("--dtype=float32", f"--kv-cache-memory-bytes={kv_bytes}", *system.instance_options),
         bubble_options=system.bubble_options,
         gateway_options=system.gateway_options,
         learner_options=system.learner_options,

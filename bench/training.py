@@ -1,15 +1,17 @@
-"""A real GRPO run of tinymath on a platform, step by step, each part of a step timed by itself."""
+"""A real GRPO run on a platform, step by step, each part of a step timed by itself."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import paceline
 from bench.comparison import Responses
-from examples.tinymath.grpo import GrpoLearner
+from examples.tinymath.curriculum import TINYMATH, Curriculum
+from examples.tinymath.grpo import Drift, GrpoLearner
 from examples.tinymath.train import Options, collect, groups, lessons, plan, reward
 from paceline import Exactness, Group, Reward, Sample, SampleKey, SamplingParams, WeightFolder
 
@@ -49,21 +51,35 @@ class TrainedStep:
 
 
 def train(
-    run: paceline.Run, learner: GrpoLearner, options: Options, weights: WeightFolder, exactness: Exactness
+    run: paceline.Run,
+    learner: GrpoLearner,
+    options: Options,
+    weights: WeightFolder,
+    exactness: Exactness,
+    curriculum: Curriculum = TINYMATH,
+    first: int = 0,
+    served: Path | None = None,
+    measure_kl: bool = True,
 ) -> Iterator[TrainedStep]:
-    """Train from `weights.model`, which the platform must serve; every version is kept in `weights`."""
-    sampling = sampling_of(options)
-    served = weights.model
-    for step, problems in enumerate(plan(options)):
-        asked = groups(problems, options)
+    """Train, and keep every version in `weights`.
+
+    Args:
+        first: the step to begin with, by a learner that has taken those before.
+        served: folder of the weights that the platform serves; None: `weights.model`.
+        measure_kl: measure `TrainedStep.kl`, which takes a forward pass over all samples; else it is 0.
+    """
+    sampling, text = sampling_of(options), curriculum.text
+    served = served or weights.model
+    for step, problems in islice(enumerate(plan(options, curriculum)), first, None):
+        asked = groups(problems, options, text)
         began = time.perf_counter()
         rollout = run.rollout(step, asked, sampling, exactness=exactness)
         samples = collect(rollout, lambda *_: None)
         rolled_out = time.perf_counter()
-        rewards = reward(problems, samples)
-        lesson = lessons(problems, samples, rewards)
+        rewards = reward(problems, samples, text)
+        lesson = lessons(problems, samples, rewards, text)
         rewarded = time.perf_counter()
-        drift = learner.drift(lesson)  # for the figures: a trainer would not
+        drift = learner.drift(lesson) if measure_kl else Drift()  # for the figures: a trainer would not
         measured = time.perf_counter()
         report = learner.step(lesson)
         folder = weights.write(step + 1, learner.model.state_dict())

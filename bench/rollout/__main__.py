@@ -11,6 +11,7 @@ the run that it depends on: a later call measures what is missing. Writes runs/b
     python -m bench.rollout [--systems quick] [--rounds 1] [--minutes 25]
     python -m bench.rollout --systems without --regimes "long tail"            # each mechanism left out
     python -m bench.rollout --systems all --subjects tinymath tinymath-16m     # until no cell is left
+    python -m bench.rollout --subjects smollm2       # a language model; recording its run alone takes an hour
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -31,9 +30,8 @@ from bench.scrape import Metrics
 from bench.systems import KV_BYTES, System, platform_of
 from bench.training import TrainedStep
 from bench.trajectory import Trajectory
+from examples.tinymath.curriculum import Curriculum, curriculum_of
 from examples.tinymath.spans import bubble_seconds, by_instance, step_begin, step_spans
-from examples.tinymath.tasks import Problem, load_problem
-from examples.tinymath.tokenizer import decode
 from paceline import KnobSetting, Sample, SampleKey
 from services.generation.engine.step_log import LoggedStep
 from services.local import Platform, PlatformConfig
@@ -41,7 +39,6 @@ from services.local import Platform, PlatformConfig
 Watch = Callable[[StepFigures], None]
 _PLANNED = "paceline_planner_steps_total"
 _MOVED = "paceline_reallocator_moved_bytes_total"
-problem_of: Callable[[str], Problem] = cache(load_problem)
 
 
 def measure(
@@ -53,6 +50,7 @@ def measure(
     folder: Path,
     watch: Watch,
     drafter: Path | None = None,
+    kv_bytes: int = KV_BYTES,
 ) -> tuple[StepFigures, ...]:
     """Replay the trajectory and return the figures of its steps.
 
@@ -60,26 +58,35 @@ def measure(
         update_seconds: of the trainer, in which the platform may go on. Stock engines have nothing to do meanwhile.
         folder: of the platform's logs and stores.
         drafter: the EAGLE-3 head that the platform's learner begins with, where it has one.
+        kv_bytes: memory of an instance for keys and values.
 
     Raises:
         StockEngineError, PlatformError, PacelineError: the system failed.
     """
+    tasks = curriculum_of(model)
     if isinstance(setup, StockSystem):
-        return _on_stock_engines(setup, trajectory, model, instances, folder, watch)
+        return _on_stock_engines(setup, trajectory, model, tasks, instances, kv_bytes, folder, watch)
     steps = folder / "steps"
-    config = replace(platform_of(setup, model, instances, folder), drafter=drafter)
+    config = replace(platform_of(setup, model, instances, folder, kv_bytes), drafter=drafter)
     options = [*config.instance_options, f"--step-log={steps.absolute()}"]
     if setup.plans_for:
         options.append(f"--assumed-step-times={assumed_sweep(setup.plans_for, folder).absolute()}")
     config = replace(config, instance_options=tuple(options))
-    return _on_platform(setup, config, trajectory, update_seconds, watch, steps)
+    return _on_platform(setup, config, trajectory, tasks, update_seconds, watch, steps)
 
 
 # Stock engines ------------------------------------------------------------------------------------------
 
 
 def _on_stock_engines(
-    system: StockSystem, trajectory: Trajectory, model: Path, instances: int, folder: Path, watch: Watch
+    system: StockSystem,
+    trajectory: Trajectory,
+    model: Path,
+    tasks: Curriculum,
+    instances: int,
+    kv_bytes: int,
+    folder: Path,
+    watch: Watch,
 ) -> tuple[StepFigures, ...]:
     machine, found = cores(), list[StepFigures]()
     logs = [folder / "steps" / f"vllm-{i}.jsonl" for i in range(instances)]
@@ -87,7 +94,7 @@ def _on_stock_engines(
     with ExitStack() as stack:
         setups = [
             StockSetup(
-                model, machine[i % len(machine)], KV_BYTES, system, folder / "logs" / f"vllm-{i}.log", logs[i]
+                model, machine[i % len(machine)], kv_bytes, system, folder / "logs" / f"vllm-{i}.log", logs[i]
             )
             for i in range(instances)
         ]
@@ -99,7 +106,7 @@ def _on_stock_engines(
             parts = _roll_out(engines, recorded, trajectory)
             push_seconds = _push(engines, trajectory.weights_after(place))
             times = modelled([InstanceWork(reader.since()) for reader in readers])
-            found.append(stock_figures(recorded, parts, push_seconds, system.name, times))
+            found.append(stock_figures(recorded, parts, push_seconds, system.name, times, tasks))
             watch(found[-1])
     return tuple(found)
 
@@ -141,6 +148,7 @@ def stock_figures(
     push_seconds: float,
     system: str,
     times: Mapping[str, ModelledStep],
+    tasks: Curriculum,
 ) -> StepFigures:
     """Return the figures of a step from those of its engines."""
     began = min(part.began for part in parts)
@@ -166,7 +174,7 @@ def stock_figures(
         bubble_seconds_mean=fmean(idle),
         bubble_seconds_max=max(idle),
         moved_bytes=0.0,
-        reward=_reward(responses),
+        reward=mean_reward(tasks, responses),
         compared=compared,
         differing=differing,
         planned={},
@@ -188,6 +196,7 @@ def _on_platform(
     system: System,
     config: PlatformConfig,
     trajectory: Trajectory,
+    tasks: Curriculum,
     update_seconds: float,
     watch: Watch,
     logs: Path,
@@ -200,7 +209,7 @@ def _on_platform(
         for name in step.fleet:
             readers.setdefault(name, StepReader(logs / f"{name}.jsonl"))
         logged = {name: readers[name].since() for name in step.fleet}
-        found.append(platform_figures(by_step[step.step], step, system.name, logged))
+        found.append(platform_figures(by_step[step.step], step, system.name, logged, tasks))
         watch(found[-1])
 
     with Platform(config) as platform, ExitStack() as stack:
@@ -216,7 +225,11 @@ def _on_platform(
 
 
 def platform_figures(
-    recorded: TrainedStep, step: ReplayedStep, system: str, logged: Mapping[str, Sequence[LoggedStep]]
+    recorded: TrainedStep,
+    step: ReplayedStep,
+    system: str,
+    logged: Mapping[str, Sequence[LoggedStep]],
+    tasks: Curriculum,
 ) -> StepFigures:
     """Return the figures of a step from its samples' provenance, the services' counters, and logged steps."""
     samples = list(step.samples.values())
@@ -247,7 +260,7 @@ def platform_figures(
         bubble_seconds_mean=fmean(idle),
         bubble_seconds_max=max(idle),
         moved_bytes=0.0 if counted is None else counted[_MOVED],
-        reward=_reward(step.responses),
+        reward=mean_reward(tasks, step.responses),
         compared=compared,
         differing=differing,
         planned=step.fleet_metrics.labelled(_PLANNED),
@@ -270,6 +283,7 @@ def _compare(system: str, recorded: TrainedStep, found: Responses) -> tuple[int,
     return comparison.compared, len(comparison.differences)
 
 
-def _reward(responses: Responses) -> float:
-    texts: Mapping[SampleKey, str] = {key: decode(tokens) for key, tokens in responses.items()}
-    return fmean(problem_of(key.prompt_id).reward(text) for key, text in texts.items())
+def mean_reward(tasks: Curriculum, responses: Responses) -> float:
+    """Return the mean reward of the responses to a curriculum's tasks."""
+    known = {name: tasks.load(name) for name in {key.prompt_id for key in responses}}
+    return fmean(known[key.prompt_id].reward(tasks.text.decode(tokens)) for key, tokens in responses.items())

@@ -1,28 +1,47 @@
 """The recorded run on disk, for many calls of the benchmark: made once, hashed, cut to a regime.
 
-It lies under runs/, weights and all. The same options make the same run on the same machine; whatever made it, its
-hash names it, and cells of another one do not count.
+A folder has `made_of.json`, a file for each step under `steps`, the weights that each step led to under `weights`,
+and the trainer as it was after the last step in `learner.pt`. A recording that was interrupted goes on behind its
+last whole step. The same options make the same run on the same machine; whatever made it, its hash names it, and
+cells of another one do not count.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.rollout.registry import Regime
-from bench.training import TrainedStep
-from bench.trajectory import Trajectory, record
-from examples.tinymath.train import Options
-from paceline import FinishReason, Group, Provenance, Sample, SampleKey, SampleStatus
-from services.local import PlatformConfig
+from bench.training import TrainedStep, push, train
+from bench.trajectory import Trajectory
+from examples.tinymath.curriculum import curriculum_of
+from examples.tinymath.grpo import GrpoLearner
+from examples.tinymath.train import Options, new_learner
+from paceline import (
+    Exactness,
+    FinishReason,
+    Group,
+    Provenance,
+    Run,
+    Sample,
+    SampleKey,
+    SampleStatus,
+    WeightFolder,
+)
+from services.local import Platform, PlatformConfig
 
-_FILE, _WEIGHTS = "trajectory.json", "weights"
+_MADE_OF, _STEPS, _WEIGHTS, _LEARNER = "made_of.json", "steps", "weights", "learner.pt"
+_KEPT_VERSIONS = 10_000
+"""More than any run has: a replay needs every version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +77,89 @@ def _cut(step: TrainedStep, samples: int, longest: int) -> TrainedStep:
 def load_or_record(
     config: PlatformConfig, options: Options, folder: Path, watch: Callable[[TrainedStep], None]
 ) -> RecordedRun:
-    """Return the run under `folder`, recorded now where there is none of these options and this model."""
+    """Return the run under `folder`, after the steps that it lacks are recorded.
+
+    A run of other options, or of another model, is replaced. `watch` is told of each step that is recorded now.
+    """
     wanted = {"options": _options(options), "model": _sha256(config.model / "model.safetensors")}
-    path = folder / _FILE
-    if path.is_file():
-        data = json.loads(path.read_text())
-        if data["made_of"] == wanted:
-            return RecordedRun(_trajectory(data, options, folder / _WEIGHTS), _hash(path))
-    path.unlink(missing_ok=True)
-    trajectory = record(config, options, folder / _WEIGHTS, watch)
+    mark = folder / _MADE_OF
+    if not mark.is_file() or json.loads(mark.read_text()) != wanted:
+        shutil.rmtree(folder / _STEPS, ignore_errors=True)
+        shutil.rmtree(folder / _WEIGHTS, ignore_errors=True)
+        (folder / _LEARNER).unlink(missing_ok=True)
+        _write(mark, wanted)
+    if len(_step_files(folder)) < options.steps:
+        _record_rest(config, options, folder.absolute(), watch)
+    return RecordedRun(_trajectory(folder.absolute(), config.model, options), _hash(folder))
+
+
+def _record_rest(
+    config: PlatformConfig, options: Options, folder: Path, watch: Callable[[TrainedStep], None]
+) -> None:
+    learner, curriculum = new_learner(config.model, options), curriculum_of(config.model)
+    weights = WeightFolder(folder / _WEIGHTS, config.model, keep=_KEPT_VERSIONS)
+    first = _restore(learner, folder / _LEARNER)
+    served = _weights_after(folder, first - 1) if first else config.model
+    with serving(config, options.seed) as run:
+        if first:
+            push(run, served)
+        steps = train(
+            run, learner, options, weights, Exactness(), curriculum, first, served, measure_kl=False
+        )
+        for step in steps:
+            after = weights.root / f"v{step.step + 1:08d}"
+            _write(folder / _STEPS / f"{step.step:04d}.json", _step_data(step, after))
+            _keep(learner, step.step + 1, folder / _LEARNER)
+            watch(step)
+
+
+@contextmanager
+def serving(config: PlatformConfig, seed: int) -> Iterator[Run]:
+    """Yield a run of a platform of its own."""
+    with (
+        Platform(config) as platform,
+        platform.client() as client,
+        client.run("trajectory", seed=seed) as run,
+    ):
+        yield run
+
+
+def _keep(learner: GrpoLearner, steps: int, path: Path) -> None:
+    """Write the trainer as it is after `steps` steps, in the place of an earlier one."""
+    part = path.with_suffix(".part")
+    torch.save({"steps": steps, "learner": learner.state()}, part)
+    part.replace(path)
+
+
+def _restore(learner: GrpoLearner, path: Path) -> int:
+    """Give a trainer the state that was kept; return after how many steps that was."""
+    if not path.is_file():
+        return 0
+    kept = torch.load(path, weights_only=True)
+    learner.restore(kept["learner"])
+    return int(kept["steps"])
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"made_of": wanted, **_data(trajectory)}))
+    part.write_text(json.dumps(data))
     part.replace(path)
-    return RecordedRun(_trajectory(json.loads(path.read_text()), options, folder / _WEIGHTS), _hash(path))
 
 
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _step_files(folder: Path) -> list[Path]:
+    return sorted((folder / _STEPS).glob("*.json"))
+
+
+def _weights_after(folder: Path, step: int) -> Path:
+    return folder / _WEIGHTS / str(json.loads(_step_files(folder)[step].read_text())["weights_after"][0])
+
+
+def _hash(folder: Path) -> str:
+    digest = hashlib.sha256((folder / _MADE_OF).read_bytes())
+    for path in _step_files(folder):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:
@@ -88,65 +172,65 @@ def _options(options: Options) -> dict[str, Any]:
     return dict(json.loads(json.dumps(asdict(options))))
 
 
-def _data(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the run as plain data; the weights of a step that samples, and those that the last one led to."""
-    folders = [*(step.weights for step in trajectory.steps), trajectory.last_weights]
+_FIGURES = (
+    "step",
+    "rollout_seconds",
+    "update_seconds",
+    "push_seconds",
+    "reward",
+    "moved_kl",
+    "clip_fraction",
+)
+
+
+def _step_data(step: TrainedStep, after: Path) -> dict[str, Any]:
+    """Return a step as plain data, with the name and the hash of the weights that it led to."""
+    samples = sorted(step.samples.items(), key=lambda each: (each[0].prompt_id, each[0].slot))
     return {
-        "steps": [_step_data(step) for step in trajectory.steps],
-        "weights": [[_name(place, each), _weights_hash(each)] for place, each in enumerate(folders)],
-    }
-
-
-def _name(place: int, folder: Path) -> str:
-    """Return the folder's name under the run's weights; those of the first step are the model's."""
-    return str(folder.absolute()) if place == 0 else folder.name
-
-
-def _weights_hash(folder: Path) -> str:
-    return "".join(_sha256(path) for path in sorted(folder.glob("*.safetensors")))
-
-
-def _step_data(step: TrainedStep) -> dict[str, Any]:
-    figures = ("step", "rollout_seconds", "update_seconds", "push_seconds", "reward", "moved_kl")
-    return {
-        **{name: getattr(step, name) for name in figures},
+        **{name: getattr(step, name) for name in _FIGURES},
         "groups": [
             [group.prompt_id, [int(each) for each in group.prompt_token_ids]] for group in step.groups
         ],
         "samples": [
-            [key.prompt_id, key.slot, sample.seed, sample.token_ids.tolist()]
-            for key, sample in sorted(
-                step.samples.items(), key=lambda each: (each[0].prompt_id, each[0].slot)
-            )
+            [
+                key.prompt_id,
+                key.slot,
+                sample.seed,
+                sample.token_ids.tolist(),
+                [round(value, 4) for value in sample.logprobs.tolist()],
+            ]
+            for key, sample in samples
         ],
+        "weights_after": [after.name, "".join(_sha256(path) for path in sorted(after.glob("*.safetensors")))],
     }
 
 
-def _trajectory(data: Mapping[str, Any], options: Options, weights: Path) -> Trajectory:
-    folders = [(weights / name).absolute() for name, _ in data["weights"]]
-    steps = [_step(each, options, folder) for each, folder in zip(data["steps"], folders, strict=False)]
-    return Trajectory(options, tuple(steps), folders[-1])
+def _trajectory(folder: Path, model: Path, options: Options) -> Trajectory:
+    steps, weights = [], model.absolute()
+    for path in _step_files(folder):
+        data = json.loads(path.read_text())
+        steps.append(_step(data, options, weights))
+        weights = folder / _WEIGHTS / data["weights_after"][0]
+    return Trajectory(options, tuple(steps), weights)
 
 
 def _step(data: Mapping[str, Any], options: Options, weights: Path) -> TrainedStep:
-    figures = ("step", "rollout_seconds", "update_seconds", "push_seconds", "reward", "moved_kl")
     return TrainedStep(
-        **{name: data[name] for name in figures},
+        **{name: data[name] for name in _FIGURES},
         groups=tuple(Group(name, prompt, options.samples) for name, prompt in data["groups"]),
         samples={SampleKey(name, slot): _sample(name, slot, *rest) for name, slot, *rest in data["samples"]},
         weights=weights,
         kl=0.0,
         update_kl=0.0,
-        clip_fraction=0.0,
     )
 
 
-def _sample(prompt_id: str, slot: int, seed: int, tokens: list[int]) -> Sample:
+def _sample(prompt_id: str, slot: int, seed: int, tokens: list[int], logprobs: list[float]) -> Sample:
     return Sample(
         prompt_id=prompt_id,
         slot=slot,
         token_ids=np.array(tokens, np.int64),
-        logprobs=np.zeros(len(tokens), np.float32),
+        logprobs=np.array(logprobs, np.float32),
         finish_reason=FinishReason.UNSPECIFIED,
         status=SampleStatus.COMPLETED,
         version_spans=(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,14 +10,14 @@ from typing import Any
 
 from bench.rollout.leave_one_out import each_left_out
 from bench.rollout.modelled import H100_8B
-from bench.systems import BUBBLESPEC, BUBBLESPEC_RULE, SPEC_RL, System
+from bench.systems import BUBBLESPEC, BUBBLESPEC_RULE, KV_BYTES, SPEC_RL, System
 from examples.tinymath.train import MODEL, Options
 from paceline import Exactness, ExactnessLevel
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """A part of the recorded run: so many samples of each prompt, and so many tokens of each, None: all."""
+    """A part of the recorded run: at most `samples` of each prompt, and `max_tokens` of each; None: all."""
 
     name: str
     about: str
@@ -63,8 +64,10 @@ class Subject:
     model: Path
     options: Options
     regimes: tuple[str, ...]
-    steps_of_growing: int = 0
-    """Steps of tuning, where the model is grown first (examples/tinymath/grow_model.py)."""
+    made_by: tuple[str, ...] = ()
+    """Command that makes the model where it is missing; empty: it is in the repository."""
+    kv_bytes: int = KV_BYTES
+    """Memory of an instance for keys and values: those of its samples of two steps."""
 
 
 ARCTIC = Path(".tools/arctic")
@@ -74,11 +77,9 @@ LONG_TAIL = "long tail"
 REGIMES: Mapping[str, Regime] = {
     each.name: each
     for each in (
-        Regime("latency-bound", "one sample a prompt, 8 an instance: a step costs what starting it costs", 1),
-        Regime(
-            "compute-bound", "8 samples a prompt, 64 an instance, the first 64 tokens of each: no tail", 8, 64
-        ),
-        Regime(LONG_TAIL, "8 samples a prompt, 64 an instance, to their ends", 8),
+        Regime("latency-bound", "one sample a prompt: a step costs what starting it costs", 1),
+        Regime("compute-bound", "all samples of a prompt, the first 64 tokens of each: no tail", 8, 64),
+        Regime(LONG_TAIL, "all samples of a prompt, to their ends", 8),
     )
 }
 PACELINE = System(
@@ -201,6 +202,15 @@ SYSTEMS: Mapping[str, ComparedSystem] = {
         *(ComparedSystem(each) for each in each_left_out(PACELINE)),
     )
 }
+SMOLLM2 = Subject(
+    "smollm2",
+    Path("runs/models/smollm2"),
+    Options(steps=8, prompts=8, samples=4, pool=16, max_tokens=1000, temperature=0.7, lr=1e-6, threads=2),
+    tuple(REGIMES),
+    made_by=("scripts/real-model",),
+    kv_bytes=2 << 30,
+)
+"""A language model of 135 million parameters and 49,152 tokens of BPE, on problems in words."""
 SUBJECTS: Mapping[str, Subject] = {
     "tinymath": Subject(
         "tinymath",
@@ -213,6 +223,14 @@ SUBJECTS: Mapping[str, Subject] = {
         Path("runs/tinymath-16m"),
         Options(steps=12, prompts=16, samples=2, pool=64, max_tokens=800, lr=1.5e-4),
         (LONG_TAIL,),
-        steps_of_growing=200,
+        made_by=(
+            sys.executable,
+            "-m",
+            "examples.tinymath.grow_model",
+            "--out=runs/tinymath-16m",
+            "--steps=200",
+        ),
     ),
+    "smollm2": SMOLLM2,
+    "smollm2-1e-5": replace(SMOLLM2, name="smollm2-1e-5", options=replace(SMOLLM2.options, lr=1e-5)),
 }

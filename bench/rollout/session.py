@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,12 +96,14 @@ class CellSession:
         return list(found.values())
 
     def _recorded(self, model: Path, place: Path) -> RecordedRun:
-        config = plain_platform(model, self.instances, place / "recording")
+        config = plain_platform(model, self.instances, place / "recording", self.subject.kv_bytes)
 
         def watch(step: TrainedStep) -> None:
             done = f"{step.step + 1} of {self.subject.options.steps} steps"
             console().print(
-                f"rollout: recorded {done}, rollout {step.rollout_seconds:.2f} s", highlight=False
+                f"rollout: recorded {done}, rollout {step.rollout_seconds:.2f} s, "
+                f"update {step.update_seconds:.2f} s, reward {step.reward:.3f}, KL {step.moved_kl:.1e}",
+                highlight=False,
             )
 
         return load_or_record(config, self.subject.options, place, watch)
@@ -156,6 +157,7 @@ class CellSession:
                 folder,
                 _say_step,
                 first_head(run, model, heads) if learns else None,
+                self.subject.kv_bytes,
             )
         except Exception as error:
             return (), AbsentReason.FAILED, last_line(error)
@@ -200,11 +202,9 @@ def package_missing(setup: object) -> str:
 
 
 def subject_model(subject: Subject) -> Path:
-    """Return the model folder of a subject, grown now where it is not there. BenchmarkError if that fails."""
-    if subject.steps_of_growing and not (subject.model / "model.safetensors").is_file():
-        steps = f"--steps={subject.steps_of_growing}"
-        command = [sys.executable, "-m", "examples.tinymath.grow_model", f"--out={subject.model}", steps]
-        console().print(f"rollout: growing {subject.name}, some minutes", highlight=False)
-        if subprocess.run(command, check=False).returncode:
-            raise BenchmarkError(f"{subject.name} could not be grown")
+    """Return the model folder of a subject, made now where it is not there. BenchmarkError if that fails."""
+    if subject.made_by and not (subject.model / "model.safetensors").is_file():
+        console().print(f"rollout: making the model of {subject.name}, some minutes", highlight=False)
+        if subprocess.run(subject.made_by, check=False).returncode:
+            raise BenchmarkError(f"the model of {subject.name} could not be made")
     return subject.model

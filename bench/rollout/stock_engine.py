@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.generation.engine.core import Engine
 
 _ANSWER_SECONDS = 300
-_MAX_MODEL_LEN, _MAX_SEQS = 1024, 128
+_MAX_MODEL_LEN, _MAX_SEQS = 2048, 128
 
 
 class StockEngineError(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +17,7 @@ from bench.trajectory import Trajectory
 from examples.tinymath.train import MODEL, Options
 from paceline import Group
 from tests.support.engine_process import EngineProcess
-from tests.unit.bench.steps import named, sample
+from tests.unit.bench.steps import named, rewarded, sample
 
 # Of two samples one repeats itself, and one ends early by the end token.
 _RESPONSES = {"p": [5, 6, 7, 8] * 8, "q": [9, 30, 11, 2]}
@@ -55,9 +54,7 @@ class ForkedEngine(StockEngine):
 def test_a_stock_engine_gives_the_recorded_tokens_and_drafts_save_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "bench.rollout.measuring.problem_of", lambda name: SimpleNamespace(reward=lambda text: 1.0)
-    )
+    monkeypatch.setattr("bench.rollout.measuring.curriculum_of", lambda model: rewarded(lambda name: 1.0))
     monkeypatch.setattr("bench.rollout.measuring.StockEngine", ForkedEngine)
     run = Trajectory(Options(samples=1, max_tokens=32), (_step(0), _step(1)), MODEL)
     told = list[StepFigures]()

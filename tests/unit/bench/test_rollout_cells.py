@@ -27,7 +27,7 @@ from bench.training import TrainedStep
 from bench.trajectory import Trajectory
 from examples.tinymath.train import Options, plan
 from paceline import Group
-from tests.unit.bench.steps import named, sample
+from tests.unit.bench.steps import named, rewarded, sample
 
 
 def test_a_kept_cell_is_found_and_a_broken_file_is_none(tmp_path: Path) -> None:
@@ -161,11 +161,7 @@ def test_every_request_draws_its_own_recorded_token_at_its_own_position() -> Non
     assert (tokens.counts.drafted, tokens.counts.accepted, tokens.counts.verified) == (3, 2, 2)
 
 
-def test_the_figures_of_stock_engines_are_of_the_slower_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "bench.rollout.measuring.problem_of",
-        lambda name: SimpleNamespace(reward=lambda text: float(name == "p")),
-    )
+def test_the_figures_of_stock_engines_are_of_the_slower_one() -> None:
     fast = StockMeasurement(
         responses={"0/p/0": [0] * 3, "0/p/1": [1] * 9},
         decode_steps={"0/p/0": 3, "0/p/1": 5},
@@ -183,7 +179,8 @@ def test_the_figures_of_stock_engines_are_of_the_slower_one(monkeypatch: pytest.
         began=10.5,
     )
     times = {"device": ModelledStep(1.0, 0.5, 0.0)}
-    found = stock_figures(_step(), [fast, slow], 0.5, "vllm ngram", times)
+    tasks = rewarded(lambda name: float(name == "p"))
+    found = stock_figures(_step(), [fast, slow], 0.5, "vllm ngram", times, tasks)
     assert found.modelled == times
     assert (found.rollout_seconds, found.push_seconds) == (6.0, 0.5)
     assert (found.bubble_seconds_mean, found.bubble_seconds_max) == (2.0, 4.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,23 +9,22 @@ from typing import Any
 
 import pytest
 
-from bench.rollout import record as recording
 from bench.rollout.__main__ import chosen, result_of
 from bench.rollout.cells import AbsentReason, CellName, StepFigures
 from bench.rollout.measuring import platform_figures
 from bench.rollout.modelled import DEVICES, H100_8B, ModelledStep
-from bench.rollout.record import RecordedRun, load_or_record
+from bench.rollout.record import RecordedRun
 from bench.rollout.registry import LONG_TAIL, PLAIN, SUBJECTS, SYSTEMS, StockSystem
 from bench.rollout.session import BenchmarkError, CellSession
 from bench.scrape import Metrics
-from bench.systems import System, plain_platform
+from bench.systems import System
 from bench.training import TrainedStep
 from bench.trajectory import Trajectory
 from examples.tinymath.train import Options
 from paceline import Group
 from services.generation.engine.step_log import LoggedStep
 from tests.unit.bench import steps
-from tests.unit.bench.steps import named, sample, span
+from tests.unit.bench.steps import named, rewarded, sample, span
 
 _NAMES = ["paceline", PLAIN, "vllm ngram"]
 
@@ -66,6 +63,7 @@ class _Measured:
         folder: Path,
         watch: Callable[[StepFigures], None],
         drafter: Path | None,
+        kv_bytes: int,
     ) -> tuple[StepFigures, ...]:
         self.asked.append((setup.name, update_seconds))
         if setup.name not in self.seconds:
@@ -157,45 +155,7 @@ def test_no_cell_is_begun_after_its_time(session: Callable[..., CellSession]) ->
     assert late.left == 6
 
 
-def test_a_run_is_recorded_once_for_its_options_and_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"first")
-    config, options, made = plain_platform(model, 1, tmp_path), Options(samples=2), list[Options]()
-
-    def record(config: object, options: Options, folder: Path, watch: object) -> Trajectory:
-        shutil.rmtree(folder, ignore_errors=True)
-        last = folder / "v00000001"
-        last.mkdir(parents=True)
-        (last / "model.safetensors").write_bytes(b"second")
-        made.append(options)
-        return Trajectory(options, (_trained(model),), last)
-
-    monkeypatch.setattr(recording, "record", record)
-    folder = tmp_path / "kept"
-    first = load_or_record(config, options, folder, lambda _: None)
-    again = load_or_record(config, options, folder, lambda _: None)
-    assert len(made) == 1
-    assert again.hash == first.hash
-    step = again.trajectory.steps[0]
-    assert step.responses == _trained(model).responses
-    assert (step.weights, again.trajectory.last_weights) == (model, folder / "weights" / "v00000001")
-    assert [list(group.prompt_token_ids) for group in step.groups] == [[1, 2]]
-    assert (step.rollout_seconds, step.update_seconds, step.reward) == (1.0, 2.0, 0.5)
-    other = load_or_record(config, replace(options, lr=1.0), folder, lambda _: None)
-    (model / "model.safetensors").write_bytes(b"other")
-    another = load_or_record(config, replace(options, lr=1.0), folder, lambda _: None)
-    assert len(made) == 3
-    assert len({first.hash, other.hash, another.hash}) == 3
-    assert json.loads((folder / "trajectory.json").read_text())["made_of"]["options"]["lr"] == 1.0
-
-
-def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("bench.rollout.measuring._reward", lambda responses: 0.25)
+def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services() -> None:
     first = sample(
         0, [3, 4], decode_steps=2, drafted=4, accepted=1, verify_steps=1, instance_spans=span("a", 10.0, 12.0)
     )
@@ -221,7 +181,7 @@ def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services(
         "a": [LoggedStep(10.0 + i, 1, 1, 0, 3) for i in range(4)],
         "b": [LoggedStep(10.0 + i, 1, 3, 2, 3) for i in range(4)],
     }
-    found = platform_figures(_trained(Path("w")), went, "paceline", logged)
+    found = platform_figures(_trained(Path("w")), went, "paceline", logged, rewarded(lambda name: 0.25))
     # Instance a has no sample any more in its last step.
     plain, verifying = (DEVICES[H100_8B].steps.seconds(1, rows, 3) for rows in (1, 3))
     times = found.modelled[H100_8B]
