@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -30,6 +31,7 @@ from services.local.log_rotation import LogRotation
 from services.local.machine import is_taken
 from services.local.platform_token import TokenFiles, with_token
 from services.local.specs import Specs
+from services.local.start_watch import StartWatch, WatchedStart
 from services.local.targets_file import TargetsFile
 from services.platform.redis.embedded import EmbeddedRedis
 
@@ -45,8 +47,22 @@ class Platform:
     bubbles, policy, reallocator, drafter (the learner) and facade.
     """
 
-    def __init__(self, config: PlatformConfig, *, launch: Launch | None = None) -> None:
-        """`launch` starts the processes; None: `Forks`. PlatformError: the token cannot be had."""
+    def __init__(
+        self,
+        config: PlatformConfig,
+        *,
+        launch: Launch | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Prepare a platform.
+
+        Args:
+            launch: starts the processes; None: `Forks`.
+            tell: gets a line as each process becomes ready, and what is awaited every ten seconds.
+
+        Raises:
+            PlatformError: the token cannot be had.
+        """
         self.config = config = with_token(config, os.environ)
         """What was given, with the token that all processes ask for."""
         self.redis: EmbeddedRedis | None = None
@@ -56,6 +72,7 @@ class Platform:
         self._http_address = ""
         self._forks = Forks(config)
         self._launch = launch or self._forks
+        self._tell = tell
         self._children: dict[str, Child] = {}
         """By name, in the order in which they start."""
         self._state = Path()
@@ -78,9 +95,10 @@ class Platform:
 
     def start(self) -> None:
         """Start everything and return when every instance serves; on failure nothing is left running."""
-        deadline = time.monotonic() + self.config.start_timeout
+        began = time.monotonic()
         try:
-            self._start(deadline)
+            with WatchedStart(StartWatch(self._tell, began), self._ready_names, self._awaited):
+                self._start(began + self.config.start_timeout)
         except BaseException:
             self.stop()
             raise
@@ -234,6 +252,15 @@ class Platform:
         if config.restarts is not None:
             self._keeper = Keeper(config.restarts, self._expected, self._write_targets)
             self._keeper.start()
+
+    def _ready_names(self) -> list[str]:
+        return [child.spec.name for child in list(self._children.values()) if child.ready is not None]
+
+    def _awaited(self) -> list[str]:
+        """Return the processes that are not ready, or that the gateway does not use yet."""
+        children = list(self._children.values())
+        names = [child.spec.name for child in children if child.ready is None]
+        return names or ["the gateway to find its instances" if children else "what they start from"]
 
     def _start_facade(self, specs: Specs, port: int, deadline: float) -> None:
         child = Child(specs.facade(port, self._gateway_address), self._spawner, self._launch)

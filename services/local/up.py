@@ -6,6 +6,7 @@ import shlex
 import signal
 import threading
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, cast
@@ -118,9 +119,13 @@ def run_until_stopped(config: PlatformConfig) -> int:
     """Start the platform, show its processes, stop it on SIGINT or SIGTERM; return the exit status."""
     console = Console()
     _interrupt_on_sigterm()
+    if missing := [each for each in examine(config) if each.state is FindingState.MISSING]:
+        console.print("paceline: this machine lacks what the platform needs (paceline doctor):")
+        console.print(findings_table(missing))
+        return 1
     console.print(f"Starting {config.instances} instances of {config.model} ...", markup=False)
     try:
-        with Platform(config) as platform:
+        with Platform(config, tell=partial(console.print, markup=False, highlight=False)) as platform:
             console.print(processes_table(platform))
             logs = platform.processes[0].spec.log.parent
             console.print(f"\nLogs: {logs}", markup=False, highlight=False, soft_wrap=True)

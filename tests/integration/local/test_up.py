@@ -58,15 +58,19 @@ def test_the_doctor_names_a_folder_without_a_model(tmp_path: Path) -> None:
     assert "config.json" in ended.output
 
 
-def test_a_start_that_fails_says_what_the_machine_lacks(taken: int, tmp_path: Path) -> None:
+def test_nothing_is_started_on_a_machine_that_lacks_something(taken: int, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     options = ["--model", str(tmp_path / "empty"), "--folder", str(tmp_path / "runs")]
     ended = CliRunner().invoke(up, [*options, "--port", str(taken)])
     assert ended.exit_code == 1
-    assert "is not a model folder" in ended.output
     assert f"{taken} is taken" in ended.output
+    assert "Starting" not in ended.output
+    assert not (tmp_path / "runs").exists()
     # It does not list what there is.
     assert "Linux" not in ended.output
+    free = CliRunner().invoke(up, [*options, "--port", "0"])
+    assert free.exit_code == 1
+    assert "is not a model folder" in free.output
 
 
 def test_a_start_takes_an_address_and_keeps_what_it_has_downloaded(
