@@ -114,4 +114,4 @@ def push(run: paceline.Run, folder: Path) -> float:
 
 def sampling_of(options: Options) -> SamplingParams:
     """Return the sampling parameters of a run."""
-    return SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    return options.sampling

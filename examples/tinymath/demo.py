@@ -19,16 +19,19 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console, Group
+from rich import console as rich
+from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from examples.tinymath.curriculum import Curriculum, curriculum_of
 from examples.tinymath.decisions import DecisionWatch
+from examples.tinymath.plainly import PlainComparison, SampledStep, compare
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
 from examples.tinymath.train import (
     MODEL,
@@ -39,7 +42,7 @@ from examples.tinymath.train import (
     train,
     usual_options,
 )
-from paceline import Client, KnobSetting, WeightFolder
+from paceline import Client, ExactnessLevel, Group, KnobSetting, Sample, WeightFolder
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.machine import chooses_cuda
@@ -84,9 +87,10 @@ class Setup:
 
 
 class Screen:
-    """The progress of the step, above it a line for each finished one."""
+    """The progress of the step, above it a line for each finished one; without a terminal, a line for each step."""
 
     def __init__(self, console: Console, options: Options) -> None:
+        self._console = console
         self._options = options
         self._records: list[StepRecord] = []
         self._progress = Progress(
@@ -104,10 +108,13 @@ class Screen:
     def add(self, record: StepRecord) -> None:
         """Show that a step is finished."""
         self._records.append(record)
+        if not self._console.is_terminal:
+            cells = zip(_TIME_COLUMNS, _time_cells(record), strict=True)
+            self._console.print("  ".join(f"{name} {cell}" for name, cell in cells), soft_wrap=True)
         last = len(self._records) == self._options.steps
         tables = step_tables(self._records)
         self._progress.reset(self._task, description=f"step {record.step + 1}: submitting")
-        self.live.update(Group(*tables, *([] if last else [self._progress])))
+        self.live.update(rich.Group(*tables, *([] if last else [self._progress])))
 
 
 def step_tables(records: Sequence[StepRecord]) -> list[Table]:
@@ -167,16 +174,21 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         learner_options=LEARNER_OPTIONS,
         instance_options=(f"--dtype={setup.dtype}", *setup.instance_options),
     )
-    with Platform(config) as platform, platform.client() as client:
+    tell = partial(console.print, markup=False, highlight=False)
+    with Platform(config, tell=tell) as platform, platform.client() as client:
         ready = time.monotonic()
         console.print(f"Gateway on {platform.gateway_address}; ready after {ready - began:.0f} s.")
         device = client.instances()[0].device
         with DecisionWatch(platform.client()) as watch:
             if setup.policy is not None:
                 set_mode(client, setup.policy)
-            records = _train(client, setup, options, console)
+            records, kept = _train(client, setup, options, console)
             watch.wait_for(options.steps - 1)
         decisions = watch.decisions
+        plainly = None
+        if kept is not None:
+            console.print("Decoding the last step plainly, to compare ...")
+            plainly = compare(client, f"plain-{time.time_ns():x}", kept, options)
     summary = {
         "name": f"{setup.curriculum.name}, GRPO, {options.steps} steps",
         "started": started.strftime("%Y-%m-%d %H:%M"),
@@ -186,6 +198,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         "start_seconds": ready - began,
         "wall_seconds": time.monotonic() - began,
         "report": str(setup.out / "report.html"),
+        "plainly": None if plainly is None else asdict(plainly),
         **summarize(
             records,
             {
@@ -208,19 +221,28 @@ def set_mode(client: Client, mode: str) -> None:
     client.set_knobs("", KnobSetting(setting.revision, {**setting.knobs, "mode": mode}))
 
 
-def _train(client: Client, setup: Setup, options: Options, console: Console) -> list[StepRecord]:
+def _train(
+    client: Client, setup: Setup, options: Options, console: Console
+) -> tuple[list[StepRecord], SampledStep | None]:
+    """Return the steps, and the last one as it was sampled where plain decoding must give the same."""
     learner = new_learner(setup.model, options)
     # A drafter's learner reads the weights of a step from their folder, after the step is over.
     weights = WeightFolder(setup.out / "weights", setup.model, keep=4) if setup.learner else None
     screen = Screen(console, options)
-    records = []
+    records: list[StepRecord] = []
+    kept: list[SampledStep] = []
+
+    def keep(step: int, asked: Sequence[Group], samples: Sequence[Sample], seconds: float) -> None:
+        if step == options.steps - 1 and options.exactness is ExactnessLevel.EXACT:
+            kept.append(SampledStep.of(learner.model, step, asked, samples, seconds))
+
     run_id = f"{setup.curriculum.name}-{time.time_ns():x}"
     with client.run(run_id, seed=options.seed, weights=weights) as run, screen.live:
-        for record in train(run, learner, options, screen.watch, setup.curriculum):
+        for record in train(run, learner, options, screen.watch, setup.curriculum, keep):
             filled = replace(record, drafter_version=client.versions().drafter_version)
             records.append(filled)
             screen.add(filled)
-    return records
+    return records, kept[0] if kept else None
 
 
 def _shown(path: Path) -> str:
@@ -243,6 +265,8 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
         f"{summary['samples']} samples, {summary['tokens']} tokens, "
         f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all."
     )
+    if summary["plainly"] is not None:
+        console.print(str(PlainComparison(**summary["plainly"])))
     console.print(f"Report: {summary['report']}", soft_wrap=True)
 
 

@@ -58,7 +58,7 @@ class StepRecord:
     verify_steps: int
     decode_steps: int
     cached: int
-    """Tokens that there were of the samples beforehand: pre-generated, or of an earlier step."""
+    """Tokens that there were of the samples beforehand: pre-generated, or of an earlier step; at most their own."""
     reused: int
     """Of these, the ones before the first that was not kept."""
     migrations: int
@@ -131,7 +131,7 @@ def record_step(
         accepted=sum(p.accepted for p in provenances),
         verify_steps=sum(p.verify_steps for p in provenances),
         decode_steps=sum(p.decode_steps for p in provenances),
-        cached=sum(p.cached_tokens for p in provenances),
+        cached=sum(min(s.provenance.cached_tokens, len(s.token_ids)) for s in samples),
         reused=sum(p.reused_prefix for p in provenances),
         migrations=sum(p.migrations for p in provenances),
         resubmissions=sum(p.resubmissions for p in provenances),

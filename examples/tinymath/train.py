@@ -61,6 +61,11 @@ class Options:
         lenient = self.exactness is ExactnessLevel.LENIENT
         return Exactness(self.exactness, self.lenience if lenient else None)
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of every batch."""
+        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+
 
 WORDS_OPTIONS = Options(
     steps=4, prompts=8, samples=4, pool=8, max_tokens=400, temperature=0.7, lr=1e-5, threads=2
@@ -72,6 +77,8 @@ _EXACTNESS = (ExactnessLevel.EXACT, ExactnessLevel.COUPLED_HISTORY, ExactnessLev
 
 Watch = Callable[[int, int, int], None]
 """Told (step, finished, total) when a sample comes; finished = total means that learning begins."""
+Sampled = Callable[[int, Sequence[Group], Sequence[paceline.Sample], float], None]
+"""Told (step, groups, samples, seconds) before the policy learns from the samples."""
 
 
 def train(
@@ -80,19 +87,22 @@ def train(
     options: Options,
     watch: Watch = lambda *_: None,
     curriculum: Curriculum = TINYMATH,
+    sampled: Sampled = lambda *_: None,
 ) -> Iterator[StepRecord]:
     """Train, one step for each record taken from the iterator."""
-    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    sampling = options.sampling
     schedule, text = list(plan(options, curriculum)), curriculum.text
     for step, problems in enumerate(schedule):
         began = time.monotonic()
-        rollout = run.rollout(step, groups(problems, options, text), sampling, exactness=options.asked)
+        asked = groups(problems, options, text)
+        rollout = run.rollout(step, asked, sampling, exactness=options.asked)
         version = rollout.batch.policy_version
         if step + 1 < len(schedule):
             coming = groups(schedule[step + 1], options, text)
             hint(run, step + 1, coming, sampling, version + 1, options.asked)
         samples = collect(rollout, partial(watch, step))
         rolled_out = time.monotonic()
+        sampled(step, asked, samples, rolled_out - began)
         rewards = reward(problems, samples, text)
         report = learner.step(lessons(problems, samples, rewards, text))
         report_rewards(run, rollout.batch.batch_id, samples, rewards, report)

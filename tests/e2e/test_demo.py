@@ -70,6 +70,9 @@ def test_the_demo_writes_its_summary_and_report(
     assert len(summary["rollout_seconds"]) == 2
     assert 0 <= summary["reward_first"] <= 1
     assert summary["tokens"] > 2 * 2 * samples
+    assert summary["plainly"]["differing"] == 0
+    assert summary["plainly"]["tokens"] > 2 * samples
+    assert summary["plainly"]["plain_seconds"] > 0
     report = Path(summary["report"]).read_text()
     assert summary["drafter_versions"][-1] >= 1
     entries = [json.loads(line) for line in (out / "report.jsonl").read_text().splitlines()]

@@ -92,7 +92,7 @@ def test_a_step_sums_up_its_samples() -> None:
 
 def test_what_was_there_before_is_a_share_of_the_tokens() -> None:
     record = step(cached_tokens=5, reused_prefix=4)
-    assert (record.coverage, record.reuse) == (5 / 20, 4 / 20)
+    assert (record.coverage, record.reuse) == (4 / 20, 4 / 20), "a sample is covered at most whole"
     assert records.summarize([record, step(1)], {})["reused_share"] == 4 / 40
 
 
