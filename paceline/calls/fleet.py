@@ -44,7 +44,10 @@ class FleetCalls(Caller):
         return int((await self.call(Unary("Fleet", "Drain", request, slow=True))).handed_over)
 
     async def knobs(self, run_id: str = "", *, model: str = "", pool: str = "") -> t.KnobSetting:
-        """Return the knobs set for a run, a model or a pool; without a name, for the whole fleet."""
+        """Return the knobs set for a run, a model or a pool, and those in use; without a name, for the whole fleet.
+
+        UnavailableError: no policy service leads; instances keep the knobs that they have.
+        """
         request = convert.message(fleet_pb2.GetKnobsRequest, run_id=run_id, model=model, pool=pool)
         return convert.knob_setting(await self.call(Unary("Fleet", "GetKnobs", request)))
 

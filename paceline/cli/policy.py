@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from paceline.cli.options import GatewayOptions, Json, connected
-from paceline.cli.output import print_json
-from paceline.types import Decision, KnobSetting
+from paceline.cli.output import add_columns, plain_table, print_json, print_whole
+from paceline.types import Decision, EffectiveKnobs, KnobSetting
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
+_FEW = 5
+"""Most instances that are named one by one."""
 Run = Annotated[str, typer.Option(help="Knobs of a run.")]
 Model = Annotated[str, typer.Option(help="Knobs of a model, as `paceline status` names it.")]
 Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances.")]
@@ -25,14 +28,15 @@ Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances.")]
 def get(
     gateway: GatewayOptions, run: Run = "", model: Model = "", pool: Pool = "", as_json: Json = False
 ) -> None:
-    """Show the knobs that are set. Those of the fleet, unless a run, a model or a pool is named."""
+    """Show the knobs that are set and those in use. Of the fleet, unless a run, a model or a pool is named."""
     with gateway.open() as client:
         setting = client.knobs(run, model=model, pool=pool)
     if as_json:
         print_json(setting)
         return
     typer.echo(f"revision {setting.revision}" + ("" if setting.knobs else "; no knob is set"))
-    for line in knob_lines(setting.knobs):
+    _print_knobs(setting)
+    for line in _about_instances(setting):
         typer.echo(line)
 
 
@@ -95,16 +99,53 @@ def decision_line(decision: Decision) -> str:
     return f"{at} {decision.run_id or 'fleet'} {decision.kind}{gain}: {decision.reason}"
 
 
-def knob_lines(knobs: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the knobs as `name=value` assignments, as `paceline policy set` takes them."""
-    lines: list[str] = []
+def _print_knobs(setting: KnobSetting) -> None:
+    """Print each knob with what is set and what instances use."""
+    given = dict(knob_values(setting.knobs))
+    used = [(each, dict(knob_values(each.knobs))) for each in setting.effective]
+    table = plain_table()
+    add_columns(table, "knob", "set", whole=True)
+    add_columns(table, "in use")
+    for name in sorted({*given, *(name for _, values in used for name in values)}):
+        values = [(each, values.get(name, "")) for each, values in used]
+        table.add_row(name, given.get(name, ""), _in_use(values))
+    if table.row_count:
+        print_whole(Console(), table)
+
+
+def _in_use(values: Sequence[tuple[EffectiveKnobs, str]]) -> str:
+    """Return the value of a knob; where instances differ, each value and who uses it."""
+    by_value: dict[str, list[str]] = {}
+    for entry, value in values:
+        by_value.setdefault(value, []).extend(entry.instance_ids)
+    if len(by_value) < 2:
+        return "".join(by_value)
+    return ", ".join(f"{value} ({_named(ids)})" for value, ids in by_value.items())
+
+
+def _about_instances(setting: KnobSetting) -> list[str]:
+    known = [each for entry in setting.effective for each in entry.instance_ids]
+    lines = [f"in use: on {_named(known)}"] if known else []
+    if setting.effective and not known:
+        lines.append("in use: on no instance; the values are those of one without configuration of its own")
+    if setting.pending:
+        few = ", ".join(setting.pending[:_FEW]) + (", ..." if setting.pending[_FEW:] else "")
+        lines.append(f"not known of instances that have not confirmed the latest change: {few}")
+    return lines
+
+
+def _named(instance_ids: Sequence[str]) -> str:
+    return instance_ids[0] if len(instance_ids) == 1 else f"{len(instance_ids)} instances"
+
+
+def knob_values(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the knobs with their values, by dotted name, as `paceline policy set` takes them."""
     for name, value in sorted(knobs.items()):
         if isinstance(value, Mapping):
-            lines += knob_lines(value, f"{prefix}{name}.")
+            yield from knob_values(value, f"{prefix}{name}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-            lines.append(f"{prefix}{name}={text}")
-    return lines
+            yield f"{prefix}{name}", text
 
 
 def with_changes(knobs: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:

@@ -66,7 +66,12 @@ def _whole(value: Any) -> Any:
 
 def knob_setting(answer: fleet_pb2.GetKnobsResponse) -> t.KnobSetting:
     """Return the knobs of a scope."""
-    return t.KnobSetting(answer.revision, knobs_from_proto(answer.knobs))
+    effective = tuple(
+        t.EffectiveKnobs(knobs_from_proto(each.knobs), tuple(each.instance_ids)) for each in answer.effective
+    )
+    return t.KnobSetting(
+        answer.revision, knobs_from_proto(answer.knobs), effective, tuple(answer.pending_instance_ids)
+    )
 
 
 def knob_change(answer: fleet_pb2.SetKnobsResponse) -> t.KnobChange:

@@ -7,6 +7,7 @@ Instants are seconds since the Unix epoch, durations are seconds.
 from paceline.types.fleet import (
     Decision,
     Drafter,
+    EffectiveKnobs,
     Instance,
     InstanceLoad,
     InstanceState,
@@ -66,6 +67,7 @@ __all__ = [
     "Decision",
     "DraftSource",
     "Drafter",
+    "EffectiveKnobs",
     "EnvironmentSpan",
     "Exactness",
     "ExactnessLevel",

@@ -56,12 +56,29 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
+class EffectiveKnobs:
+    """All knobs with the values that some instances use."""
+
+    knobs: Mapping[str, Any]
+    """The instances' own configuration under the settings of fleet, model, pool and run."""
+    instance_ids: tuple[str, ...]
+    """Empty: the scope has no instance; these are the knobs of one without configuration of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class KnobSetting:
-    """The knobs that are set for a run, a model, a pool or the whole fleet."""
+    """The knobs that are set for a run, a model, a pool or the whole fleet.
+
+    Two settings are equal if their `revision` and `knobs` are. `set_knobs` reads only these.
+    """
 
     revision: int
     """Changes are made from a revision, and refused (AbortedError) when another came between. 0: none was set."""
     knobs: Mapping[str, Any]
+    effective: tuple[EffectiveKnobs, ...] = field(default=(), compare=False)
+    """What the instances of the scope use, in the samples of the run where it is one; most instances first."""
+    pending: tuple[str, ...] = field(default=(), compare=False)
+    """Instances that have not confirmed the latest change, or have not told their own configuration."""
 
 
 @dataclass(frozen=True, slots=True)

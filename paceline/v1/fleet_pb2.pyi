@@ -150,12 +150,16 @@ class GetKnobsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class GetKnobsResponse(_message.Message):
-    __slots__ = ("revision", "knobs")
+    __slots__ = ("revision", "knobs", "effective", "pending_instance_ids")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     KNOBS_FIELD_NUMBER: _ClassVar[int]
+    EFFECTIVE_FIELD_NUMBER: _ClassVar[int]
+    PENDING_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     knobs: _knobs_pb2.Knobs
-    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ...) -> None: ...
+    effective: _containers.RepeatedCompositeFieldContainer[_knobs_pb2.EffectiveKnobs]
+    pending_instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ..., effective: _Optional[_Iterable[_Union[_knobs_pb2.EffectiveKnobs, _Mapping]]] = ..., pending_instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetKnobsRequest(_message.Message):
     __slots__ = ("run_id", "model", "pool", "revision", "knobs")

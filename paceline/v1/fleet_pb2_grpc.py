@@ -127,7 +127,7 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetKnobs(self, request, context):
-        """The knobs that are set for the fleet, a model, a pool or a run.
+        """The knobs that are set for the fleet, a model, a pool or a run, and those that its instances use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,6 +24,14 @@ class Knobs(_message.Message):
     drafters: DrafterKnobs
     def __init__(self, mode: _Optional[str] = ..., speculation: bool = ..., draft_cap: _Optional[int] = ..., margin: _Optional[float] = ..., latch: bool = ..., ladder: _Optional[_Union[LadderKnobs, _Mapping]] = ..., drafters: _Optional[_Union[DrafterKnobs, _Mapping]] = ...) -> None: ...
 
+class EffectiveKnobs(_message.Message):
+    __slots__ = ("knobs", "instance_ids")
+    KNOBS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    knobs: Knobs
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, knobs: _Optional[_Union[Knobs, _Mapping]] = ..., instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class LadderKnobs(_message.Message):
     __slots__ = ("on", "lengths", "up", "down", "patience")
     ON_FIELD_NUMBER: _ClassVar[int]

@@ -173,6 +173,15 @@ def resolved(base: Knobs, settings: Sequence[Setting]) -> Knobs:
     return knobs
 
 
+def capped(knobs: Knobs, ladder_cap: int | None) -> Knobs:
+    """Return the knobs with the draft cap that a run's ladder has reached; None: it has none.
+
+    They are the same object where that changes nothing.
+    """
+    cap = knobs.draft_cap if ladder_cap is None else max(1, min(knobs.draft_cap, ladder_cap))
+    return knobs if cap == knobs.draft_cap else knobs.model_copy(update={"draft_cap": cap})
+
+
 def merged(settings: Sequence[Setting]) -> dict[str, Any]:
     """Return the settings of several scopes as one, widest scope first."""
     whole: dict[str, Any] = {}

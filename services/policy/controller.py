@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
+from paceline.v1 import knobs_pb2
 from services.contracts.errors import ServiceError
 from services.contracts.knob_messages import tallies
 from services.contracts.knobs import KnobScope, Setting, check
@@ -24,6 +25,7 @@ from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.tasks import until_one_ends
 from services.policy import explain
 from services.policy.config import PolicyConfig
+from services.policy.effective import effective, is_of
 from services.policy.in_force import KnobsInForce
 from services.policy.ladder import climb, start
 from services.policy.metrics import PolicyMetrics
@@ -40,7 +42,8 @@ TakeReport = Callable[[InstanceRecord, pb.GetSpeculationReportResponse], None]
 class KnobLink(Link):
     """Link to one process of an instance.
 
-    `applied` is the latest revision that the process is known to use, -1 before it has taken any.
+    `applied` is the latest revision that the process is known to use, -1 before it has taken any. `report` is its
+    latest report, None before the first.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class KnobLink(Link):
         self._take_report = take_report
         self._metrics = metrics
         self._stub: Any = rpc.KnobServiceStub(self._channel)
-        self._report: pb.GetSpeculationReportResponse | None = None
+        self.report: pb.GetSpeculationReportResponse | None = None
         self._switch = 0
         self._due = 0.0
         self._loop = asyncio.get_running_loop()
@@ -66,18 +69,18 @@ class KnobLink(Link):
     async def call(self) -> float:
         """Fetch a report when it is due, and push a new revision. Returns the seconds until the next report."""
         now = self._loop.time()
-        if self._report is None or now >= self._due:
-            self._report = await self._fetch_report()
+        if self.report is None or now >= self._due:
+            self.report = await self._fetch_report()
             self._due = now + self._config.report_seconds
         if self.applied < self._knobs.revision:
-            await self._push(self._report)
+            await self._push(self.report)
         return max(0.0, self._due - self._loop.time())
 
     async def _fetch_report(self) -> pb.GetSpeculationReportResponse:
         request = pb.GetSpeculationReportRequest(after_switch=self._switch)
         report = await self._stub.GetSpeculationReport(request, timeout=self._config.push_timeout_seconds)
         self._switch = max([self._switch, *(each.serial for each in report.switches)])
-        if self._report is None and report.revision:
+        if self.report is None and report.revision:
             # Knobs of an earlier leader, or those that the instance read when it started.
             log.info("instance_has_knobs", instance=self.record.instance_id, revision=report.revision)
         self._take_report(self.record, report)
@@ -125,6 +128,24 @@ class KnobLinks(Links[KnobLink]):
         except TimeoutError:
             pass
         return self._split(revision)
+
+    def used(self, scope: KnobScope) -> tuple[list[knobs_pb2.EffectiveKnobs], list[str]]:
+        """Return what the instances of a scope use, and the ids of those of which that is not known."""
+        reports, pending = {}, []
+        for instance_id, link in self.known.items():
+            if link.report is None:
+                # It may be of any scope.
+                pending.append(instance_id)
+            elif not is_of(link.report, scope):
+                continue
+            elif link.applied < self._knobs.revision:
+                pending.append(instance_id)
+            else:
+                reports[instance_id] = link.report
+        if pending and not reports:
+            return [], sorted(pending)
+        found, untold = effective(self._knobs.records, scope, reports)
+        return found, sorted([*pending, *untold])
 
     def _split(self, revision: int) -> tuple[list[str], list[str]]:
         names = sorted(self.known)

@@ -37,14 +37,18 @@ class PolicyService(rpc.PolicyServiceServicer):
         self._leading = leading
 
     async def GetKnobs(self, request: pb.GetKnobsRequest, context: Context) -> pb.GetKnobsResponse:
-        """Return the setting of a scope itself, and the cap that the ladder of a run has reached."""
+        """Return the setting of a scope itself, the cap of a run's ladder, and what instances use."""
         controller = self._leading()
-        stored = controller.knobs.setting(KnobScope.of_request(request.run_id, request.model, request.pool))
+        scope = KnobScope.of_request(request.run_id, request.model, request.pool)
+        stored = controller.knobs.setting(scope)
+        used, pending = controller.links.used(scope)
         rung = controller.knobs.records.rungs.get(request.run_id) if request.run_id else None
         return pb.GetKnobsResponse(
             revision=stored.revision,
             knobs=knobs_to_proto(stored.knobs),
             ladder_cap=rung.cap if rung is not None else 0,
+            effective=used,
+            pending_instance_ids=pending,
         )
 
     async def SetKnobs(self, request: pb.SetKnobsRequest, context: Context) -> pb.SetKnobsResponse:

@@ -119,7 +119,7 @@ class Switch(_message.Message):
     def __init__(self, serial: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., on: bool = ..., predicted_speedup: _Optional[float] = ..., requests: _Optional[int] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class GetSpeculationReportResponse(_message.Message):
-    __slots__ = ("instance_id", "epoch", "revision", "steps", "switches", "calibration", "model", "pool")
+    __slots__ = ("instance_id", "epoch", "revision", "steps", "switches", "calibration", "model", "pool", "own_knobs")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class GetSpeculationReportResponse(_message.Message):
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    OWN_KNOBS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     revision: int
@@ -136,7 +137,8 @@ class GetSpeculationReportResponse(_message.Message):
     calibration: str
     model: str
     pool: str
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTally, _Mapping]]] = ..., switches: _Optional[_Iterable[_Union[Switch, _Mapping]]] = ..., calibration: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+    own_knobs: _knobs_pb2.Knobs
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepTally, _Mapping]]] = ..., switches: _Optional[_Iterable[_Union[Switch, _Mapping]]] = ..., calibration: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ..., own_knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ...) -> None: ...
 
 class GetKnobsRequest(_message.Message):
     __slots__ = ("run_id", "model", "pool")
@@ -149,14 +151,18 @@ class GetKnobsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., model: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class GetKnobsResponse(_message.Message):
-    __slots__ = ("revision", "knobs", "ladder_cap")
+    __slots__ = ("revision", "knobs", "ladder_cap", "effective", "pending_instance_ids")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     KNOBS_FIELD_NUMBER: _ClassVar[int]
     LADDER_CAP_FIELD_NUMBER: _ClassVar[int]
+    EFFECTIVE_FIELD_NUMBER: _ClassVar[int]
+    PENDING_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     knobs: _knobs_pb2.Knobs
     ladder_cap: int
-    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ..., ladder_cap: _Optional[int] = ...) -> None: ...
+    effective: _containers.RepeatedCompositeFieldContainer[_knobs_pb2.EffectiveKnobs]
+    pending_instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, revision: _Optional[int] = ..., knobs: _Optional[_Union[_knobs_pb2.Knobs, _Mapping]] = ..., ladder_cap: _Optional[int] = ..., effective: _Optional[_Iterable[_Union[_knobs_pb2.EffectiveKnobs, _Mapping]]] = ..., pending_instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SetKnobsRequest(_message.Message):
     __slots__ = ("run_id", "model", "pool", "revision", "knobs")

@@ -213,7 +213,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def GetKnobs(self, request: pb.GetKnobsRequest, context: Context) -> pb.GetKnobsResponse:
         query = policy_pb2.GetKnobsRequest(**fields_of(request, "run_id", "model", "pool"))
         answer = await self._policy.call("GetKnobs", query, _CALL_SECONDS)
-        return pb.GetKnobsResponse(**fields_of(answer, "revision", "knobs"))
+        return pb.GetKnobsResponse(
+            **fields_of(answer, "revision", "knobs", "effective", "pending_instance_ids")
+        )
 
     async def SetKnobs(self, request: pb.SetKnobsRequest, context: Context) -> pb.SetKnobsResponse:
         named = fields_of(request, "run_id", "model", "pool", "revision", "knobs")

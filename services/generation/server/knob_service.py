@@ -12,9 +12,10 @@ from redis.exceptions import RedisError
 
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
+from paceline.knobs import knobs_to_proto
 from services.contracts.knob_messages import setting_of, tally_message
 from services.contracts.knob_store import KnobStore
-from services.contracts.knobs import check
+from services.contracts.knobs import Knobs, check
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.speculation.account import SpeculationSwitch
@@ -75,14 +76,16 @@ class KnobService(rpc.KnobServiceServicer):
         self, request: pb.GetSpeculationReportRequest, context: Context
     ) -> pb.GetSpeculationReportResponse:
         """Return the account of the latest steps."""
+        planner = self._planner
+        own = Knobs(speculation=False) if planner is None else planner.active.base
         response = pb.GetSpeculationReportResponse(
             instance_id=self._config.instance_id,
             epoch=self._registration.record.epoch,
             revision=self._revision,
             model=self._config.model,
             pool=self._config.pool,
+            own_knobs=knobs_to_proto(own.model_dump(mode="json")),
         )
-        planner = self._planner
         if planner is not None:
             await self._loop.execute(lambda: _account(planner, request.after_switch, response))
         return response

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.contracts.knobs import Knobs, Setting, resolved
+from services.contracts.knobs import Knobs, Setting, capped, resolved
 from services.generation.rollouts.origin import Origin
 from services.generation.speculation.drafter import Samples
 
@@ -33,7 +33,7 @@ class ActiveKnobs:
         """Begin with `base`, the instance's own configuration, at revision 0."""
         self.revision = 0
         self._share(base)
-        self._base = base
+        self.base = base
         self._origin_of = origin_of
         self._runs: dict[str, Knobs] = {}
         # Samples of the last query, and the knobs of each.
@@ -51,13 +51,11 @@ class ActiveKnobs:
             runs: settings over those, by run.
             caps: draft caps that the ladders of runs have reached, within their knobs' caps.
         """
-        knobs = resolved(self._base, [shared])
+        knobs = resolved(self.base, [shared])
         own = {}
         for run_id in {*runs, *caps}:
-            found = resolved(knobs, [runs[run_id]] if run_id in runs else [])
-            cap = max(1, min(found.draft_cap, caps.get(run_id, found.draft_cap)))
             # The same object where nothing is its own, so that its samples share a mode with others.
-            own[run_id] = found if cap == found.draft_cap else found.model_copy(update={"draft_cap": cap})
+            own[run_id] = capped(resolved(knobs, [runs[run_id]] if run_id in runs else []), caps.get(run_id))
         return PreparedKnobs(revision, knobs, own)
 
     def apply(self, prepared: PreparedKnobs) -> bool:

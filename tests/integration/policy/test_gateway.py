@@ -12,12 +12,15 @@ from prometheus_client import CollectorRegistry
 from paceline import (
     AbortedError,
     AsyncClient,
+    EffectiveKnobs,
     InvalidArgumentError,
     KnobSetting,
     RetryPolicy,
     UnavailableError,
 )
+from paceline.knobs import knobs_to_proto
 from paceline.types import Decision
+from services.contracts.knobs import Knobs
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
 from services.platform.redis.decision_log import DecisionRecord
@@ -58,6 +61,43 @@ async def test_knobs_are_set_and_read_and_a_stale_change_is_refused(
     await client.set_knobs("", KnobSetting(0, {"draft_cap": 3}), pool="spot")
     assert (await client.knobs(pool="spot")).knobs == {"draft_cap": 3}
     assert instance.knobs == {"speculation": False, "draft_cap": 3}
+
+
+async def test_knobs_in_use_are_told_with_who_uses_them(fleet: Fleet, client: AsyncClient) -> None:
+    policy = await fleet.policy()
+    (default,) = (await client.knobs()).effective
+    assert default == EffectiveKnobs(Knobs().model_dump(mode="json"), ())
+    for name, own in {"i0": Knobs(draft_cap=8), "i1": Knobs(draft_cap=8), "i2": Knobs(margin=0.5)}.items():
+        instance = await fleet.instance(name, pool="spot" if name == "i2" else "")
+        instance.report.own_knobs.CopyFrom(knobs_to_proto(own.model_dump(mode="json")))
+    await fleet.linked(policy, 3)
+    await client.set_knobs("", KnobSetting(0, {"mode": "fixed"}))
+    await client.set_knobs("", KnobSetting(0, {"draft_cap": 3}), pool="spot")
+    found = await client.knobs()
+    assert found.knobs == {"mode": "fixed"}
+    assert [each.instance_ids for each in found.effective] == [("i0", "i1"), ("i2",)]
+    assert [[each.knobs[name] for name in ("mode", "draft_cap", "margin")] for each in found.effective] == [
+        ["fixed", 8, 0.02],
+        ["fixed", 3, 0.5],
+    ]
+    assert found.pending == ()
+    (spot,) = (await client.knobs(pool="spot")).effective
+    assert spot.instance_ids == ("i2",)
+
+
+async def test_knobs_of_an_instance_that_has_not_confirmed_them_are_not_said_to_be_in_use(
+    fleet: Fleet, client: AsyncClient
+) -> None:
+    instances = [await fleet.instance(name) for name in ("i0", "i1")]
+    for each in instances:
+        each.report.own_knobs.SetInParent()
+    await fleet.linked(await fleet.policy(answer_seconds=0.1), 2)
+    instances[1].deaf = True
+    change = await client.set_knobs("", KnobSetting(0, {"mode": "fixed"}))
+    assert change.pending == ("i1",)
+    found = await client.knobs()
+    assert [each.instance_ids for each in found.effective] == [("i0",)]
+    assert found.pending == ("i1",)
 
 
 async def test_a_refusal_says_which_field_it_is_about(fleet: Fleet, client: AsyncClient) -> None:

@@ -134,7 +134,10 @@ def truth(instance: InstanceProcess) -> dict[int, list[int]]:
 async def test_an_instance_starts_with_the_knobs_that_are_kept(
     instance: InstanceProcess, knobs: Knobs, truth: dict[int, list[int]]
 ) -> None:
-    assert (await knobs.report()).revision >= 1
+    report = await knobs.report()
+    assert report.revision >= 1
+    assert report.own_knobs.speculation, "its own configuration, which what is kept overrides"
+    assert report.own_knobs.mode == "planner"
     outcomes = await generate(instance.address, items(1, truth))
     assert drafted(outcomes) == 0
     assert tokens(outcomes) == truth

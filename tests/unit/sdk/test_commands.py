@@ -54,10 +54,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "entry_points", lambda **params: found.select(**params))
 
 
-def without(gone: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line where some packages are not installed."""
+def without(gone: set[str], *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a folder where some packages are not installed."""
     command = [sys.executable, "-c", GONE.format(gone=gone), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.usefixtures("installed")
@@ -141,6 +141,23 @@ def test_the_sdk_s_commands_work_without_services() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_demo_is_found_from_any_folder(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("paceline")
+    done = subprocess.run([script, "demo", "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--prompts" in done.stdout
+
+
+def test_without_the_demo_its_command_says_what_works(tmp_path: Path) -> None:
+    done = without({"examples"}, "demo", "--steps=1", folder=tmp_path)
+    assert done.returncode == 2
+    assert "in a checkout of the repository" in done.stderr
+    advised = re.findall(r"`make ([a-z-]+)`", done.stderr)
+    assert advised == ["setup", "demo"]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(advised) <= set(targets)
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_extra_the_command_line_says_what_to_install(package: str) -> None:
     done = without({package}, "status")
@@ -176,6 +193,16 @@ def _named(name: str) -> tuple[t.Instance, ...]:
 
 
 VERSIONS = t.Versions(5, 2, "/weights/5", "sha256:0", "", ())
+_SET = {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}}
+KNOBS = t.KnobSetting(
+    3,
+    _SET,
+    (
+        t.EffectiveKnobs({**_SET, "draft_cap": 16}, ("i1", LONG)),
+        t.EffectiveKnobs({**_SET, "draft_cap": 8}, ("i9",)),
+    ),
+    ("i7",),
+)
 DECISIONS = (
     t.Decision(1.0, "toggle", "on at 3 samples", 0.25, {"samples": 3}, "run"),
     t.Decision(2.0, "knobs", "mode", 0.0, {}),
@@ -229,7 +256,7 @@ class ClientDouble:
         return {"i1": 7}[instance]
 
     def knobs(self, *_: Any, **__: Any) -> t.KnobSetting:
-        return t.KnobSetting(3, {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}})
+        return KNOBS
 
     def watch_decisions(self, *_: Any) -> Iterator[t.Decision]:
         yield from DECISIONS
@@ -309,13 +336,34 @@ def test_status_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.usefixtures("connected")
 def test_knobs_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["policy", "get"]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "revision 3"
-    assert lines == ["ladder.lengths=[1,2]", "ladder.on=true", "mode=toggle"]
-    assert policy.with_changes({}, lines) == {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}}
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "revision 3",
+        "knob set in use",
+        "draft_cap 16 (2 instances), 8 (i9)",
+        "ladder.lengths [1,2] [1,2]",
+        "ladder.on true true",
+        "mode toggle toggle",
+        "in use: on 3 instances",
+        "not known of instances that have not confirmed the latest change: i7",
+    ]
+    lines = [f"{name}={value}" for name, value in policy.knob_values(KNOBS.knobs)]
+    assert policy.with_changes({}, lines) == KNOBS.knobs
     assert run(["policy", "get", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown == {"revision": 3, "knobs": {"mode": "toggle", "ladder": {"on": True, "lengths": [1, 2]}}}
+    assert (shown["revision"], shown["knobs"], shown["pending"]) == (3, KNOBS.knobs, ["i7"])
+    assert [each["instance_ids"] for each in shown["effective"]] == [["i1", LONG], ["i9"]]
+
+
+def test_knobs_of_a_fleet_without_instances_are_not_said_to_be_in_use(
+    capsys: pytest.CaptureFixture[str], connected: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = t.KnobSetting(0, {}, (t.EffectiveKnobs({"mode": "planner"}, ()),))
+    monkeypatch.setattr(sys.modules[__name__], "KNOBS", default)
+    assert run(["policy", "get"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mode", "planner"] in rows
+    assert rows[0][-4:] == ["no", "knob", "is", "set"]
+    assert rows[-1][:6] == ["in", "use:", "on", "no", "instance;", "the"]
 
 
 @pytest.mark.usefixtures("connected")
