@@ -111,7 +111,8 @@ def _load(entry: EntryPoint) -> Any:
 def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Any:
     """Return a command that says which installation it needs, and ends with status 2."""
     if entry.module.partition(".")[0] == "examples":
-        needed = f"{CHECKOUT}: `make setup` and `make demo` there"
+        # No installation has the examples, except an editable one, which is in a checkout.
+        needed = f"`make setup` in {CHECKOUT}; then run `make demo` there"
     else:
         needed = f"the server: {how_to_install('cpu', server=True)} (or cuda instead of cpu)"
     message = f"paceline: {entry.name} needs {needed}: {error}"
