@@ -37,6 +37,7 @@ from paceline.run import AsyncRun
 from paceline.sessions import AsyncSession, AsyncSessions
 from paceline.sharded_tensors import ShardedTensors
 from paceline.shards import Shard
+from paceline.text import Text
 from paceline.tls_files import TlsFileError
 from paceline.types import (
     Batch,
@@ -155,6 +156,7 @@ __all__ = [
     "ShardedTensors",
     "Stale",
     "Submitted",
+    "Text",
     "Tls",
     "TlsFileError",
     "TokenDelta",

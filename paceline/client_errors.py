@@ -11,6 +11,7 @@ from paceline.errors import (
     BATCH_LOST,
     CALL_DROPPED,
     CUT_SHORT,
+    EXTRA_MISSING,
     NO_RENDEZVOUS,
     RANK_LOST,
     SHARD_NOT_NAMED,
@@ -27,6 +28,7 @@ from paceline.errors import (
     PacelineError,
     UnavailableError,
 )
+from paceline.installation import how_to_install
 from paceline.misdirection import Misdirection
 
 
@@ -136,6 +138,13 @@ def shard_not_named(method: str, names: Iterable[str]) -> FailedPreconditionErro
     message = (
         f"{method} is a call to one deployment: make it on client.shard(name), one of {', '.join(names)}"
     )
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+
+
+def extra_missing(extra: str, purpose: str, error: ImportError) -> FailedPreconditionError:
+    """Return the error of a call that needs packages of an extra that is not installed."""
+    info = error_details_pb2.ErrorInfo(reason=EXTRA_MISSING)
+    message = f"{purpose} needs the extra `{extra}`: {how_to_install(extra)} ({error})"
     return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
 
 

@@ -43,6 +43,8 @@ SHARD_NOT_NAMED = "SHARD_NOT_NAMED"
 """Reason of the error of a call of one deployment, made on a client of several."""
 RANK_LOST = "RANK_LOST"
 """Reason of the error of a push by several ranks, of which one failed or is gone."""
+EXTRA_MISSING = "EXTRA_MISSING"
+"""Reason of the error of a call that needs packages that are missing; the message says how to install them."""
 NO_RENDEZVOUS = "NO_RENDEZVOUS"
 """Reason of the error of a push by broadcast from a trainer that cannot open one."""
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from paceline.errors import Violation
 from paceline.foreign_json import read_object
+from paceline.text import until_stop
 from services.contracts.errors import InvalidArgument
 from services.facade.chat_template import TemplateTraits, traits_of
 
@@ -166,12 +167,7 @@ def check_text(text: str, tokenizer: Tokenizer, max_model_len: int | None, field
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special: bool, stop_string: str = "") -> str:
     """Return the text of tokens up to the stop string that the last of them completes, if there is one."""
-    text = tokenizer.decode(token_ids, skip_special)
-    if not stop_string:
-        return text
-    before = tokenizer.decode(token_ids[:-1], skip_special).rstrip(_UNFINISHED)
-    begin = text.find(stop_string, max(0, len(before) - len(stop_string) + 1))
-    return text if begin < 0 else text[:begin]
+    return until_stop(lambda ids: tokenizer.decode(ids, skip_special), token_ids, stop_string)
 
 
 def longest_beginning(stop: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "vllm", "typer", "rich", "pydantic", "redis", "services", "safetensors")
+HEAVY = ("torch", "vllm", "typer", "rich", "pydantic", "redis", "services", "safetensors", "transformers")
 
 
 def test_importing_the_sdk_brings_in_nothing_heavy() -> None:
