@@ -47,11 +47,12 @@ class InvalidArgument(ServiceError):
     """Raised when fields of the request are invalid, whatever the state of the system."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = list(violations)
         message = "; ".join(f"{each.field}: {each.description}" for each in self.violations)
-        super().__init__(message, _bad_request(self.violations), _info("INVALID_ARGUMENT"))
+        super().__init__(message, _bad_request(self.violations), _info(self.reason))
 
 
 class FailedPrecondition(ServiceError):

@@ -20,7 +20,7 @@ from services.contracts.errors import ServiceError, Unimplemented
 from services.facade.http_errors import HttpError, error_body, fault, http_error, in_dialect
 from services.platform.observability.metrics import RpcMetrics
 from services.platform.security.caller import act_for
-from services.platform.security.guard import Guard, scopes_for
+from services.platform.security.guard import SCRAPE, Guard, scopes_for
 
 log = structlog.get_logger(__name__)
 
@@ -74,9 +74,12 @@ OF_ONE_FACADE = frozenset(
     }
 )
 """Paths that are about the requests in work of one facade."""
-OPEN = frozenset({"/health", "/health/", "/health_generate", "/livez", "/readyz", "/docs", "/openapi.json"})
-"""Paths that anybody may read: probes have no token, and the page of the API says nothing of a deployment."""
+OPEN = frozenset(
+    {"/health", "/health/", "/health_generate", "/livez", "/readyz", "/docs", "/openapi.json", "/version"}
+)
+"""Paths that anybody may read: probes have no token; version and page of the API say nothing of a deployment."""
 METHODS: dict[str, str] = {
+    "/metrics": SCRAPE,
     "/v1/models": READ,
     "/v1/completions": GENERATE,
     "/v1/chat/completions": GENERATE,

@@ -26,6 +26,7 @@ from services.facade.names import SampleNames
 from services.facade.origins import Origins
 from services.facade.routes.health import health_routes
 from services.facade.routes.paceline import paceline_routes
+from services.facade.routes.server import server_routes
 from services.facade.routes.sglang import sglang_routes
 from services.facade.routes.tokens import tokens_routes
 from services.facade.routes.vllm import vllm_routes
@@ -77,12 +78,14 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
         version=metadata.version("paceline"),
         lifespan=_closing(client, pool),
         redirect_slashes=False,
+        docs_url=None,
         redoc_url=None,
     )
     made.state.samples, made.state.fleet, made.state.metrics = facade.samples, facade.fleet, metrics
     made.state.workers = pool
     updates = Updates(client.current, facade.samples, metrics, facade.fleet.published)
     made.include_router(health_routes(facade.fleet))
+    made.include_router(server_routes(registry, made.openapi))
     made.include_router(vllm_routes(facade, updates))
     made.include_router(tokens_routes(facade))
     made.include_router(sglang_routes(facade, updates))

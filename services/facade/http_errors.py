@@ -59,7 +59,7 @@ def http_error(error: PacelineError | ServiceError, names: Mapping[str, str] | N
         error = PacelineError(error.code, error.message, error.details)
     status, kind = _STATUS.get(error.code, _FAULT)
     param = None
-    if status == 400 and error.violations:
+    if status in (400, 404) and error.violations:
         param = _name_in_body(error.violations[0].field, names or {})
     headers: dict[str, str] = {}
     if status in _COMES_AGAIN:

@@ -69,6 +69,8 @@ class Specs:
         flags = [f"--port={port}", f"--gateway={gateways}"]
         flags += [f"--model={config.model.absolute()}"] if texts else []
         flags += [f"--tokens-file={tokens.absolute()}"] if tokens else []
+        name = config.served_model_name
+        flags += [f"--served-model-name={name}"] if name is not None else []
         return self._spec("facade", "facade", (*flags, *config.facade_options))
 
     def instance(

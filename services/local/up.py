@@ -24,7 +24,7 @@ from services.local.config import LOG_BYTES, RestartPolicy
 from services.local.doctor import examine, findings_table
 from services.local.findings import FindingState
 from services.models.download import DownloadError
-from services.models.local_model import local_model
+from services.models.local_model import hub_name, local_model
 from services.models.source import SourceError
 
 _CHECK_SECONDS = 1.0
@@ -56,6 +56,12 @@ def up(
     ] = 7400,
     http_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade. Default: there is none.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the model over HTTP. Default: its name on the hub, or its folder if it is given by that."
+        ),
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
@@ -90,6 +96,8 @@ def up(
 
     Options after `--` go to every instance: paceline up --model DIR -- --max-num-seqs 64
     """
+    if served_model_name is not None and http_port is None:
+        raise typer.BadParameter("is for HTTP, and needs --http-port", param_hint="--served-model-name")
     try:
         model_folder = local_model(model, lambda line: typer.echo(f"model: {line}"))
     except (DownloadError, SourceError, OSError) as error:
@@ -100,6 +108,7 @@ def up(
         instances=instances,
         port=port,
         http_port=http_port,
+        served_model_name=served_model_name or hub_name(model),
         redis_url=redis_url,
         folder=folder,
         token=token,

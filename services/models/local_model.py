@@ -54,6 +54,17 @@ def _made(name: str, report: Report) -> Path:
     return folder
 
 
+def hub_name(name: str) -> str | None:
+    """Return the name on the hub, without a revision, that a person gave; None: a folder, or another address."""
+    if Path(name).exists():
+        return None
+    try:
+        address = as_source(name)
+    except SourceError:
+        return None
+    return address.removeprefix("hf://").partition("@")[0] if address.startswith("hf://") else None
+
+
 def models_folder() -> Path:
     """Return the folder in which downloaded models are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "models"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 from pydantic import PrivateAttr
@@ -21,6 +22,13 @@ from services.facade.text import Tokenizer, check_text, needs_text
 Ids = Sequence[int] | npt.NDArray[np.int64]
 MOST_STOP_TOKENS = 4096
 """Most stop token ids of a request; each of its samples sends them."""
+
+
+class ModelNotServed(InvalidArgument):
+    """Raised for a request that names another model than the one that is served: 404, as of vLLM and OpenAI."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "MODEL_NOT_FOUND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +48,9 @@ class Limits:
     """Sampling parameters of vLLM's dialect that a request leaves out."""
 
     def check_model(self, asked: str | None) -> None:
-        """Refuse a request that names another model."""
+        """Raise ModelNotServed for a request that names another model."""
         if asked and asked != self.model:
-            raise InvalidArgument([Violation("model", f"{asked!r} is not served; must be {self.model!r}")])
+            raise ModelNotServed([Violation("model", f"{asked!r} is not served; must be {self.model!r}")])
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class RefusedBody:
     violations: list[Violation]
     names: Mapping[str, str]
     """Names of fields in the body, where they differ from the SDK's."""
+    kind: type[InvalidArgument] = InvalidArgument
+    """The error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def prepared(tokenizer: Tokenizer | None, raw: bytes, kind: type[Body], limits: 
         found = error.errors(include_url=False, include_context=False, include_input=False)
         return Invalid([{**each, "loc": ("body", *each["loc"])} for each in islice(found, _MOST_PROBLEMS)])
     except InvalidArgument as error:
-        return RefusedBody(error.violations[:_MOST_PROBLEMS], names)
+        return RefusedBody(error.violations[:_MOST_PROBLEMS], names, type(error))
     return body
 
 

@@ -16,7 +16,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
 
 from paceline.errors import CancelledError
-from services.contracts.errors import InvalidArgument
 from services.facade.dialects.asked import Limits
 from services.facade.dialects.parameters import Body, as_it_is
 from services.facade.samples import SampleOutput
@@ -76,7 +75,7 @@ class Desk:
             found = await while_connected(request, asked)
         if isinstance(found, RefusedBody):
             request.state.names = found.names
-            raise InvalidArgument(found.violations)
+            raise found.kind(found.violations)
         if isinstance(found, Invalid):
             raise RequestValidationError(found.problems)
         body: Body = found

@@ -271,7 +271,10 @@ def bearer_token(authorization: str) -> str:
 _READERS = frozenset({TokenScope.ROLLOUTS, TokenScope.WEIGHTS, TokenScope.FLEET})
 """Scopes of which any allows to read the state of the platform."""
 
+SCRAPE = "metrics"
+"""Name for `admit` of the reading of metrics, where they are not on a port of their own."""
 _SERVICES: dict[str, frozenset[TokenScope]] = {
+    SCRAPE: frozenset({TokenScope.METRICS}),
     "paceline.v1.RolloutService": frozenset({TokenScope.ROLLOUTS}),
     "paceline.v1.WeightService": frozenset({TokenScope.WEIGHTS}),
     "paceline.v1.FleetService": frozenset({TokenScope.FLEET}),

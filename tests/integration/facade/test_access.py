@@ -52,7 +52,9 @@ async def test_a_request_needs_a_token_with_its_scope(stack_of: StackMaker, toke
     assert (await http.post("/v1/completions", json=BODY, headers=bearer("rollouts"))).status_code == 200
     assert (await http.get("/v1/models", headers=bearer("weights"))).status_code == 200
     assert (await http.get("/v1/models", headers=bearer("metrics"))).status_code == 403
-    for path in ("/health", "/livez", "/readyz", "/docs", "/openapi.json"):
+    for token, status in {"metrics": 200, "rollouts": 403, "wrong": 401}.items():
+        assert (await http.get("/metrics", headers=bearer(token))).status_code == status
+    for path in ("/health", "/livez", "/readyz", "/docs", "/openapi.json", "/version"):
         assert (await http.get(path)).status_code == 200
     # What no scope names is closed, whether or not it exists.
     assert (await http.get("/v2/nothing", headers=bearer("rollouts"))).status_code == 403

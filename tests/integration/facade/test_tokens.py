@@ -152,7 +152,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": [-1]}, "token_ids"),
     ({"features": {"mm_hashes": {}}}, "features"),
     ({"output_mode": "text"}, "output_mode"),
-    ({"model": "another"}, "model"),
     ({"sampling_params": {"logprobs": 5}}, "sampling_params.logprobs"),
     ({"sampling_params": {"seed": 1 << 64}}, "sampling_params.seed"),
     ({"sampling_params": {"n": 0}}, "sampling_params.n"),

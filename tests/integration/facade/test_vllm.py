@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.facade.conftest import StackMaker, expected
 from tests.integration.gateway.conftest import CALL, Cluster, until
@@ -251,7 +254,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"request_id": "a\udc00"}, "request_id"),
     ({"structured_outputs": {"json": {"\ud800": 1}}}, "structured_outputs.json.\ufffd"),
     ({"seed": 1 << 64}, "seed"),
-    ({"model": "another"}, "model"),
     ({"max_tokens": "many"}, "max_tokens"),
 ]
 
@@ -280,6 +282,27 @@ async def test_a_bad_parameter_is_named(stack_of: StackMaker) -> None:
         name = param.partition("[")[0]
         assert name in error["message"] or f"{name}: sampling.json_schema:" in f"{name}: {error['message']}"
     assert (await stack.facade.post("/v1/completions", prompt=[1], max_tokens=1))["choices"]
+
+
+async def test_a_model_has_the_name_that_it_is_served_under_and_another_is_not_found(
+    stack_of: StackMaker,
+) -> None:
+    stack = await stack_of(served_model_name="org/policy")
+    (model,) = (await stack.facade.http.get("/v1/models")).json()["data"]
+    assert model["id"] == "org/policy"
+    for path in ("/v1/completions", "/generate"):
+        prompt = {"input_ids": [1]} if path == "/generate" else {"prompt": [1], "max_tokens": 1}
+        # A small body is read here, a large one by a worker.
+        for more in ({}, {"user" if "prompt" in prompt else "rid": "x" * 70_000}):
+            response = await stack.facade.http.post(path, json={**prompt, "model": "fake", **more})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (404, "not_found_error")
+            assert (error["param"], error["code"]) == ("model", "MODEL_NOT_FOUND")
+            assert "'org/policy'" in error["message"]
+    with pytest.raises(openai.NotFoundError):
+        await stack.facade.openai.completions.create(model="fake", prompt=[1])
+    answer = await stack.facade.openai.completions.create(model="org/policy", prompt=[1], max_tokens=1)
+    assert answer.model == "org/policy"
 
 
 async def test_values_that_ask_for_nothing_are_taken(stack_of: StackMaker) -> None:
@@ -376,9 +399,31 @@ async def test_the_api_is_described(stack_of: StackMaker) -> None:
     described = (await stack.facade.http.get("/openapi.json")).json()
     body = described["components"]["schemas"]["CompletionBody"]["properties"]
     assert "drawn" in body["seed"]["description"]
-    assert (await stack.facade.http.get("/docs")).status_code == 200
+    page = await stack.facade.http.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert not re.search(r"<script|https?://", page.text), "it works without a network"
+    for name, field in described["components"]["schemas"]["CompletionBody"]["properties"].items():
+        assert f"<code>{name}</code>" in page.text, field
+    for path, methods in described["paths"].items():
+        assert all(f"{method.upper()} {path}</code>" in page.text for method in methods)
     unknown = await stack.facade.http.get("/v2/nothing")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "404")
+
+
+async def test_version_and_metrics_are_where_vllm_has_them(stack_of: StackMaker) -> None:
+    http = (await stack_of()).facade.http
+    assert (await http.get("/version")).json() == {"version": metadata.version("paceline")}
+    await http.post("/v1/completions", json={"prompt": [1], "max_tokens": 3, "ignore_eos": True})
+    scraped = await http.get("/metrics")
+    assert scraped.headers["content-type"].startswith("text/plain")
+    (total,) = [
+        sample.value
+        for family in text_string_to_metric_families(scraped.text)
+        for sample in family.samples
+        if sample.name == "paceline_facade_tokens_total" and sample.labels == {"dialect": "vllm"}
+    ]
+    assert total == 3
 
 
 async def test_a_body_that_is_too_long_is_refused(stack_of: StackMaker) -> None:

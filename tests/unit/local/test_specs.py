@@ -1,5 +1,6 @@
 """Command lines of the processes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from paceline import Tls
@@ -52,6 +53,9 @@ def test_a_facade_is_given_the_gateways_the_tokens_and_the_tokenizer(tmp_path: P
     assert {"--port=8000", "--gateway=a:1,b:2", f"--tokens-file={tokens}"} <= set(spec.argv)
     assert spec.environment["PACELINE_TOKEN"] == "secret"
     assert not any(word.startswith("--model") for word in spec.argv), "there is no tokenizer"
+    assert not any(word.startswith("--served") for word in spec.argv), "it has the name that instances report"
+    named = Specs(replace(config, served_model_name="org/m"), STATE, "redis://x").facade(8000, "a:1")
+    assert "--served-model-name=org/m" in named.argv
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert f"--model={tmp_path}" in Specs(config, STATE, "redis://x").facade(8000, "a:1,b:2").argv
 
