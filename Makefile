@@ -40,7 +40,7 @@ lint: setup     ## Format, style, types, imports, protocol
 	.venv/bin/buf breaking --against protos/baseline.binpb
 
 docs: setup     ## Documentation site, strictly checked, in runs/site
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 scripts/heartbeat "docs, a minute or two" .venv/bin/mkdocs build --strict --quiet
 
 format: setup   ## Format and fix what can be fixed
 	$(PYTHON) -m ruff check --fix $(SOURCES)
@@ -56,10 +56,10 @@ gpu:            ## On this machine's GPU: tokens, step times, kernels, in calls 
 	@test -x $(PYTHON) && python=$(PYTHON) || python=python3; PYTHONPATH=$(CURDIR):$$PYTHONPATH $$python -m bench.gpu $(GPU_ARGS)
 
 bench: setup    ## One benchmark (NAME=rollout, the whole; SUBJECT=smollm2; BENCH_ARGS), result in runs/bench/NAME.json
-	$(PYTHON) -m bench.$(NAME) $(if $(SUBJECT),--subjects $(SUBJECT)) $(BENCH_ARGS)
+	scripts/heartbeat "bench $(NAME)" $(PYTHON) -m bench.$(NAME) $(if $(SUBJECT),--subjects $(SUBJECT)) $(BENCH_ARGS)
 
 bench-full: setup ## All systems, both subjects, in calls of 25 minutes until no cell is left (BENCH_ARGS="--rounds 3")
-	$(PYTHON) -m bench.rollout --systems all --subjects tinymath tinymath-16m $(BENCH_ARGS)
+	scripts/heartbeat "bench rollout" $(PYTHON) -m bench.rollout --systems all --subjects tinymath tinymath-16m $(BENCH_ARGS)
 
 nightly: setup  ## The tests under stress, then the quick form of every benchmark (NIGHTLY_ARGS), whose tables go to docs
 	$(MAKE) test STRESS=1; tested=$$?; $(PYTHON) -m bench.nightly $(NIGHTLY_ARGS) && exit $$tested

@@ -1,0 +1,62 @@
+"""`scripts/heartbeat`, by which long targets of make say that they are at work."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts/heartbeat"
+
+
+def begin(*command: str, seconds: str = "0.05") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [SCRIPT, "work", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HEARTBEAT_SECONDS": seconds},
+        start_new_session=True,
+    )
+
+
+def test_it_speaks_while_the_command_is_silent_and_leaves_its_output_alone() -> None:
+    # `cat` is silent until its input ends.
+    with begin("cat") as running:
+        assert running.stdin is not None
+        assert running.stderr is not None
+        for _ in range(2):
+            assert re.fullmatch(r"work: at work for \d+ s\n", running.stderr.readline())
+        output, _ = running.communicate("said\n", timeout=60)
+    assert (running.returncode, output) == (0, "said\n")
+
+
+def test_the_exit_status_is_the_command_s_and_nobody_waits_for_a_sleep() -> None:
+    with begin("sh", "-c", "exit 3", seconds="3600") as running:
+        # Ends only when nothing holds the streams any more.
+        output, error = running.communicate(timeout=60)
+    assert (running.returncode, output, error) == (3, "", "")
+
+
+def test_ctrl_c_reaches_the_command() -> None:
+    program = "trap 'echo stopped; exit 7' INT; echo ready; while :; do sleep 0.05; done"
+    with begin("sh", "-c", program, seconds="3600") as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        # A terminal sends it to the whole group.
+        os.killpg(running.pid, signal.SIGINT)
+        output, _ = running.communicate(timeout=60)
+    assert output == "stopped\n"
+    assert running.returncode != 0
+
+
+@pytest.mark.parametrize("target", ["docs", "bench", "bench-full"])
+def test_long_targets_use_it(target: str) -> None:
+    shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "scripts/heartbeat" in shown.stdout
