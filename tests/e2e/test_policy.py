@@ -77,6 +77,11 @@ def change(client: Client, **knobs: object) -> None:
     while (done := client.set_knobs("", KnobSetting(client.knobs().revision, knobs))).pending:
         assert time.monotonic() < deadline, done
     assert done.applied == ("instance-0", "instance-1")
+    (used,) = client.knobs().effective
+    assert used.instance_ids == done.applied
+    assert {name: used.knobs[name] for name, value in knobs.items() if not isinstance(value, dict)} == {
+        name: value for name, value in knobs.items() if not isinstance(value, dict)
+    }
 
 
 def test_the_kill_switch_stops_all_drafting_and_no_sample_changes(platform: Platform, client: Client) -> None:
