@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import columns
-from bench.branches.earlier_policy import measure as measure_branches
 from bench.comparison import Comparison
 from bench.coverage import Coverage
 from bench.replay import Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
@@ -173,17 +172,7 @@ def _result(
         "tokens_of_trajectory": trajectory.tokens,
         "recorded_update_seconds": [step.update_seconds for step in trajectory.steps],
         "kl_per_step": [step.moved_kl for step in trajectory.steps],
-        "branches": _branches(trajectory),
         "warm_up_steps": WARM_UP,
-    }
-
-
-def _branches(trajectory: Trajectory) -> dict[str, dict[str, float]]:
-    """Return how often the older policy's first and second choices are right, with shared and with own noise."""
-    coupled, own = measure_branches(trajectory)
-    return {
-        name: {"accepted": found.accepted, "second_branch_saves": found.saved}
-        for name, found in (("coupled", coupled), ("own_noise", own))
     }
 
 
