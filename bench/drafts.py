@@ -2,8 +2,7 @@
 
 Two parts. The index alone, side by side with arctic-inference's (bench/drafts_index). Reuse: a real GRPO run,
 recorded once on a plain platform with prompts that come back every epoch, is replayed under each exactness level
-(bench/history.py). Only epochs after the first count. What lenience does to training is bench/lenience.py's
-affair. Writes runs/bench/drafts.json.
+(bench/history.py). Only epochs after the first count. Writes runs/bench/drafts.json.
 
     python -m bench.drafts [--epochs 2] [--pool 64] [--only index reuse]
 """

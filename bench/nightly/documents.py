@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.lenience_table import level_table
 from bench.report import format_value
 from bench.rollout.markdown import Rows, goal_table, modelled_table, overview, regime_table
 
@@ -156,14 +155,9 @@ def _regimes(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _levels(result: Mapping[str, Any]) -> list[str]:
-    return [*level_table(result["levels"]), "", _origin(result)]
-
-
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
     "brief": lambda result: _overview(_of_all_rounds(result)),
     "figures": _figures,
-    "levels": _levels,
     "modelled": _modelled,
     "modelled-brief": lambda result: _modelled(_of_all_rounds(result)),
     "overview": _overview,

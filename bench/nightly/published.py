@@ -13,7 +13,7 @@ from typing import Any
 
 RESULTS = Path("bench/results")
 EARLIER = "earlier"
-_KEPT = ("goals", "machine", "measured_at", "systems", "regimes", "options", "levels", "tables")
+_KEPT = ("goals", "machine", "measured_at", "systems", "regimes", "options", "tables")
 """What is kept beside single figures."""
 _SUBJECT = ("figures", "goals", "rows", "absent")
 """What is kept of a subject of the benchmark of the whole."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from bench.lenience_table import LEVEL_COLUMNS, by_level
 from bench.nightly.__main__ import DOCUMENTS, run
 from bench.nightly.documents import DocumentError, rewritten, written_by_hand
 from bench.nightly.jobs import JOBS, NIGHT_MINUTES, NightlyJob
@@ -64,12 +63,6 @@ _WHOLE: dict[str, Any] = {
     "machine": {"cpus": 2, "processor": "a processor"},
     "measured_at": "2026-11-24T08:00:00+00:00",
 }
-_LEVEL: dict[str, Any] = {
-    **{key: 0.5 for _, key in LEVEL_COLUMNS},
-    "kl": 0.01,
-    "reward_by_epoch": [0.25, 0.5],
-    "lossless": True,
-}
 _PART = "text\n<!-- figures: {} -->\nold | 1\n<!-- /figures -->\nmore\n"
 
 
@@ -107,13 +100,6 @@ def test_a_generated_part_has_the_figures_and_the_command_that_gave_them() -> No
     # Of other benchmarks, every single figure with its goal.
     plain = reduced({"a": 1.23456, "b": None, "rows": [1], "goals": {"a": ">= 1"}}, "make bench NAME=x")
     assert plain["figures"] == {"a": 1.23456, "b": None}
-    levels = {
-        "plain": by_level({("plain", 0): _LEVEL, ("plain", 1): _LEVEL | {"kl": 0.02}}, "plain")["plain"]
-    }
-    kept = reduced({**_WHOLE, "levels": levels}, "make bench")
-    shown = rewritten(_PART.format("x levels"), {"x": kept})
-    assert "| plain | 0.5 |" in shown
-    assert "| 0.015 (0.01 to 0.02) |" in shown
     shown = rewritten(_PART.format("x figures"), {"x": plain})
     assert "| `a` | 1.23 | >= 1 |\n| `b` | - |  |" in shown
 
