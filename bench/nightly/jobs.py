@@ -36,10 +36,7 @@ JOBS = (
     NightlyJob("facade", "bench.facade", 3.0, ("--rounds", "6")),
     NightlyJob("fleet", "bench.fleet", 3.0, ("--instances", "125,250")),
     NightlyJob(
-        "weights",
-        "bench.weights",
-        4.0,
-        ("--sizes", "100", "--fleets", "1,2", "--engine-sizes", "100", "--delta-steps", "1"),
+        "weights", "bench.weights", 4.0, ("--sizes", "100", "--fleets", "1,2", "--engine-sizes", "100")
     ),
     NightlyJob("coupled", "bench.coupled", 4.0, ("--rounds", "2"), arctic=True),
     NightlyJob(

@@ -8,7 +8,6 @@ real instances, each with a folder of its own:
 - transfers: 1, 2 and 4 instances, by folder and by stream, over loopback, and by stream over links of a tenth of
   loopback's rate. Their engine is a stand-in that holds the model and copies new weights into it.
 - engines: one instance of vLLM's engine that decodes while weights come (CONTINUE).
-- deltas: GRPO steps of tinymath, as in bench.weight_deltas.
 
 Files lie in `--folder`, by default in memory (/dev/shm) where that has room, so that what Paceline does is measured
 and not a disk. What they are compared with is measured in the same place, in the same run.
@@ -24,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import weight_deltas
 from bench.report import console, format_value, show, show_table, write
 from bench.weights.fleet import Model, Pushes, engine_pushes, transfers
 from bench.weights.links import loopback_rate
@@ -47,7 +45,7 @@ def main() -> None:
     with _place(given) as place, PartsProgress(_plan(given)) as progress:
         measured = _measure(given, place, progress)
     _show(measured)
-    figures = summary(measured["transfers"], measured["engines"], measured["deltas"])
+    figures = summary(measured["transfers"], measured["engines"])
     reached = verdicts(figures, measured["engines"])
     show("weights", figures)
     console().print(f"goals reached: {reached}")
@@ -64,8 +62,6 @@ def _plan(given: argparse.Namespace) -> list[tuple[str, float]]:
     parts += [(f"{size} MB, loopback", 15 + size * fleets / 100) for size in given.sizes]
     parts.append((f"{largest} MB, throttled links", 20 + largest / 20 * len(given.fleets)))
     parts += [(f"{size} MB, vLLM", 45 + size / 20) for size in given.engine_sizes]
-    if given.delta_steps:
-        parts.append(("deltas", 90 + 15 * given.delta_steps))
     return parts
 
 
@@ -90,15 +86,9 @@ def _measure(given: argparse.Namespace, place: Path, progress: PartsProgress) ->
     for size in given.engine_sizes:
         progress.begin(f"{size} MB, vLLM")
         engines += _told(engine_pushes(models[size], place / "platform", (FOLDER, STREAM)))
-    deltas = None
-    if given.delta_steps:
-        progress.begin("deltas")
-        recorded = weight_deltas.record_steps(LOGS / "deltas", given.delta_steps)
-        deltas = weight_deltas.measure(recorded, place / "deltas", given.delta_megabytes)
     return {
         "transfers": rows,
         "engines": engines,
-        "deltas": deltas,
         "references": {
             str(size): {
                 "model_bytes": weight_bytes(model.folder),
@@ -197,8 +187,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--fleets", type=_numbers, default=[1, 2, 4], help="numbers of instances, by commas")
     add("--engine-sizes", type=_numbers, default=[100, 1000], help="MB of the models of vLLM's engine")
     add("--rounds", type=int, default=1, help="timed pushes of each kind")
-    add("--delta-steps", type=int, default=4, help="GRPO steps at each learning rate; 0: no deltas")
-    add("--delta-megabytes", type=int, default=64, help="size of the weights of which the deltas' speeds are")
     add("--folder", type=Path, help="where the files lie")
     return parser.parse_args(argv)
 

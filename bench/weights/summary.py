@@ -13,8 +13,6 @@ GOALS = {
     "stream_vs_copy": 1.5,
     "stream_seconds_ratio_4_vs_1": 1.3,
     "trainer_bytes_ratio_4_vs_1": 1.0,
-    "delta_bytes_share": 0.25,
-    "delta_bytes_share_1e-6": 0.05,
 }
 # What the protocol around the bytes may add.
 _BYTES_TOLERANCE = 0.01
@@ -22,7 +20,7 @@ _LEAST_GAP_MS = 100.0
 _MORE_BYTES = 1e9
 
 
-def summary(transfers: Sequence[Row], engines: Sequence[Row], deltas: Row | None) -> dict[str, Any]:
+def summary(transfers: Sequence[Row], engines: Sequence[Row]) -> dict[str, Any]:
     """Return the figures; None for what was not measured.
 
     Ratios to the copy are of the largest model and one instance, memory is of the largest model, and the gap is the
@@ -38,8 +36,6 @@ def summary(transfers: Sequence[Row], engines: Sequence[Row], deltas: Row | None
         "stream_vs_copy": _only(of_largest, "vs_copy_and_check", STREAM, 1),
         "stream_seconds_ratio_4_vs_1": _ratio(throttled, "seconds"),
         "trainer_bytes_ratio_4_vs_1": _ratio(throttled, "trainer_bytes"),
-        "delta_bytes_share": deltas and deltas["delta_bytes_share"],
-        "delta_bytes_share_1e-6": deltas and deltas["delta_bytes_share_1e-6"],
         "peak_memory_models": max(memory, default=None),
         "decoding_gap_ms": max((row["decoding_gap_ms"] for row in engines), default=None),
     }

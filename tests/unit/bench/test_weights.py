@@ -21,8 +21,6 @@ KEYS = [
     "stream_vs_copy",
     "stream_seconds_ratio_4_vs_1",
     "trainer_bytes_ratio_4_vs_1",
-    "delta_bytes_share",
-    "delta_bytes_share_1e-6",
     "peak_memory_models",
     "decoding_gap_ms",
 ]
@@ -50,32 +48,27 @@ TRANSFERS = [
     transfer(STREAM, THROTTLED, 1000, 1, vs_copy_and_check=6.0, seconds=10.0, trainer_bytes=1000.0),
 ]
 ENGINES = [engine(100, 90.0, 20.0, 5.0), engine(1000, 150.0, 160.0, 0.1), engine(1000, 140.0, 160.0, 0.3)]
-DELTAS = {"delta_bytes_share": 0.3, "delta_bytes_share_1e-6": 0.01}
 
 
 def test_the_summary_has_every_figure_of_the_largest_model() -> None:
-    figures = summary(TRANSFERS, ENGINES, DELTAS)
+    figures = summary(TRANSFERS, ENGINES)
     assert list(figures) == KEYS
-    assert list(figures.values()) == [1.4, 1.6, 1.2, 1.001, 0.3, 0.01, 0.3, 150.0]
+    assert list(figures.values()) == [1.4, 1.6, 1.2, 1.001, 0.3, 150.0]
 
 
 def test_a_goal_is_reached_missed_or_not_measured() -> None:
-    reached = verdicts(summary(TRANSFERS, ENGINES, DELTAS), ENGINES)
+    reached = verdicts(summary(TRANSFERS, ENGINES), ENGINES)
     assert set(reached) == set(KEYS)
-    assert {name for name, each in reached.items() if not each} == {"stream_vs_copy", "delta_bytes_share"}
-    assert not verdicts(summary(TRANSFERS, ENGINES, DELTAS), [engine(1000, 161.0, 160.0, 0.1)])[
-        "decoding_gap_ms"
-    ]
-    assert not verdicts(summary(TRANSFERS, ENGINES, DELTAS), [engine(1000, 1.0, 1.0, 2.1)])[
-        "peak_memory_models"
-    ]
+    assert {name for name, each in reached.items() if not each} == {"stream_vs_copy"}
+    assert not verdicts(summary(TRANSFERS, ENGINES), [engine(1000, 161.0, 160.0, 0.1)])["decoding_gap_ms"]
+    assert not verdicts(summary(TRANSFERS, ENGINES), [engine(1000, 1.0, 1.0, 2.1)])["peak_memory_models"]
 
 
 def test_what_was_not_measured_is_none() -> None:
-    figures = summary([], [], None)
+    figures = summary([], [])
     assert figures == dict.fromkeys(KEYS)
     assert verdicts(figures, []) == dict.fromkeys(KEYS)
-    alone = summary([row for row in TRANSFERS if row["instances"] == 1], [], None)
+    alone = summary([row for row in TRANSFERS if row["instances"] == 1], [])
     assert (alone["folder_vs_copy"], alone["stream_seconds_ratio_4_vs_1"]) == (1.4, None)
 
 
