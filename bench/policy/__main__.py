@@ -22,7 +22,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench import quantized_training as trained
 from bench.intervals import MedianInterval
 from bench.policy.cells import MOST, BenchProgress, GivenCells, MeasuredModel, measure_model
 from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
@@ -30,17 +29,15 @@ from bench.random_model import make_random_experts
 from bench.report import Figures, format_value, show_rows, write
 
 _FOLDER = Path("runs/bench/policy")
+_MODEL = Path("examples/tinymath/model")
 _SAMPLES = (8, 32, 128)
 _WRONG = (0.02, 0.15, 0.4, 0.95)
 # Of the mixture of experts, where other cells would say little more.
 _EXPERTS_SAMPLES, _EXPERTS_WRONG = (32,), (0.02, 0.4, 0.95)
-# Of the run that drafts with the quantized copy.
-_W4_STEPS = 4
 # A median of fewer rounds has no interval.
 _LEAST_ROUNDS = 6
 _AT_LEAST = {"planner_vs_best_fixed_min": 0.97, "worst_ratio_vs_plain": 0.98, "planner_worst_vs_plain": 0.98}
 _AT_MOST = {"step_time_error_median": 0.08, "step_time_error_p90": 0.25, "planner_us_256": 150}
-_LEAST_ACCEPTANCE = 0.96
 _NOTE = (
     "Ratios are medians over paired rounds with 95 % intervals from order statistics; a goal is missed where the"
     " whole interval of a cell lies below it: where ..._upper, the least upper end of all cells, does."
@@ -56,29 +53,21 @@ def main() -> None:
     """Measure, show and write."""
     arguments = _arguments()
     given = _given(arguments)
-    folder = given[0].folder
-    progress = BenchProgress(sum(len(each.samples) * len(each.wrong) for each in given) + 1)
+    progress = BenchProgress(sum(len(each.samples) * len(each.wrong) for each in given))
     models = list[MeasuredModel]()
     for each in given:
         models.append(_apart(measure_model, each, progress))
         progress = models[-1].progress
         _show(each, models[-1].cells)
-    quantized, why = _quantized(folder)
-    progress.advance("quantized copy")
     cells = [cell for model in models for cell in model.cells]
-    figures = {
-        **figures_of(cells),
-        "planner_us_256": models[0].decision_us,
-        "self_w4_acceptance": quantized.get("self_w4_acceptance"),
-    }
+    figures = {**figures_of(cells), "planner_us_256": models[0].decision_us}
     rows = [(name, format_value(value), *_goal(name, figures)) for name, value in figures.items()]
     show_rows("policy", ("figure", "value", "goal", ""), rows)
-    print(_NOTE, f"quantized: {why}" if why else "")
+    print(_NOTE)
     write(
         "policy",
         {
             **figures,
-            "quantized": quantized or why,
             "cells": [cell.row() for cell in cells],
             "sweep": {
                 each.name: [step.model_dump() for step in model.sweep]
@@ -106,7 +95,7 @@ def _given(arguments: argparse.Namespace) -> list[GivenCells]:
     few = [each for each in samples if each in _EXPERTS_SAMPLES] or samples[:1]
     some = [each for each in wrong if each in _EXPERTS_WRONG] or wrong[:1]
     return [
-        GivenCells("tinymath", trained.MODEL, samples, wrong, rounds),
+        GivenCells("tinymath", _MODEL, samples, wrong, rounds),
         GivenCells("experts", experts, few, some, rounds),
     ]
 
@@ -145,18 +134,7 @@ def _goal(name: str, figures: Figures) -> tuple[str, str]:
         return f">= {goal}", verdict(value, figures[f"{name}_upper"], goal)
     if name in _AT_MOST:
         return f"<= {_AT_MOST[name]}", "met" if value <= _AT_MOST[name] else "missed"
-    if name == "self_w4_acceptance" and value is not None:
-        return f">= {_LEAST_ACCEPTANCE}", "met" if value >= _LEAST_ACCEPTANCE else "missed"
     return "", ""
-
-
-def _quantized(model: Path) -> tuple[Figures, str]:
-    """Return the quantized copy's figures over a training run, and why there are none where there are none."""
-    try:
-        return trained.measure(trained.Given(steps=_W4_STEPS, model=model)), ""
-    except Exception as error:
-        # The other figures took minutes; they are worth keeping without it.
-        return {}, f"not measured: {error!r}"
 
 
 def _arguments() -> argparse.Namespace:

@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import quantized_training as trained
 from bench.model_drafting import in_own_process
-from bench.quantized import formats, here, replays
+from bench.quantized import formats, here, replays, training
 from bench.quantized.tables import tables
 from bench.report import console, format_value, show_rows, write
 
@@ -84,7 +83,7 @@ def main() -> None:
 def _measured(parts: Parts, model: Path, given: argparse.Namespace) -> dict[str, Any]:
     name = _name(model)
     options = here.HereOptions(model.absolute(), given.prompts, given.samples, given.max_tokens, given.rounds)
-    run = trained.Given(
+    run = training.Given(
         given.steps, given.prompts, given.samples, given.max_tokens, 128, here.DEPTH, model.absolute()
     )
     return {
@@ -94,7 +93,7 @@ def _measured(parts: Parts, model: Path, given: argparse.Namespace) -> dict[str,
             )
             for each in here.PARTS
         },
-        "trained": parts.part(f"{name}-trained", asdict(run), partial(trained.measure, run)),
+        "trained": parts.part(f"{name}-trained", asdict(run), partial(training.measure, run)),
     }
 
 
@@ -124,13 +123,13 @@ def _figures(largest: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(model: Path) -> str:
-    return "tinymath" if model.absolute() == trained.MODEL.absolute() else model.name
+    return "tinymath" if model.absolute() == training.MODEL.absolute() else model.name
 
 
 def arguments() -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, nargs="+", default=[trained.MODEL])
+    parser.add_argument("--model", type=Path, nargs="+", default=[training.MODEL])
     parser.add_argument("--fresh", action="store_true", help="measure the parts that are kept again, too")
     parser.add_argument("--rounds", type=int, default=3, help="in which modes take turns")
     parser.add_argument("--steps", type=int, default=8, help="of the training run")
