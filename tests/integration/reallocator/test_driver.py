@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from bench.driver import DrivenMove, Driver, Task
+from bench.migration.driver import DrivenMove, Driver, Task
 from paceline.v1 import sample_pb2
 from tests.integration.gateway.conftest import Cluster, until
 from tests.integration.reallocator.conftest import Fleet

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench import history, reuse
+from bench import reuse
+from bench.drafts import history
 from bench.scrape import Metrics
 from examples.tinymath.train import Options
 from tests.unit.bench.steps import named, sample, step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from bench.driver import LoadResult, Task
+from bench.migration.driver import LoadResult, Task
 from examples.tinymath.tasks import make_problems
 from examples.tinymath.tokenizer import prompt_ids
 from paceline.v1 import sample_pb2

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from bench.drafts_index.indexes import (
+from bench.drafts.indexes import (
     ARCTIC_DEPTHS,
     ARCTIC_LIMITS,
     WINDOW,
@@ -23,7 +23,7 @@ from bench.drafts_index.indexes import (
     arctic_missing,
     fill,
 )
-from bench.drafts_index.texts import LENGTH, ROLLOUTS, RUNNING, RUNNING_PROMPTS, RunningGroup, made_up_groups
+from bench.drafts.texts import LENGTH, ROLLOUTS, RUNNING, RUNNING_PROMPTS, RunningGroup, made_up_groups
 from kernels.suffix_index import warm_up
 
 APPENDED = 3
@@ -50,12 +50,12 @@ def step_seconds(sides: Sequence[ComparedIndex], groups: Sequence[RunningGroup])
 
 def resident_bytes(kind: str) -> float:
     """Return the bytes by which a process grows as one side caches the made-up texts, for each token of them."""
-    command = [sys.executable, "-m", "bench.drafts_index", "--resident", kind]
+    command = [sys.executable, "-m", "bench.drafts.speed", kind]
     return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 
 
 def measure_resident(kind: str) -> float:
-    """Print the resident bytes of one index: the child process of `resident_bytes` runs this."""
+    """Return the resident bytes a token of one index: the child process of `resident_bytes` runs this."""
     groups = made_up_groups()
     if kind == "ours":
         warm_up()
@@ -111,3 +111,7 @@ def measure_speed(rounds: int = 3) -> dict[str, Any]:
         figures[f"batch_step_microseconds_{name}"] = stepped[name] * 1e6
         figures[f"bytes_per_token_{name}"] = resident_bytes(name.removeprefix("arctic_"))
     return figures
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_resident(sys.argv[1])))

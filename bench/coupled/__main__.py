@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.engine_process import EngineMeasurement, EngineProcess, EngineRound, EngineUnavailable
+from bench.coupled.engine_process import EngineMeasurement, EngineProcess, EngineRound, EngineUnavailable
 from bench.report import Figures, format_value, show_rows, write
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineOptions, EngineRequest

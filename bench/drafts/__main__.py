@@ -1,8 +1,9 @@
 """Drafts from what was generated before: the suffix index, and the reuse of earlier rollouts (SPEC-RL).
 
-Two parts. The index alone, side by side with arctic-inference's (bench/drafts_index). Reuse: a real GRPO run,
+Index: speed, memory and acceptance, compared with the suffix cache of arctic-inference where
+`arctic_inference.suffix_decoding` can be imported (PYTHONPATH), else its figures are null. Reuse: a real GRPO run,
 recorded once on a plain platform with prompts that come back every epoch, is replayed under each exactness level
-(bench/history.py). Only epochs after the first count. Writes runs/bench/drafts.json.
+(bench/drafts/history.py). Only epochs after the first count. Writes runs/bench/drafts.json.
 
     python -m bench.drafts [--epochs 2] [--pool 64] [--only index reuse]
 """
@@ -16,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import history
-from bench.drafts_index.comparison import measure as measure_index
+from bench.drafts import history
+from bench.drafts.comparison import measure as measure_index
 from bench.report import console, format_value, show_rows, show_table, write
 from bench.systems import plain_platform
 from bench.ties import Judge, judge_all

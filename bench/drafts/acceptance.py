@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.drafts_index.indexes import (
+from bench.drafts.indexes import (
     ARCTIC_DEPTHS,
     ARCTIC_LIMITS,
     WINDOW,
@@ -17,7 +17,7 @@ from bench.drafts_index.indexes import (
     arctic_missing,
     fill,
 )
-from bench.drafts_index.texts import RUNNING_PROMPTS, RunningGroup, Tokens, tinymath_groups
+from bench.drafts.texts import RUNNING_PROMPTS, RunningGroup, Tokens, tinymath_groups
 
 
 def measure_acceptance(groups: Sequence[RunningGroup] | None = None, window: int = WINDOW) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.drafts_index.acceptance import measure_acceptance
-from bench.drafts_index.indexes import ARCTIC_DEPTHS, arctic_missing
-from bench.drafts_index.speed import measure_speed
+from bench.drafts.acceptance import measure_acceptance
+from bench.drafts.indexes import ARCTIC_DEPTHS, arctic_missing
+from bench.drafts.speed import measure_speed
 
 RATIOS = (
     "batch_step_speedup_vs_arctic",

@@ -10,39 +10,19 @@ both. Writes runs/bench/gateway.json.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import time
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import paceline
-from bench.report import Figures, cores, show, write
-from services.contracts.seeds import sample_seed
+from bench.gateway.bare_engine import KV_BYTES, RUN_SEED, BareEngine, Workload, engine_cores
+from bench.report import Figures, show, write
 from services.local.config import PlatformConfig
 from services.local.pinning import cpu_environment
 from services.local.platform import Platform
 from services.platform.cores import cpu_list
 
 _GOAL = 1.08
-_RUN_SEED = 7
-_KV_BYTES = 512 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """`prompts` token ids by prompt id; `samples` of each, at most `max_tokens` long, at temperature 1."""
-
-    prompts: dict[str, list[int]]
-    samples: int
-    max_tokens: int
-
-    @property
-    def keys(self) -> list[tuple[str, int]]:
-        """(prompt id, slot) of every sample."""
-        return [(name, slot) for name in self.prompts for slot in range(self.samples)]
 
 
 def main() -> None:
@@ -54,15 +34,15 @@ def main() -> None:
         instances=1,
         folder=Path("runs/bench/gateway"),
         instance_options=("--dtype", "float32", "--speculation", "off", *_engine_options()),
-        environment=cpu_environment(_engine_cores()),
+        environment=cpu_environment(engine_cores()),
         pin=False,
         reallocator=False,
     )
     with (
         Platform(options) as platform,
-        _Bare(arguments.model) as bare,
+        BareEngine(arguments.model) as bare,
         platform.client() as client,
-        client.run("bench", seed=_RUN_SEED) as run,
+        client.run("bench", seed=RUN_SEED) as run,
     ):
         rounds = [
             (bare.round(workload, step), _platform_round(run, workload, step))
@@ -93,60 +73,6 @@ def _platform_round(run: paceline.Run, workload: Workload, step: int) -> float:
     return took
 
 
-class _Bare:
-    """The engine alone in a process of its own, driven in a plain loop."""
-
-    def __init__(self, model: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        os.environ.update(cpu_environment(_engine_cores()))
-        self._process = context.Process(target=_serve, args=(theirs, model), daemon=True)
-
-    def __enter__(self) -> _Bare:
-        self._process.start()
-        self._pipe.recv()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.send(None)
-        self._process.join(10)
-
-    def round(self, workload: Workload, step: int) -> float:
-        """Return the seconds for the workload."""
-        self._pipe.send((workload, step))
-        return float(self._pipe.recv())
-
-
-def _serve(pipe: Connection, model: Path) -> None:
-    from services.generation.engine.core import Engine
-    from services.generation.engine.types import EngineOptions
-    from services.generation.engine.warmup import warm_up
-
-    engine = Engine(EngineOptions(model=str(model), dtype="float32", kv_cache_memory_bytes=_KV_BYTES))
-    warm_up(engine)
-    pipe.send("ready")
-    while (message := pipe.recv()) is not None:
-        workload, step = message
-        pipe.send(_drive(engine, workload, step))
-
-
-def _drive(engine: object, workload: Workload, step: int) -> float:
-    from services.contracts.sampling import Sampling
-    from services.generation.engine.core import Engine
-    from services.generation.engine.types import EngineRequest
-
-    assert isinstance(engine, Engine)
-    sampling = Sampling(max_tokens=workload.max_tokens)
-    began = time.perf_counter()
-    for name, slot in workload.keys:
-        seed = sample_seed(_RUN_SEED, step, name, slot)
-        prompt = tuple(workload.prompts[name])
-        engine.add(EngineRequest(f"{step}-{name}-{slot}", prompt, (), sampling, seed))
-    while engine.has_work:
-        engine.step()
-    return time.perf_counter() - began
-
-
 def _workload(prompts: int, samples: int, max_tokens: int) -> Workload:
     from examples.tinymath.tasks import make_problems
     from examples.tinymath.tokenizer import prompt_ids
@@ -155,12 +81,8 @@ def _workload(prompts: int, samples: int, max_tokens: int) -> Workload:
     return Workload({problem.id: prompt_ids(problem.question) for problem in problems}, samples, max_tokens)
 
 
-def _engine_cores() -> tuple[int, ...]:
-    return cores()[:1]
-
-
 def _engine_options() -> tuple[str, ...]:
-    return ("--kv-cache-memory-bytes", str(_KV_BYTES), "--threads-bind", cpu_list(_engine_cores()))
+    return ("--kv-cache-memory-bytes", str(KV_BYTES), "--threads-bind", cpu_list(engine_cores()))
 
 
 def _arguments() -> argparse.Namespace:

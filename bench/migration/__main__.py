@@ -26,10 +26,10 @@ from statistics import median
 from typing import Any
 
 from bench.comparison import Comparison
-from bench.driver import DrivenMove, Driver, LoadResult, Task
-from bench.kv_copy import measure_copies
-from bench.migration_figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
-from bench.migration_loads import PROMPT_TOKENS, TailOptions, figure_5, long_tail
+from bench.migration.driver import DrivenMove, Driver, LoadResult, Task
+from bench.migration.figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
+from bench.migration.kv_copy import measure_copies
+from bench.migration.loads import PROMPT_TOKENS, TailOptions, figure_5, long_tail
 from bench.random_model import make_random_model
 from bench.report import console, show, show_table, write
 from bench.scrape import Metrics, scrape

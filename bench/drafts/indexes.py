@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bench.drafts_index.texts import RunningGroup, Tokens
+from bench.drafts.texts import RunningGroup, Tokens
 from kernels.suffix_index import SuffixIndex
 
 WINDOW = 8

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from bench.driver import LoadResult
 from bench.intervals import median_interval
+from bench.migration.driver import LoadResult
 from bench.report import format_value
 from bench.scrape import Metrics
 from paceline.times import seconds_of

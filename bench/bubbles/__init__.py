@@ -1,0 +1,1 @@
+"""Bubbles filled with drafts of the next step, against plain decoding."""

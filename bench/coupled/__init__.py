@@ -1,0 +1,1 @@
+"""Coupled sampling and its drafters against plain vLLM."""

@@ -1,0 +1,1 @@
+"""The suffix index, and the reuse of earlier rollouts."""

@@ -1,1 +1,0 @@
-"""The suffix index beside arctic-inference's suffix cache."""

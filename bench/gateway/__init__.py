@@ -1,0 +1,1 @@
+"""Overhead of the platform against the bare engine."""

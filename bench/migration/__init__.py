@@ -1,0 +1,1 @@
+"""Gain and cost of moving running samples."""

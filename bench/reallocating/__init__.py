@@ -1,0 +1,1 @@
+"""Cost of the reallocator's decisions in a large fleet."""
