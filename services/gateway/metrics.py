@@ -178,7 +178,8 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     announced = counter("announced_step_tokens_total", "Response tokens of the steps that were announced.")
     unannounced = counter(
         "unannounced_steps_total",
-        "Steps that nobody announced, so that nothing of them was generated ahead. The first step of a run is one.",
+        "Steps that nobody announced, so that nothing of them was generated ahead. The first step of a run is one. "
+        "A step of single samples (HTTP) counts when it begins.",
     )
     coverage = gauge(
         "step_coverage_ratio", "Pre-generated tokens over real tokens, of the last announced step."

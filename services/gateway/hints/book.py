@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -146,7 +147,8 @@ class HintedRun:
 class HintBook:
     """Hints of all runs: of at most `max_steps` steps each, and of at most `max_bytes` bytes in all.
 
-    Of more than `max_runs` runs, those are `idle` that were touched longest ago.
+    Of more than `max_runs` runs, those are `idle` that were touched longest ago. Of as many runs of single samples
+    the latest step is known.
     """
 
     def __init__(self, max_steps: int, max_bytes: int, max_runs: int = 10_000) -> None:
@@ -154,6 +156,8 @@ class HintBook:
         self._max_steps = max_steps
         self._max_bytes = max_bytes
         self._max_runs = max_runs
+        # Run id -> last step of a run of single samples, the latest last.
+        self._single_steps: OrderedDict[str, int] = OrderedDict()
 
     def put(self, hint: Hint, now: float) -> tuple[HintOutcome, list[int]]:
         """Keep a hint, in place of an earlier one for its step.
@@ -191,6 +195,18 @@ class HintBook:
         run = self.runs.get(run_id)
         return run is not None and step in run.hints
 
+    def is_first(self, run_id: str, step: int) -> bool:
+        """Return True for a single sample that is the first of a step later than those that have begun."""
+        run, singles = self.runs.get(run_id), self._single_steps
+        last = max(singles.get(run_id, -1), -1 if run is None or run.step is None else run.step)
+        if step <= last:
+            return False
+        singles[run_id] = step
+        singles.move_to_end(run_id)
+        if len(singles) > self._max_runs:
+            singles.popitem(last=False)
+        return True
+
     def idle(self, before: float) -> list[str]:
         """Return the runs without a batch or a hint since then, and those that are too many."""
         surplus = max(0, len(self.runs) - self._max_runs)
@@ -202,6 +218,7 @@ class HintBook:
     def forget(self, run_id: str) -> None:
         """Forget a run."""
         self.runs.pop(run_id, None)
+        self._single_steps.pop(run_id, None)
 
     def size(self) -> int:
         """Return the bytes of all hints."""

@@ -166,8 +166,14 @@ class Hinting:
             self.begin(batch)
 
     def reach(self, batch: RolloutBatch) -> None:
-        """Do as `resume` for a sample of a Generate call, if there are hints of its run."""
-        if batch.key[0] in self.book.runs:
+        """Do as `resume` for a sample of a Generate call, if there are hints of its run.
+
+        Steps of which nothing else comes are counted here where nobody announced them.
+        """
+        run_id, step = batch.key[0], batch.step
+        if self.book.is_first(run_id, step) and not self.book.is_hinted(run_id, step):
+            self.metrics.unannounced.inc()
+        if run_id in self.book.runs:
             self.resume(batch)
 
     async def forget(self, run_id: str) -> None:
