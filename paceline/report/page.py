@@ -77,7 +77,7 @@ def tiles(facts: RunFacts) -> list[Tile]:
         idle = sum(step.bubble_seconds for step in steps) / instance_seconds
         found.append(Tile("Bubbles", f"{idle:.0%}", remark))
     if len(steps) > 1:
-        found.append(_generated_ahead(steps[1:]))
+        found.append(_generated_ahead(steps[1:], timeline.filled_share(facts)))
     verified = sum(counts.verifications for counts in facts.drafts.values())
     if verified:
         accepted = sum(counts.accepted for counts in facts.drafts.values())
@@ -90,15 +90,22 @@ def tiles(facts: RunFacts) -> list[Tile]:
     return found
 
 
-def _generated_ahead(steps: Sequence[RunStep]) -> Tile:
-    """Return the share of the tokens of these steps that existed when their step began."""
+def _generated_ahead(steps: Sequence[RunStep], filled: float | None) -> Tile:
+    """Return the share of the tokens of these steps that existed when their step began.
+
+    `filled` is the share of the bubbles in which something was generated ahead; None: there were none.
+    """
     announced = sum(step.pregenerated is not None for step in steps)
     tokens = sum(step.tokens for step in steps)
     ahead = sum(step.pregenerated or 0 for step in steps)
+    unused = "" if filled is None else f"{1 - filled:.0%} of the bubbles went unused"
     if announced:
         remark = f"of the tokens; {announced:,} of {len(steps):,} steps were announced"
+        if unused and announced < len(steps):
+            remark += f", and {unused}"
     else:
-        remark = "no step was announced: give all batches to run.rollouts, or call run.hint"
+        remark = "no step was announced" + (f", and {unused}" if unused else "")
+        remark += ": give all batches to run.rollouts, or call run.hint"
     return Tile("Generated ahead", f"{ahead / max(1, tokens):.0%}", remark)
 
 

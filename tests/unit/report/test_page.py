@@ -12,7 +12,7 @@ from paceline import types as t
 from paceline.report import palette
 from paceline.report.bars import PART_CLASSES, PHASES
 from paceline.report.entries import read_facts
-from paceline.report.facts import FleetNow, RunFacts
+from paceline.report.facts import Filled, FleetNow, RunFacts
 from paceline.report.page import MOST_DECISIONS, render, tiles
 from paceline.report.svg import element, short, ticks
 from tests.unit.report.facts_of_a_run import BEGIN, run_entries
@@ -105,10 +105,15 @@ def with_now(facts: RunFacts) -> RunFacts:
         (
             (None, None, None),
             "0%",
-            "no step was announced: give all batches to run.rollouts, or call run.hint",
+            "no step was announced, and 100% of the bubbles went unused: give all batches to run.rollouts, or call "
+            "run.hint",
         ),
         # The first step has no step before it in which it could be announced.
-        ((60, 30, None), "25%", "of the tokens; 1 of 2 steps were announced"),
+        (
+            (60, 30, None),
+            "25%",
+            "of the tokens; 1 of 2 steps were announced, and 100% of the bubbles went unused",
+        ),
         ((None, 60, 60), "100%", "of the tokens; 2 of 2 steps were announced"),
     ],
 )
@@ -119,8 +124,29 @@ def test_the_page_says_how_much_was_generated_ahead_and_who_announced_nothing(
     for step, tokens in zip(facts.steps, ahead, strict=True):
         assert step.tokens == 60
         step.pregenerated = tokens
+    assert generated_ahead(facts) == (share, remark)
+
+
+def test_bubbles_that_were_filled_did_not_go_unused() -> None:
+    facts = read_facts(run_entries(2))
+    facts.steps[1].pregenerated = None
+    idle = {
+        row.instance_id: sum(step.rows[place].bubble for step in facts.steps)
+        for place, row in enumerate(facts.steps[0].rows)
+    }
+    assert idle["instance-1"] > 0
+    facts.filled = [Filled("instance-1", BEGIN, BEGIN + 100)]
+    unused = 1 - idle["instance-1"] / sum(idle.values())
+    said = f"no step was announced, and {unused:.0%} of the bubbles went unused"
+    assert generated_ahead(facts)[1].startswith(said)
+    for step in facts.steps:
+        step.rows = ()
+    assert generated_ahead(facts)[1].startswith("no step was announced: give")
+
+
+def generated_ahead(facts: RunFacts) -> tuple[str, str]:
     (tile,) = [tile for tile in tiles(facts) if tile.name == "Generated ahead"]
-    assert (tile.value, tile.remark) == (share, remark)
+    return tile.value, tile.remark
 
 
 @pytest.mark.parametrize("refresh", [0.0, 2.0])
