@@ -19,6 +19,7 @@ from services.facade.access import Access
 from services.facade.config import FacadeConfig, GenerationDefaults
 from services.facade.dialects.defaults import FILE, model_defaults
 from services.facade.fleet import ServedFleet
+from services.facade.forecasts import Forecasts
 from services.facade.gateway_client import GatewayClient
 from services.facade.http_errors import HttpError, error_body, http_error, in_dialect, validation_error
 from services.facade.metrics import FacadeMetrics
@@ -56,6 +57,9 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
     if warm:
         pool.launch()
     tokenizer = _tokenizer(config)
+    # Of several facades each sees a part of a step, and numbers its samples apart.
+    remembered = config.forecast_prompts if config.alone else 0
+    forecasts = Forecasts(client.current, remembered, config.max_hinted_samples, metrics)
     facade = Facade(
         config=config,
         client=client.current,
@@ -69,6 +73,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
         tokenizer=tokenizer,
         metrics=metrics,
         names=SampleNames(alone=config.alone),
+        forecasts=forecasts,
         desk=Desk(tokenizer, pool),
         defaults=_defaults(config),
     )
@@ -76,7 +81,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
         title="Paceline",
         summary="Rollouts over HTTP, in the dialects of vLLM (OpenAI) and SGLang",
         version=metadata.version("paceline"),
-        lifespan=_closing(client, pool),
+        lifespan=_closing(client, pool, forecasts),
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -136,12 +141,13 @@ def _defaults(config: FacadeConfig) -> dict[str, float]:
 
 
 def _closing(
-    client: GatewayClient, pool: WorkerPool
+    client: GatewayClient, pool: WorkerPool, forecasts: Forecasts
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await pool.stop()
+        await forecasts.close()
         await client.close()
 
     return lifespan

@@ -49,6 +49,9 @@ class FacadeConfig(ServiceConfig):
     """Most samples of one request: prompts times n."""
     max_hinted_samples: int = Field(default=262_144, ge=1)
     """Most samples of one hint: prompts times n."""
+    forecast_prompts: int = Field(default=65_536, ge=0)
+    """Prompts that are remembered, to announce the next step of a trainer that goes through them in the same order
+    every epoch; its epoch must not have more. 0: nothing is announced. Needs `alone`."""
     max_concurrent_samples: int = Field(default=16384, ge=1)
     """Most samples in work at once; above it requests are answered 429 with the time to wait."""
     trust_request_chat_template: bool = False

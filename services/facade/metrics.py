@@ -19,6 +19,13 @@ class FacadeMetrics(MetricSet, prefix="paceline_facade_"):
         "weight_updates_total", "Weight updates by folder, by outcome.", "outcome", values=OUTCOMES
     )
     disconnects = counter("disconnects_total", "Requests whose client left before the answer.")
+    forecasts = counter(
+        "forecasts_total",
+        "Steps that were forecast by the order of the epoch before: announced to the gateway; failed, where that "
+        "was not possible; missed, where less than half of their prompts came.",
+        "outcome",
+        values=("announced", "failed", "missed"),
+    )
     tokens = counter("tokens_total", "Tokens of answers.", "dialect", values=("vllm", "sglang", "trl"))
     connections_ended = counter(
         "connections_ended_total",

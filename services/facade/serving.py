@@ -21,6 +21,7 @@ from services.contracts.errors import ServiceError
 from services.facade.config import FacadeConfig
 from services.facade.dialects.asked import Limits, SamplesAsked
 from services.facade.fleet import ServedFleet
+from services.facade.forecasts import Forecasts
 from services.facade.http_errors import fault, http_error
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import GivenNames, SampleNames, given_names
@@ -52,6 +53,7 @@ class Facade:
     tokenizer: Tokenizer | None
     metrics: FacadeMetrics
     names: SampleNames
+    forecasts: Forecasts
     desk: Desk = field(default_factory=Desk)
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling parameters of vLLM's dialect that a request leaves out."""
@@ -95,7 +97,9 @@ class Facade:
         """
         given = self._given(request)
         step = await self.fleet.recent_version() if given.step is None else given.step
-        return self.names.requests(asked, given, step)
+        found = self.names.requests(asked, given, step)
+        self.forecasts.asked(found)
+        return found
 
     @asynccontextmanager
     async def generating(

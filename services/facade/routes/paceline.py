@@ -23,6 +23,7 @@ def paceline_routes(facade: Facade) -> APIRouter:
         """Announce the prompts of a coming step, for idle instances; 0 samples if nothing can be made of it."""
         announced = rollout_pb2.HintNextBatchRequest.FromString(body.announced)
         announced.run_id, announced.run_seed = facade.run_id(request), _hinted_seed(facade, body.seed)
+        facade.forecasts.announced(announced.run_id, announced.step)
         return {
             "samples": int((await facade.client().call(Unary("Rollout", "HintNextBatch", announced))).samples)
         }

@@ -16,6 +16,7 @@ from services.facade.dialects.answers import AnswerWriter
 from services.facade.dialects.completions import CompletionBody
 from services.facade.dialects.sglang_answers import SglangWriter
 from services.facade.fleet import ServedFleet
+from services.facade.forecasts import Forecasts
 from services.facade.http_errors import fault
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames
@@ -25,14 +26,16 @@ from tests.unit.facade.test_samples import LENGTH, Scripted, request
 
 
 def facade_of(client: Any) -> Facade:
+    metrics = FacadeMetrics(CollectorRegistry())
     return Facade(
         FacadeConfig(),
         lambda: client,
         ServedFleet(lambda: client, None),
         SamplesInWork(lambda: client, 8, 60.0, lambda _: None),
         None,
-        FacadeMetrics(CollectorRegistry()),
+        metrics,
         SampleNames(alone=True),
+        Forecasts(lambda: client, 0, 0, metrics),
     )
 
 
