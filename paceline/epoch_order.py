@@ -99,9 +99,9 @@ class EpochOrder:
     def ask(self, request: t.SampleRequest) -> t.BatchHint | None:
         """Note a sample that is asked for; return a hint of the next step, once a step, when it can be forecast.
 
-        Samples with a prefix go on with an earlier request and do not count.
+        Samples with a prefix go on with an earlier request, and greedy ones are an evaluation's: neither count.
         """
-        if len(request.prefix_token_ids):
+        if len(request.prefix_token_ids) or request.sampling.temperature == 0:
             return None
         now = self._now
         if now is not None and request.step < now.step:

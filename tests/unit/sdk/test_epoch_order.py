@@ -209,12 +209,17 @@ def test_samples_whose_seeds_cannot_be_known_are_not_forecast() -> None:
         assert trainer.order.ask(asked(prompt_id, trainer.step, run_seed=seed + 1)) is None
 
 
-def test_a_resumed_sample_is_no_new_one() -> None:
+def test_resumed_samples_and_evaluations_do_not_count() -> None:
     trainer = Trainer()
-    trainer.go_through(cut(names(6), 2) * 2)
-    before = trainer.order.entries
-    assert trainer.order.ask(asked("0", trainer.step, prefix_token_ids=[1])) is None
-    assert trainer.order.entries == before
+    for step in cut(names(6), 2) * 2:
+        trainer.go_through([step])
+        before = trainer.order.entries
+        for prompt_id in names(6):
+            again = asked(prompt_id, trainer.step - 1, prefix_token_ids=[1])
+            greedy = asked(prompt_id, trainer.step - 1, sampling=SamplingParams(temperature=0.0))
+            assert trainer.order.ask(again) is trainer.order.ask(greedy) is None
+        assert trainer.order.entries == before
+    assert list(trainer.hints) == [5, 6]
 
 
 def test_a_trainer_that_begins_again_is_learned_anew() -> None:
