@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline import types as t
 from paceline.calls import GatewayCalls
-from paceline.errors import InvalidArgumentError, NotFoundError
+from paceline.errors import InvalidArgumentError, NotFoundError, PacelineError
 from paceline.integrations.prompts import prompt_id_of
+from paceline.integrations.verl.forecast import StepForecast
 from paceline.rollout import AsyncRollout
+from paceline.run_rollouts import RunRollouts
+
+_log = logging.getLogger("paceline")
+
+_HOLD_SECONDS = 1.0
+"""Seconds for which calls of an announced prompt wait for each other: verl sends them at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +52,19 @@ class SampleQueue:
     Those that come while a batch is submitted go with the next one, so that thousands of calls at once are a few
     batches, and equal prompts among them a group. Each batch has a seed of its own: the same prompt in two batches
     of a step has different samples.
+
+    While `forecasts` is set, the next step is announced where it is forecast. The calls of an announced prompt go
+    together, with the seed that was announced, as soon as all have come.
     """
 
-    def __init__(self, client: GatewayCalls, run_id: str, seed: str) -> None:
-        """`seed` must be another for each server of a run."""
+    def __init__(
+        self, client: GatewayCalls, run_id: str, seed: str, hold_seconds: float = _HOLD_SECONDS
+    ) -> None:
+        """`seed` must be another for each server of a run. Calls of an announced prompt wait `hold_seconds`."""
         self.step = 0
         """Step of the batches to come."""
+        self.forecasts = False
+        """Whether steps are forecast. They must not be where other servers have a part of them."""
         self._client = client
         self._run_id = run_id
         self._seed = seed
@@ -57,6 +72,14 @@ class SampleQueue:
         self._launch = uuid.uuid4().hex
         self._batches = 0
         self._waiting: list[VerlCall] = []
+        self._forecast = StepForecast(run_id, seed)
+        self._announcer = RunRollouts(client, run_id, self._forecast.run_seed)
+        self._hold_seconds = hold_seconds
+        self._held: dict[tuple[int, str], list[VerlCall]] = {}
+        """Calls of announced prompts that wait for the others of their step and prompt."""
+        self._whole: list[tuple[int, list[VerlCall]]] = []
+        """Those that do not wait any more, by prompt, with their step."""
+        self._announcing: set[asyncio.Task[None]] = set()
         self._open = True
         self._sends_away = False
         self._submitting: asyncio.Task[None] | None = None
@@ -71,7 +94,8 @@ class SampleQueue:
         call = VerlCall(prompt_id_of(prompt_token_ids), prompt_token_ids, sampling)
         if self._sends_away:
             return None
-        self._waiting.append(call)
+        if not (self.forecasts and self._is_held(call)):
+            self._waiting.append(call)
         self._submit()
         return await call.answer
 
@@ -85,8 +109,9 @@ class SampleQueue:
             # A batch on its way has samples as soon as it is accepted.
             await self._submitting
         if sends_away:
-            waiting, self._waiting = self._waiting, []
-            for call in waiting:
+            groups = [self._waiting, *self._held.values(), *(calls for _, calls in self._whole)]
+            self._waiting, self._held, self._whole = [], {}, []
+            for call in (call for group in groups for call in group):
                 call.settle(None)
         reading = dict(self._reading)
         ended = await asyncio.gather(*(_cancel(rollout) for rollout in reading))
@@ -98,17 +123,83 @@ class SampleQueue:
         self._open, self._sends_away = True, False
         self._submit()
 
+    def _is_held(self, call: VerlCall) -> bool:
+        """Announce the next step where it is forecast; return True if the call waits for others of its prompt."""
+        hint = self._forecast.ask(self.step, call.prompt_id, call.prompt_token_ids, call.sampling)
+        if hint is not None:
+            task = asyncio.create_task(self._announce(hint))
+            self._announcing.add(task)
+            task.add_done_callback(self._announcing.discard)
+        wanted = self._forecast.wanted(call.prompt_id)
+        key = self.step, call.prompt_id
+        held = self._held.get(key)
+        if not wanted or (held and held[0].sampling != call.sampling):
+            return False
+        if held is None:
+            held = self._held[key] = []
+            asyncio.get_running_loop().call_later(self._hold_seconds, self._release, key, held)
+        held.append(call)
+        if len(held) == wanted:
+            self._release(key, held)
+        return True
+
+    def _release(self, key: tuple[int, str], held: list[VerlCall]) -> None:
+        """Let the calls of a prompt wait for each other no more, if these still do."""
+        if self._held.get(key) is not held:
+            return
+        del self._held[key]
+        self._forecast.take(*key)
+        self._whole.append((key[0], held))
+        self._submit()
+
+    async def _announce(self, hint: t.BatchHint) -> None:
+        """Announce a step. A failure costs speed alone."""
+        try:
+            await self._announcer.hint(
+                hint.step, hint.groups, hint.sampling, policy_version=hint.policy_version
+            )
+        except PacelineError as error:
+            _log.warning("step %d of run %s was not announced: %s", hint.step, hint.run_id, error)
+
     def _submit(self) -> None:
-        if self._open and self._submitting is None and self._waiting:
+        if self._open and self._submitting is None and (self._waiting or self._whole):
             self._submitting = asyncio.create_task(self._submit_waiting())
 
     async def _submit_waiting(self) -> None:
         try:
-            while self._open and self._waiting:
+            while self._open and (self._waiting or self._whole):
+                whole, self._whole = self._whole, []
+                if whole:
+                    await self._submit_announced(whole)
                 calls, self._waiting = self._waiting, []
-                await self._submit_calls(calls)
+                if calls:
+                    await self._submit_calls(calls)
         finally:
             self._submitting = None
+
+    async def _submit_announced(self, whole: list[tuple[int, list[VerlCall]]]) -> None:
+        """Submit the calls of announced prompts as one batch. What cannot be so goes with the others."""
+        groups: dict[str, list[VerlCall]] = {}
+        try:
+            version = await self._client.shards.version()
+            for step, calls in whole:
+                if step == self.step:
+                    groups[calls[0].prompt_id] = calls
+                else:
+                    # The trainer has gone on: the seed was announced for another step.
+                    self._waiting += calls
+            if not groups:
+                return
+            rollout = AsyncRollout(self._client, self._batch(groups, version, self._forecast.run_seed))
+            await rollout.begin()
+        except InvalidArgumentError:
+            # There, one that is refused fails alone.
+            self._waiting += [call for calls in groups.values() for call in calls]
+        except Exception as error:
+            failed = groups.values() or [calls for _, calls in whole]
+            _fail([call for calls in failed for call in calls], error)
+        else:
+            self._reading[rollout] = asyncio.create_task(self._read(rollout, groups))
 
     async def _submit_calls(self, calls: list[VerlCall]) -> None:
         """Submit calls as one batch. Where a call is refused, only that one fails."""
@@ -141,9 +232,13 @@ class SampleQueue:
                 group.append(call)
         return groups
 
-    def _batch(self, groups: dict[str, list[VerlCall]], policy_version: int) -> t.Batch:
+    def _batch(
+        self, groups: dict[str, list[VerlCall]], policy_version: int, run_seed: int | None = None
+    ) -> t.Batch:
+        """Return a batch with the seed that was announced, or one of its own."""
         self._batches += 1
         seed = hashlib.blake2b(f"{self._seed}.{self._batches}".encode(), digest_size=8)
+        own = int.from_bytes(seed.digest(), "little")
         return t.Batch(
             run_id=self._run_id,
             batch_id=f"{self._launch}.{self._batches}",
@@ -153,7 +248,7 @@ class SampleQueue:
                 t.Group(prompt_id, calls[0].prompt_token_ids, len(calls), calls[0].sampling)
                 for prompt_id, calls in groups.items()
             ],
-            run_seed=int.from_bytes(seed.digest(), "little"),
+            run_seed=own if run_seed is None else run_seed,
         )
 
     async def _read(self, rollout: AsyncRollout, groups: dict[str, list[VerlCall]]) -> None:

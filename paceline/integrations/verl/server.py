@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.replica import TokenOutput
 
 from paceline import types as t
 from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations.verl.naming import server_name
 from paceline.integrations.verl.requests import SampleQueue
 from paceline.integrations.verl.sampling import RolloutDefaults, wants_logprobs
 from paceline.integrations.verl.settings import FleetSettings
@@ -24,6 +26,7 @@ class PacelineServer:
         """Take verl's `RolloutConfig`. `launch` connects."""
         self._defaults = RolloutDefaults.read(config)
         self._settings = settings
+        self._rank = replica_rank
         self._seed = f"{config.seed}.{replica_rank}"
         self._global_steps: int | None = None
         self._queue: SampleQueue | None = None
@@ -67,6 +70,7 @@ class PacelineServer:
     async def set_global_steps(self, global_steps: int) -> None:
         """Set the trainer's step that the fleet's weights are of."""
         self._global_steps = self._running().step = global_steps
+        self._running().forecasts = self._settings.hints and self._is_alone()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """End all samples where they are, and let later ones wait, or with `reject_request` answer them aborted.
@@ -78,6 +82,14 @@ class PacelineServer:
     async def resume_generation(self) -> None:
         """End the pause."""
         self._running().resume()
+
+    def _is_alone(self) -> bool:
+        """Return True if no other replica has a server: of several, each has a part of a step."""
+        try:
+            ray.get_actor(server_name(1 if self._rank == 0 else 0))
+        except ValueError:
+            return True
+        return False
 
     def _running(self) -> SampleQueue:
         if self._queue is None:

@@ -33,6 +33,8 @@ class FleetSettings:
     key_file: Path | None = None
     server_name: str | None = None
     """TLS, as in `paceline.Tls`; plain text where none of these is set."""
+    hints: bool = True
+    """Announce the next step where epochs have one order (`data.shuffle=False`) and there is one replica."""
     insecure: bool = False
     """Send the token in plain text beyond this machine, on a network that you trust."""
 
@@ -62,11 +64,12 @@ class FleetSettings:
         texts: dict[str, Any] = {
             name: str(value) for name, value in found.items() if name in ("run_id", "server_name")
         }
-        insecure = found.pop("insecure", False)
-        if not isinstance(insecure, bool):
-            raise UnsupportedTrainerError(f"{place}.insecure is {insecure!r}; must be true or false")
+        flags = {name: found.pop(name) for name in ("hints", "insecure") if name in found}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise UnsupportedTrainerError(f"{place}.{name} is {value!r}; must be true or false")
         paths: dict[str, Any] = {name: Path(value) for name, value in found.items() if name not in texts}
-        return cls(address=_address(address), in_flight=in_flight, insecure=insecure, **texts, **paths)
+        return cls(address=_address(address), in_flight=in_flight, **flags, **texts, **paths)
 
     @property
     def name(self) -> str:

@@ -88,6 +88,8 @@ def test_settings_are_read() -> None:
     found = FleetSettings.read({"address": ["a:1", "b:2"], "in_flight": "abort", "ca_file": "/ca"}, "here")
     assert found == FleetSettings(address=("a:1", "b:2"), in_flight=InFlight.ABORT, ca_file=Path("/ca"))
     assert found.name == "a:1;b:2"
+    assert found.hints
+    assert not FleetSettings.read({"address": "a:1", "hints": False}, "here").hints
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,8 @@ def test_settings_are_read() -> None:
         (None, "here.address is not set"),
         ({"address": "a:1", "adress": 1}, "here has adress"),
         ({"address": "a:1", "in_flight": "drop"}, "here.in_flight"),
+        ({"address": "a:1", "hints": "yes"}, "here.hints is 'yes'"),
+        ({"address": "a:1", "insecure": 1}, "here.insecure is 1"),
         ({"address": "a:1", "weights_root": "/w"}, "weights_root and weights_model"),
     ],
 )
