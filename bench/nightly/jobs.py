@@ -28,7 +28,7 @@ class NightlyJob:
         return " ".join(("python -m", self.module, *self.options))
 
 
-LONGER = ("reallocating",)
+LONGER = ("reallocating", "axes.recorded")
 """Benchmarks that a night has no time for: they are run and published by hand."""
 JOBS = (
     NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),
@@ -48,9 +48,10 @@ JOBS = (
     ),
     NightlyJob("bubbles", "bench.bubbles", 4.0, ("--instances", "2", "--steps", "4")),
     NightlyJob(
-        "policy", "bench.policy", 7.0, ("--rounds", "6", "--samples", "8,32", "--wrong", "0.02,0.4,0.95")
+        "policy", "bench.policy", 5.0, ("--rounds", "6", "--samples", "8,32", "--wrong", "0.02,0.4,0.95")
     ),
     NightlyJob("deciding", "bench.deciding", 3.0),
+    NightlyJob("axes", "bench.axes", 2.0),
     NightlyJob("migration", "bench.migration", 4.0, ("--rounds", "1", "--tail-rounds", "3")),
     NightlyJob(
         "learner", "bench.learner", 4.0, ("--steps", "8", "--live-steps", "2", "--warm-up-seconds", "10")

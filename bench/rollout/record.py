@@ -93,6 +93,16 @@ def load_or_record(
     return RecordedRun(_trajectory(folder.absolute(), config.model, options), _hash(folder))
 
 
+def kept_run(folder: Path, model: Path, options: Options) -> RecordedRun | None:
+    """Return the run under `folder` if it is whole and of these options; the model may be another by now."""
+    mark = folder / _MADE_OF
+    if not mark.is_file() or json.loads(mark.read_text())["options"] != _options(options):
+        return None
+    if len(_step_files(folder)) < options.steps:
+        return None
+    return RecordedRun(_trajectory(folder.absolute(), model, options), _hash(folder))
+
+
 def _record_rest(
     config: PlatformConfig, options: Options, folder: Path, watch: Callable[[TrainedStep], None]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from paceline.installation import CHECKOUT, how_to_install
+from paceline.installation import CHECKOUT
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -18,7 +18,6 @@ def demo(context: typer.Context) -> None:
     try:
         from examples.tinymath.demo import main
     except ModuleNotFoundError as error:
-        needed = f"`make setup` in {CHECKOUT}, or {how_to_install('cpu', 'demo')}"
-        typer.echo(f"paceline: the demo needs {needed}: {error}", err=True)
+        typer.echo(f"paceline: the demo needs `make setup` in {CHECKOUT}: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(main(context.args))

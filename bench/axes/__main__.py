@@ -1,0 +1,135 @@
+"""What drafts are worth by response length, vocabulary, entropy, KL of an update, and age of a prompt's history.
+
+No engine runs. A synthetic policy (policy.py) writes the responses of a step, those of the policy one update before
+to the same noise, and earlier samples of the same prompts. The index, the drafter of references and the planner of
+an instance decode them (decoding.py) by the step times of an 8B model on an H100. One number is changed at a time.
+
+Rows are "history": drafts from earlier samples of the prompt, from siblings and from the sample itself; and
+"ahead": also from the whole response as the policy before would have written it, which is what pre-generation
+brings where the idle time suffices. Writes runs/bench/axes.json.
+
+    python -m bench.axes [--axes length vocabulary]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bench.axes.decoding import DecodedBatch, KnownText, decode, plain_seconds, stored
+from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
+from bench.report import console, format_value, show_rows, write
+from bench.rollout.modelled import DEVICES, H100_8B
+from services.step_time.estimator import warm_up
+
+PROMPTS, SAMPLES = 2, 4
+COLUMNS = ("changed", "point", "drafts", "tokens a step", "acceptance rate", "of plain, modelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A place in the space of axes."""
+
+    length: int = 1024
+    vocabulary: int = 8192
+    entropy: float = 0.7
+    kl: float = 1e-4
+    lag: int = 4
+    """Updates since the prompt was last sampled."""
+    anchored: float = 0.0
+    """Share of positions at which texts that diverged come together again (policy.py)."""
+
+
+AXES: dict[str, tuple[float, ...]] = {
+    "length": (128, 1024, 4096, 16384),
+    "vocabulary": (64, 8192, 131072),
+    "entropy": (0.2, 0.7, 1.4),
+    "kl": (1e-5, 1e-4, 1e-3),
+    "lag": (1, 4, 16, 64),
+    "anchored": (0.0, 0.003, 0.03),
+}
+
+
+def main() -> None:
+    """Decode every point, show and write the table."""
+    given = arguments()
+    warm_up()
+    rows, began = list[dict[str, Any]](), time.monotonic()
+    for row in synthetic(given.axes):
+        rows.append(row)
+        gone = f"{time.monotonic() - began:.0f} s"
+        console().print(f"axes: {gone}, {row['changed']} {row['point']} {row['drafts']}", highlight=False)
+    lines = [shown(row) for row in rows]
+    show_rows("axes", COLUMNS, lines)
+    base = {row["drafts"]: row["speedup_vs_plain"] for row in rows if row["changed"] == "base"}
+    figures = {f"{name}_speedup_vs_plain": value for name, value in base.items()}
+    tables = {"points": {"columns": COLUMNS, "rows": lines}}
+    write("axes", {**figures, "options": asdict(Point()), "rows": rows, "tables": tables})
+
+
+def arguments() -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--axes", nargs="*", choices=list(AXES), default=list(AXES))
+    return parser.parse_args()
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    """Return a row as it stands in the table."""
+    figures = (row["tokens_per_step"], row["acceptance_rate"], row["speedup_vs_plain"])
+    return [row["changed"], row["point"], row["drafts"], *map(format_value, figures)]
+
+
+def synthetic(axes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the base point, and of every other one on these axes."""
+    base = Point()
+    yield from rows_of("base", "", base)
+    for name in axes:
+        for value in AXES[name]:
+            if value != getattr(base, name):
+                yield from rows_of(
+                    name, format_value(value), replace(base, **{name: type(getattr(base, name))(value)})
+                )
+
+
+def rows_of(changed: str, point: str, at: Point) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a point, without and with what was generated ahead."""
+    n = PROMPTS * SAMPLES
+    policy = SyntheticPolicy(PolicySizes(at.vocabulary, at.entropy, at.kl, at.anchored))
+    prompts, noise = hashes(1, count=PROMPTS).repeat(SAMPLES), hashes(2, count=2 * n)
+    now, ahead, before = policy.draw(
+        np.tile(prompts, 3),
+        np.concatenate([noise[:n], noise[:n], noise[n:]]),
+        np.repeat([0, 1, at.lag], n),
+        at.length,
+    ).reshape(3, n, at.length)
+    names = [f"p{place // SAMPLES}" for place in range(n)]
+    history = [stored(names[i], i % SAMPLES, n + i, before[i], 0) for i in range(n)]
+    texts = [KnownText(names[i], i, now[i]) for i in range(n)]
+    yield _row(
+        changed, point, "history", texts, decode(texts, history, DEVICES[H100_8B].steps, at.vocabulary)
+    )
+    texts = [KnownText(names[i], i, now[i], ahead[i]) for i in range(n)]
+    yield _row(changed, point, "ahead", texts, decode(texts, history, DEVICES[H100_8B].steps, at.vocabulary))
+
+
+def _row(
+    changed: str, point: str, drafts: str, texts: Sequence[KnownText], found: DecodedBatch
+) -> dict[str, Any]:
+    return {
+        "changed": changed,
+        "point": point,
+        "drafts": drafts,
+        "tokens_per_step": found.tokens_per_step,
+        "acceptance_rate": found.accepted / found.drafted if found.drafted else None,
+        "speedup_vs_plain": plain_seconds(texts, DEVICES[H100_8B].steps) / found.seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The recorded run of a subject, step by step: what it was like, and what its own history is worth as drafts.
+
+Reads the run that `make bench SUBJECT=NAME` has recorded. Each step after the first is decoded as in bench.axes,
+with the samples of the steps before it for history, nothing generated ahead. Writes
+runs/bench/axes.recorded.json.
+
+    make bench NAME=axes.recorded               # of smollm2
+    python -m bench.axes.recorded smollm2-1e-5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from bench.axes.decoding import KnownText, decode, plain_seconds, stored
+from bench.report import format_value, show_rows, write
+from bench.rollout.modelled import DEVICES, H100_8B
+from bench.rollout.record import kept_run
+from bench.rollout.registry import SMOLLM2, SUBJECTS, Subject
+from bench.rollout.session import FOLDER
+from services.contracts.rollout import StoredRollout
+from services.step_time.estimator import warm_up
+
+COLUMNS = (
+    "step",
+    "tokens, average",
+    "longest",
+    "reward",
+    "KL of the update",
+    "tokens a step, history",
+    "of plain, modelled",
+)
+
+
+class RunMissingError(RuntimeError):
+    """No run of a subject is kept; the text says how to record one."""
+
+
+def main() -> None:
+    """Show and write the steps of a subject's run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("subject", nargs="?", choices=list(SUBJECTS), default=SMOLLM2.name)
+    subject = SUBJECTS[parser.parse_args().subject]
+    warm_up()
+    rows = list(steps_of(subject))
+    lines = [list(map(format_value, row.values())) for row in rows]
+    show_rows(f"recorded run of {subject.name}", COLUMNS, lines)
+    later = rows[1:]
+    figures = {
+        "history_tokens_per_step": fmean(row["tokens_per_step"] for row in later),
+        "history_speedup_vs_plain": fmean(row["speedup_vs_plain"] for row in later),
+        "reward_first": rows[0]["reward"],
+        "reward_last": rows[-1]["reward"],
+    }
+    tables = {"steps": {"columns": COLUMNS, "rows": lines}}
+    options = json.loads(json.dumps(asdict(subject.options)))
+    write("axes.recorded", {**figures, "options": options, "tables": tables})
+
+
+def steps_of(subject: Subject, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each step of the recorded run. RunMissingError if none is kept."""
+    run = kept_run(folder / subject.name, subject.model, subject.options)
+    if run is None:
+        raise RunMissingError(f"no whole run of {subject.name} is kept: `make bench SUBJECT={subject.name}`")
+    vocabulary = int(json.loads((subject.model / "config.json").read_text())["vocab_size"])
+    device, history = DEVICES[H100_8B].steps, list[StoredRollout]()
+    for step in run.trajectory.steps:
+        responses = {key: sample.token_ids.astype(np.int32) for key, sample in step.samples.items()}
+        texts = [
+            KnownText(key.prompt_id, step.samples[key].seed, tokens) for key, tokens in responses.items()
+        ]
+        found = decode(texts, history, device, vocabulary) if history else None
+        yield {
+            "step": step.step,
+            "tokens_mean": fmean(map(len, responses.values())),
+            "tokens_max": max(map(len, responses.values())),
+            "reward": step.reward,
+            "kl": step.moved_kl,
+            "tokens_per_step": None if found is None else found.tokens_per_step,
+            "speedup_vs_plain": None if found is None else plain_seconds(texts, device) / found.seconds,
+        }
+        history += [
+            stored(key.prompt_id, key.slot, step.samples[key].seed, tokens, step.step)
+            for key, tokens in responses.items()
+        ]
+
+
+if __name__ == "__main__":
+    main()
