@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from examples.tinymath import tokenizer
+from examples.tinymath import tokenizer, word_problems
 from examples.tinymath.tasks import PRACTICE, load_problem, make_problems
 from examples.tinymath.text import TaskText, text_of
 
@@ -51,6 +51,4 @@ def curriculum_of(model: Path) -> Curriculum:
     text = text_of(model)
     if text is tokenizer:
         return TINYMATH
-    from examples.smollm2 import problems
-
-    return Curriculum(problems.NAME, text, problems.draw, problems.load)
+    return Curriculum(word_problems.NAME, text, word_problems.draw, word_problems.load)

@@ -3,7 +3,7 @@
     paceline up --model examples/tinymath/model --instances 2
     python -m examples.tinymath.train --address 127.0.0.1:7400
 
-Another model is trained on problems in words (examples/smollm2/problems.py), with `--model` for both commands.
+Another model is trained on problems in words (word_problems.py), with `--model` for both commands.
 
 A step: submit a batch of groups, take the samples as they finish, reward them, learn, send the weights.
 """

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from examples.smollm2 import problems
+from examples.tinymath import word_problems as problems
 from examples.tinymath.curriculum import TINYMATH, curriculum_of
 from examples.tinymath.tokenizer import EOS
 from examples.tinymath.train import MODEL, WORDS_OPTIONS, Options, usual_options
