@@ -64,7 +64,7 @@ class SampleQueue:
         self.step = 0
         """Step of the batches to come."""
         self.forecasts = False
-        """Whether steps are forecast. They must not be where other servers have a part of them."""
+        """Whether steps are forecast. Must be False if other servers have a part of each step."""
         self._client = client
         self._run_id = run_id
         self._seed = seed
@@ -78,7 +78,7 @@ class SampleQueue:
         self._held: dict[tuple[int, str], list[VerlCall]] = {}
         """Calls of announced prompts that wait for the others of their step and prompt."""
         self._whole: list[tuple[int, list[VerlCall]]] = []
-        """Those that do not wait any more, by prompt, with their step."""
+        """Calls that wait no longer, a list for each prompt, with their step."""
         self._announcing: set[asyncio.Task[None]] = set()
         self._open = True
         self._sends_away = False
@@ -180,24 +180,23 @@ class SampleQueue:
     async def _submit_announced(self, whole: list[tuple[int, list[VerlCall]]]) -> None:
         """Submit the calls of announced prompts as one batch. What cannot be so goes with the others."""
         groups: dict[str, list[VerlCall]] = {}
+        for step, calls in whole:
+            if step == self.step:
+                groups[calls[0].prompt_id] = calls
+            else:
+                # The trainer is at another step by now, for which this seed was not announced.
+                self._waiting += calls
+        if not groups:
+            return
         try:
             version = await self._client.shards.version()
-            for step, calls in whole:
-                if step == self.step:
-                    groups[calls[0].prompt_id] = calls
-                else:
-                    # The trainer has gone on: the seed was announced for another step.
-                    self._waiting += calls
-            if not groups:
-                return
             rollout = AsyncRollout(self._client, self._batch(groups, version, self._forecast.run_seed))
             await rollout.begin()
         except InvalidArgumentError:
             # There, one that is refused fails alone.
             self._waiting += [call for calls in groups.values() for call in calls]
         except Exception as error:
-            failed = groups.values() or [calls for _, calls in whole]
-            _fail([call for calls in failed for call in calls], error)
+            _fail([call for calls in groups.values() for call in calls], error)
         else:
             self._reading[rollout] = asyncio.create_task(self._read(rollout, groups))
 
