@@ -73,7 +73,7 @@ class EpochOrder:
         """Steps that are over; their numbers are consecutive."""
         self._now: AskedStep | None = None
         self._stride = 1
-        """Difference between the present step and the one before."""
+        """Difference between the numbers of the present and the previous step."""
         self._seed: int | None = None
         """Seed of the present step; None: it has several."""
         self._like: Counter[int] = Counter()
@@ -99,7 +99,7 @@ class EpochOrder:
     def ask(self, request: t.SampleRequest) -> t.BatchHint | None:
         """Note a sample that is asked for; return a hint of the next step, once a step, when it can be forecast.
 
-        Samples with a prefix go on with an earlier request, and greedy ones are an evaluation's: neither count.
+        Samples with a prefix continue an earlier request, and greedy samples are an evaluation's: neither counts.
         """
         if len(request.prefix_token_ids) or request.sampling.temperature == 0:
             return None
@@ -141,7 +141,7 @@ class EpochOrder:
         return now
 
     def _end(self, now: AskedStep) -> None:
-        """Judge the forecast of the step that is over, and form that of the next."""
+        """Judge the forecast of the step that is over, and make the forecast of the next step."""
         is_true = self._is_true()
         if is_true:
             self._in_a_row += 1
@@ -227,7 +227,7 @@ class EpochOrder:
         else:
             found = self._after(expected)
             assert found is not None, "it is over, and younger than one that is remembered"
-            # What has come already was the next step's then, and is the present one's now.
+            # Prompts that have come already were in the next step then, and are in the present step now.
             following = AskedStep(0, 0, {p: n for p, n in found.samples.items() if p not in now.samples})
         groups = [self._group(each, samples, request) for each, samples in following.samples.items()]
         if not groups:

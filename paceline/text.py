@@ -14,7 +14,7 @@ from paceline.types import Sample, SampleStatus, TokenIds
 
 EXTRA = "text"
 _UNFINISHED = "\ufffd"
-"""What a decoder gives for bytes that are no character yet."""
+"""A decoder gives this for bytes that do not make a character yet."""
 Messages = Sequence[Mapping[str, Any]]
 
 

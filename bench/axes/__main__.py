@@ -1,8 +1,9 @@
 """What drafts are worth by response length, vocabulary, entropy, KL of an update, and age of a prompt's history.
 
-No engine runs. A synthetic policy (policy.py) writes the responses of a step, those of the policy one update before
-to the same noise, and earlier samples of the same prompts. The index, the drafter of references and the planner of
-an instance decode them (decoding.py) by the step times of an 8B model on an H100. One number is changed at a time.
+No engine runs. A synthetic policy (policy.py) writes the responses of a step, the responses of the policy one
+update before to the same noise, and earlier samples of the same prompts. The index, the drafter of references and
+the planner of an instance decode them (decoding.py) by the step times of an 8B model on an H100. One number is
+changed at a time.
 
 Rows are "history": drafts from earlier samples of the prompt, from siblings and from the sample itself; and
 "ahead": also from the whole response as the policy before would have written it, which is what pre-generation

@@ -1,7 +1,7 @@
 """Decodes known texts with the drafters, index and planner of an instance, on a device of known step times.
 
-A draft is accepted as far as it agrees with the text, as under coupled sampling. Deciding and indexing take no
-time; steps take what the device's table says.
+A draft is accepted up to the first token that differs from the text, as under coupled sampling. Deciding and
+indexing take no time; steps take what the device's table says.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
-    """A sample whose response is known before it is decoded, and what there is to draft from."""
+    """A sample whose response is known before it is decoded, and its reference."""
 
     prompt_id: str
     seed: int
@@ -60,7 +60,7 @@ class DecodedBatch:
 
 
 class _Uncounted:
-    """Counters that nobody reads."""
+    """Ignores counts. A fault of a drafter is an error."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None: ...
 

@@ -1,6 +1,6 @@
 """A synthetic policy: a hash of the context gives the distribution of the next token. Pure, the same everywhere.
 
-It has what decides how well drafts hold, each as a number of its own:
+It has a parameter for each property that decides how well drafts hold:
 
 - entropy, spread as in language models: most tokens are nearly certain, and a share of them are forks;
 - KL of an update: what a version adds to the logits is drawn anew for each context, and grows with the root of the

@@ -62,7 +62,7 @@ class EffectiveKnobs:
     knobs: Mapping[str, Any]
     """The instances' own configuration under the settings of fleet, model, pool and run."""
     instance_ids: tuple[str, ...]
-    """Empty: the scope has no instance; these are the knobs of one without configuration of its own."""
+    """Empty: the scope has no instance; these are the knobs of an instance without any configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class KnobSetting:
     """Changes are made from a revision, and refused (AbortedError) when another came between. 0: none was set."""
     knobs: Mapping[str, Any]
     effective: tuple[EffectiveKnobs, ...] = field(default=(), compare=False)
-    """What the instances of the scope use, in the samples of the run where it is one; most instances first."""
+    """Knobs that the instances of the scope use, or use for the samples of the run; most instances first."""
     pending: tuple[str, ...] = field(default=(), compare=False)
     """Instances that have not confirmed the latest change, or have not told their own configuration."""
 

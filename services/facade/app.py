@@ -57,7 +57,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
     if warm:
         pool.launch()
     tokenizer = _tokenizer(config)
-    # Of several facades each sees a part of a step, and numbers its samples apart.
+    # Each of several facades sees a part of a step only, and numbers its own samples.
     remembered = config.forecast_prompts if config.alone else 0
     forecasts = Forecasts(client.current, remembered, config.max_hinted_samples, metrics)
     facade = Facade(

@@ -43,7 +43,7 @@ class Forecasts:
         for request in requests:
             hint = self._orders.ask(request)
             if hint is not None and hint.run_id not in self._announcing:
-                # In the context of the request: the gateway is told for whom it is called.
+                # In the context of the request, so that the call to the gateway names its caller.
                 self._announcing[hint.run_id] = asyncio.create_task(self._announce(hint))
         self._metrics.forecasts.labels("missed").inc(self._orders.missed - missed)
 

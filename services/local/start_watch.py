@@ -20,7 +20,7 @@ class StartWatch:
         self._ready: set[str] = set()
 
     def look(self, now: float, ready: Iterable[str], awaited: Iterable[str]) -> None:
-        """Tell which processes have become ready, and which are awaited if nothing was told for ten seconds.
+        """Say which processes have become ready, and name the others after ten seconds of silence.
 
         Args:
             now: on the clock of `began`, in seconds.

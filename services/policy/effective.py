@@ -13,7 +13,7 @@ from services.contracts.knobs import Knobs, KnobScope, capped, check, resolved
 
 
 def is_of(report: pb.GetSpeculationReportResponse, scope: KnobScope) -> bool:
-    """Return True if the settings of a scope apply to an instance. Those of a run apply to all instances."""
+    """Return True if the settings of a scope apply to an instance; a run's apply to all instances."""
     return scope.name == {"model": report.model, "pool": report.pool}.get(scope.kind, scope.name)
 
 
@@ -29,7 +29,7 @@ def effective(
 
     Returns:
         Distinct knobs with the ids of their instances, most instances first, and the ids of instances that do not
-        tell their own configuration. Without any instance: the knobs of one without configuration of its own.
+        tell their own configuration. Without any instance: the knobs of an instance that has no configuration.
     """
     alike: dict[tuple[bytes, str, str], list[str]] = {}
     untold = []
@@ -44,7 +44,7 @@ def effective(
         try:
             base = _knobs(own)
         except InvalidArgument:
-            # Of a later version, which has other values.
+            # The instance is of a later version, which has other values.
             untold += ids
             continue
         found.setdefault(_used(records, scope, base, model, pool), []).extend(ids)

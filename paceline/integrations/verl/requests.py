@@ -50,7 +50,7 @@ class SampleQueue:
     """The samples of one server, for one event loop.
 
     Those that come while a batch is submitted go with the next one, so that thousands of calls at once are a few
-    batches, and equal prompts among them a group. Each batch has a seed of its own: the same prompt in two batches
+    batches, and equal prompts among them a group. Each batch has another seed: the same prompt in two batches
     of a step has different samples.
 
     While `forecasts` is set, the next step is announced where it is forecast. The calls of an announced prompt go
@@ -234,7 +234,7 @@ class SampleQueue:
     def _batch(
         self, groups: dict[str, list[VerlCall]], policy_version: int, run_seed: int | None = None
     ) -> t.Batch:
-        """Return a batch with the seed that was announced, or one of its own."""
+        """Return a batch with the seed that was announced, or a new one."""
         self._batches += 1
         seed = hashlib.blake2b(f"{self._seed}.{self._batches}".encode(), digest_size=8)
         own = int.from_bytes(seed.digest(), "little")

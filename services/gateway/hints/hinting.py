@@ -168,7 +168,7 @@ class Hinting:
     def reach(self, batch: RolloutBatch) -> None:
         """Do as `resume` for a sample of a Generate call, if there are hints of its run.
 
-        Steps of which nothing else comes are counted here where nobody announced them.
+        An unannounced step that consists of such samples is counted here.
         """
         run_id, step = batch.key[0], batch.step
         if self.book.is_first(run_id, step) and not self.book.is_hinted(run_id, step):
