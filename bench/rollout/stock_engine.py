@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.generation.engine.core import Engine
 
 _ANSWER_SECONDS = 300
-_MAX_MODEL_LEN, _MAX_SEQS = 2048, 128
+_MAX_SEQS = 128
 
 
 class StockEngineError(RuntimeError):
@@ -168,7 +168,6 @@ def _start(setup: StockSetup) -> tuple[Engine, ToldTokens]:
         str(setup.model),
         dtype="float32",
         max_num_seqs=_MAX_SEQS,
-        max_model_len=_MAX_MODEL_LEN,
         kv_cache_memory_bytes=setup.kv_bytes,
         coupled=False,
         vllm_speculation=setup.system.speculation,

@@ -127,7 +127,8 @@ def test_the_sdk_alone_says_how_to_install_the_rest(wheels: dict[str, Path], fol
     done = alone.run("python", "-P", "-c", code, cwd=folder)
     assert done.stdout.split() == str([2] * len(COMMANDS)).split(), done.stderr
     for name, said in zip(COMMANDS, done.stderr.splitlines(), strict=True):
-        needed = "a checkout of" if name == "demo" else f"the server: {how_to_install('cpu', server=True)}"
+        server = f"the server: {how_to_install('cpu', server=True)}"
+        needed = "`make setup` in a checkout" if name == "demo" else server
         assert said.startswith(f"paceline: {name} needs {needed}")
 
 
