@@ -126,7 +126,7 @@ def step_tables(records: Sequence[StepRecord]) -> list[Table]:
 
 
 def _steps_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
@@ -187,7 +187,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         decisions = watch.decisions
         plainly = None
         if kept is not None:
-            console.print("Decoding the last step plainly, to compare ...")
+            console.print("\nDecoding the last step plainly, to compare ...")
             plainly = compare(client, f"plain-{time.time_ns():x}", kept, options)
     summary = {
         "name": f"{setup.curriculum.name}, GRPO, {options.steps} steps",
@@ -263,10 +263,11 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(
         f"\nReward {summary['reward_first']:.3f} in the first step, {summary['reward_last']:.3f} in the last; "
         f"{summary['samples']} samples, {summary['tokens']} tokens, "
-        f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all."
+        f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all.",
+        soft_wrap=True,
     )
     if summary["plainly"] is not None:
-        console.print(str(PlainComparison(**summary["plainly"])))
+        console.print(str(PlainComparison(**summary["plainly"])), soft_wrap=True)
     console.print(f"Report: {summary['report']}", soft_wrap=True)
 
 

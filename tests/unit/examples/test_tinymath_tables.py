@@ -50,7 +50,7 @@ def test_times_are_readable_and_drafts_are_left_out_where_there_were_none() -> N
     (times,) = shown([record(), record(step=101)])
     assert max(map(len, times)) <= 80
     row = next(line.split() for line in times if line.split()[:1] == ["100"])
-    for value in ("0.875", "123456", "123.45", "12345", "23.45", "1.25"):
+    for value in ("0.875", "123456", "200/380/400", "123.45", "12345", "12.34", "23.45", "1.25"):
         assert value in row, "no figure is folded or cut"
 
 
