@@ -16,7 +16,7 @@ from typing import Protocol
 import paceline
 from bench.comparison import Responses
 from bench.scrape import Metrics, scrape, together
-from bench.training import Samples, TrainedStep, push, sampling_of
+from bench.training import Samples, TrainedStep, push
 from bench.trajectory import Trajectory
 from examples.tinymath.train import collect
 from paceline import Exactness, ExactnessLevel, Group
@@ -114,7 +114,7 @@ def _roll_out(
     run: paceline.Run, trajectory: Trajectory, place: int, manner: ReplaySetup
 ) -> tuple[Samples, float]:
     """Return the samples of a step, and the seconds from its submission to the last of them."""
-    sampling, recorded = sampling_of(trajectory.options), trajectory.steps[place]
+    sampling, recorded = trajectory.options.sampling, trajectory.steps[place]
     began = time.perf_counter()
     rollout = run.rollout(recorded.step, _asked(recorded), sampling, exactness=manner.exactness)
     if manner.hint and place + 1 < len(trajectory.steps):

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.comparison import Difference
-from bench.training import Samples, sampling_of
+from bench.training import Samples
 from bench.trajectory import Trajectory
 from kernels.coupled_sampler.noise import gumbel
 
@@ -77,7 +77,7 @@ def judge_all(
     differences: Iterable[Difference], trajectory: Trajectory, plain: Sequence[Samples], judge: Judge
 ) -> list[Tie]:
     """Judge every difference from plain decoding's samples, step by step with the trajectory's weights."""
-    temperature = sampling_of(trajectory.options).temperature
+    temperature = trajectory.options.temperature
     assert temperature is not None, "the options name one"
     steps = {step.step: (step, truth) for step, truth in zip(trajectory.steps, plain, strict=True)}
     found = []

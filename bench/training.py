@@ -13,7 +13,7 @@ from bench.comparison import Responses
 from examples.tinymath.curriculum import TINYMATH, Curriculum
 from examples.tinymath.grpo import Drift, GrpoLearner
 from examples.tinymath.train import Options, collect, groups, lessons, plan, reward
-from paceline import Exactness, Group, Reward, Sample, SampleKey, SamplingParams, WeightFolder
+from paceline import Exactness, Group, Reward, Sample, SampleKey, WeightFolder
 
 Samples = Mapping[SampleKey, Sample]
 
@@ -68,7 +68,7 @@ def train(
         served: folder of the weights that the platform serves; None: `weights.model`.
         measure_kl: measure `TrainedStep.kl`, which takes a forward pass over all samples; else it is 0.
     """
-    sampling, text = sampling_of(options), curriculum.text
+    sampling, text = options.sampling, curriculum.text
     served = served or weights.model
     for step, problems in islice(enumerate(plan(options, curriculum)), first, None):
         asked = groups(problems, options, text)
@@ -110,8 +110,3 @@ def push(run: paceline.Run, folder: Path) -> float:
     began = time.perf_counter()
     run.push_weights(folder)
     return time.perf_counter() - began
-
-
-def sampling_of(options: Options) -> SamplingParams:
-    """Return the sampling parameters of a run."""
-    return options.sampling

@@ -7,13 +7,14 @@ weights, prompts and seeds.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.training import TrainedStep, train
 from examples.tinymath.train import Options, new_learner
-from paceline import Exactness, WeightFolder
+from paceline import Exactness, Run, WeightFolder
 from services.local import Platform, PlatformConfig
 
 _KEPT_VERSIONS = 10_000
@@ -38,6 +39,17 @@ class Trajectory:
         return sum(len(sample.token_ids) for step in self.steps for sample in step.samples.values())
 
 
+@contextmanager
+def serving(config: PlatformConfig, seed: int) -> Iterator[Run]:
+    """Yield a run of a platform that is up for it alone."""
+    with (
+        Platform(config) as platform,
+        platform.client() as client,
+        client.run("trajectory", seed=seed) as run,
+    ):
+        yield run
+
+
 def record(
     config: PlatformConfig,
     options: Options,
@@ -49,11 +61,7 @@ def record(
     weights = WeightFolder(folder, config.model, keep=_KEPT_VERSIONS)
     learner = new_learner(config.model, options)
     steps = []
-    with (
-        Platform(config) as platform,
-        platform.client() as client,
-        client.run("trajectory", seed=options.seed) as run,
-    ):
+    with serving(config, options.seed) as run:
         for step in train(run, learner, options, weights, Exactness()):
             steps.append(step)
             watch(step)

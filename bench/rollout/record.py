@@ -1,7 +1,7 @@
 """The recorded run on disk, for many calls of the benchmark: made once, hashed, cut to a regime.
 
 A folder has `made_of.json`, a file for each step under `steps`, the weights that each step led to under `weights`,
-and the trainer as it was after the last step in `learner.pt`. A recording that was interrupted goes on behind its
+and the trainer as it was after the last step in `learner.pt`. A recording that was interrupted resumes after its
 last whole step. The same options make the same run on the same machine; whatever made it, its hash names it, and
 cells of another one do not count.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,12 @@ import torch
 
 from bench.rollout.registry import Regime
 from bench.training import TrainedStep, push, train
-from bench.trajectory import Trajectory
+from bench.trajectory import Trajectory, serving
 from examples.tinymath.curriculum import curriculum_of
 from examples.tinymath.grpo import GrpoLearner
 from examples.tinymath.train import Options, new_learner
-from paceline import (
-    Exactness,
-    FinishReason,
-    Group,
-    Provenance,
-    Run,
-    Sample,
-    SampleKey,
-    SampleStatus,
-    WeightFolder,
-)
-from services.local import Platform, PlatformConfig
+from paceline import Exactness, FinishReason, Group, Provenance, Sample, SampleKey, SampleStatus, WeightFolder
+from services.local import PlatformConfig
 
 _MADE_OF, _STEPS, _WEIGHTS, _LEARNER = "made_of.json", "steps", "weights", "learner.pt"
 _KEPT_VERSIONS = 10_000
@@ -79,7 +68,7 @@ def load_or_record(
 ) -> RecordedRun:
     """Return the run under `folder`, after the steps that it lacks are recorded.
 
-    A run of other options, or of another model, is replaced. `watch` is told of each step that is recorded now.
+    A run of other options, or of another model, is replaced. `watch` gets each step that is recorded now.
     """
     wanted = {"options": _options(options), "model": _sha256(config.model / "model.safetensors")}
     mark = folder / _MADE_OF
@@ -90,7 +79,7 @@ def load_or_record(
         _write(mark, wanted)
     if len(_step_files(folder)) < options.steps:
         _record_rest(config, options, folder.absolute(), watch)
-    return RecordedRun(_trajectory(folder.absolute(), config.model, options), _hash(folder))
+    return _read(folder, config.model, options)
 
 
 def kept_run(folder: Path, model: Path, options: Options) -> RecordedRun | None:
@@ -100,6 +89,10 @@ def kept_run(folder: Path, model: Path, options: Options) -> RecordedRun | None:
         return None
     if len(_step_files(folder)) < options.steps:
         return None
+    return _read(folder, model, options)
+
+
+def _read(folder: Path, model: Path, options: Options) -> RecordedRun:
     return RecordedRun(_trajectory(folder.absolute(), model, options), _hash(folder))
 
 
@@ -121,17 +114,6 @@ def _record_rest(
             _write(folder / _STEPS / f"{step.step:04d}.json", _step_data(step, after))
             _keep(learner, step.step + 1, folder / _LEARNER)
             watch(step)
-
-
-@contextmanager
-def serving(config: PlatformConfig, seed: int) -> Iterator[Run]:
-    """Yield a run of a platform of its own."""
-    with (
-        Platform(config) as platform,
-        platform.client() as client,
-        client.run("trajectory", seed=seed) as run,
-    ):
-        yield run
 
 
 def _keep(learner: GrpoLearner, steps: int, path: Path) -> None:

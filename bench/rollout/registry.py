@@ -67,7 +67,7 @@ class Subject:
     made_by: tuple[str, ...] = ()
     """Command that makes the model where it is missing; empty: it is in the repository."""
     kv_bytes: int = KV_BYTES
-    """Memory of an instance for keys and values: those of its samples of two steps."""
+    """Memory of an instance for the keys and values of its samples in two steps."""
 
 
 ARCTIC = Path(".tools/arctic")

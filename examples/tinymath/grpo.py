@@ -22,9 +22,6 @@ from torch import Tensor, nn
 
 from examples.tinymath.objective import group_advantages, kl_penalty, micro_batches, policy_loss, sum_of_means
 
-_PARTS = ("model", "optimizer", "schedule")
-"""Of a learner's state."""
-
 
 @dataclass(frozen=True, slots=True)
 class GrpoSample:
@@ -131,15 +128,17 @@ class GrpoLearner:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return all that `restore` needs to go on from here, as torch saves it."""
-        parts = (self.model, self.optimizer, self.schedule)
-        return {name: part.state_dict() for name, part in zip(_PARTS, parts, strict=True)}
+        """Return the state that `restore` resumes from; `torch.save` takes it."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of a learner with the same model and settings."""
-        parts = (self.model, self.optimizer, self.schedule)
-        for name, part in zip(_PARTS, parts, strict=True):
+        """Resume from the state of a learner with the same model and settings."""
+        for name, part in self._parts.items():
             part.load_state_dict(state[name])
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
 
     def step(self, samples: Sequence[GrpoSample]) -> GrpoReport:
         """Train one step on the samples of one policy version; groups must be whole."""

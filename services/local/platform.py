@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -52,13 +53,14 @@ class Platform:
         config: PlatformConfig,
         *,
         launch: Launch | None = None,
-        tell: Callable[[str], None] = lambda line: None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare a platform.
 
         Args:
             launch: starts the processes; None: `Forks`.
-            tell: gets a line as each process becomes ready, and what is awaited every ten seconds.
+            tell: gets a line as each process becomes ready, and what is awaited every ten seconds. None: the start
+                is silent, and no thread watches it.
 
         Raises:
             PlatformError: the token cannot be had.
@@ -97,7 +99,7 @@ class Platform:
         """Start everything and return when every instance serves; on failure nothing is left running."""
         began = time.monotonic()
         try:
-            with WatchedStart(StartWatch(self._tell, began), self._ready_names, self._awaited):
+            with self._watched(began):
                 self._start(began + self.config.start_timeout)
         except BaseException:
             self.stop()
@@ -252,6 +254,11 @@ class Platform:
         if config.restarts is not None:
             self._keeper = Keeper(config.restarts, self._expected, self._write_targets)
             self._keeper.start()
+
+    def _watched(self, began: float) -> AbstractContextManager[object]:
+        if self._tell is None:
+            return nullcontext()
+        return WatchedStart(StartWatch(self._tell, began), self._ready_names, self._awaited)
 
     def _ready_names(self) -> list[str]:
         return [child.spec.name for child in list(self._children.values()) if child.ready is not None]

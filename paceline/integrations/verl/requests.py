@@ -64,7 +64,7 @@ class SampleQueue:
         self.step = 0
         """Step of the batches to come."""
         self.forecasts = False
-        """Whether steps are forecast. Must be False if other servers have a part of each step."""
+        """Forecast steps. Must be False if other servers have a part of each step."""
         self._client = client
         self._run_id = run_id
         self._seed = seed
