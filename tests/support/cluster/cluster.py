@@ -291,9 +291,11 @@ class Cluster:
         return min(nodes, key=load, default="")
 
     def _publish(self) -> None:
+        pods = [each for _, each in self.pods.values() if not (each.lost or each.gone.is_set())]
         peers = [
             Peer(each.pod.name, each.address, each.pod.labels, each.pod.ports, each.ready, each.pod.service)
-            for _, each in self.pods.values()
-            if not (each.lost or each.gone.is_set())
+            for each in pods
         ]
         self._names.publish(list(self.objects.values()), peers, self.network)
+        for each in pods:
+            each.published.set()

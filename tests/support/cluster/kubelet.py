@@ -51,6 +51,9 @@ class Kubelet:
         """Its processes did not end in the time that the pod has for it."""
         self.ending = threading.Event()
         self.gone = threading.Event()
+        self.published = threading.Event()
+        """Its names, Services and policies are in force. No container starts before: a program may look a name up
+        at once, and only once."""
         self._host = host
         self._running: list[_Running] = []
         self.address, self._network = host.network.add(pod.name)
@@ -84,6 +87,8 @@ class Kubelet:
 
     def _live(self) -> None:
         try:
+            while not self.published.wait(_TURN_SECONDS) and not self.ending.is_set() and not self.lost:
+                pass
             if all(self._completed(each) for each in self.pod.initial):
                 self._run()
             if self.lost:
