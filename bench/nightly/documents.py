@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.report import format_value
-from bench.rollout.markdown import Rows, goal_table, modelled_table, overview, regime_table
+from bench.rollout.markdown import Rows, goal_table, modelled_table, overview, regime_table, summary
 
 Published = Mapping[str, Any]
 _BLOCK = re.compile(
@@ -126,6 +126,10 @@ def _modelled(result: Mapping[str, Any]) -> list[str]:
     return [*modelled_table(_first_subject(result)["rows"], {}), "", _origin(result)]
 
 
+def _summary(result: Mapping[str, Any]) -> list[str]:
+    return [*summary(_first_subject(result)["rows"]), "", _origin(result)]
+
+
 def _of_all_rounds(result: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a result with the systems that were measured in every regime, and as often as any other."""
     subject = _first_subject(result)
@@ -162,4 +166,5 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
     "modelled-brief": lambda result: _modelled(_of_all_rounds(result)),
     "overview": _overview,
     "regimes": _regimes,
+    "summary": lambda result: _summary(_of_all_rounds(result)),
 }

@@ -49,9 +49,12 @@ def publish(
 
 
 def command_of(name: str, result: Mapping[str, Any]) -> str:
-    """Return the `make bench` that gives such a result again."""
+    """Return the `make bench` that gives such a result again; a result NAME.SUBJECT is of that subject."""
     rounds = result.get("options", {}).get("rounds", 1)
-    return f"make bench NAME={name}" + (f' BENCH_ARGS="--rounds {rounds}"' if rounds > 1 else "")
+    subjects = result.get("subjects", {})
+    benchmark, _, subject = name.rpartition(".")
+    what = f"NAME={benchmark} SUBJECT={subject}" if subject in subjects else f"NAME={name}"
+    return f"make bench {what}" + (f' BENCH_ARGS="--rounds {rounds}"' if rounds > 1 else "")
 
 
 def published(results: Path = RESULTS) -> dict[str, Any]:

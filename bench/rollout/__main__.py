@@ -6,7 +6,8 @@ Paceline by its seeds, vLLM because its sampler is told what to draw (bench/roll
 update is a wait, a quarter of plain decoding's step, the same seconds for all.
 
 The table is made of cells (system, regime, round), each kept under runs/bench/rollout with the hash of the code and
-the run that it depends on: a later call measures what is missing. Writes runs/bench/rollout.json, .md and .svg.
+the run that it depends on: a later call measures what is missing. Writes runs/bench/rollout.json and .md, or
+rollout.SUBJECT.json and .md where another subject than tinymath is the first, and a picture of each subject.
 
     python -m bench.rollout [--systems quick] [--rounds 1] [--minutes 25]
     python -m bench.rollout --systems without --regimes "long tail"            # each mechanism left out
@@ -109,7 +110,8 @@ def write_all(
         }
         parts.append(f"# {name}\n\n" + document(result["rows"], result["figures"], result["goals"], notes))
         draw(result["rows"], _RESULT / f"rollout-{name}.svg")
-    (_RESULT / "rollout.md").write_text("\n".join(parts))
+    name = result_name(next(iter(results)))
+    (_RESULT / f"{name}.md").write_text("\n".join(parts))
     data = {
         **first["figures"],
         "goals": goals,
@@ -118,7 +120,12 @@ def write_all(
         "regimes": {name: each.about for name, each in REGIMES.items()},
         "options": dict(options),
     }
-    write("rollout", data)
+    write(name, data)
+
+
+def result_name(subject: str) -> str:
+    """Return the name of the result of a call whose first subject this is."""
+    return "rollout" if subject == next(iter(SUBJECTS)) else f"rollout.{subject}"
 
 
 def _plain(value: Any) -> Any:

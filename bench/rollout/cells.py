@@ -26,6 +26,17 @@ class CellName(NamedTuple):
         return f"{self.system}-{self.regime}-{self.round}.json".replace(" ", "_")
 
 
+class InstanceLoad(NamedTuple):
+    """Work of an instance for a step of the run."""
+
+    steps: int
+    """Engine steps."""
+    rows: int
+    """Tokens that they computed: of prompts, draft tokens, and the newest one of each sample."""
+    seconds: float
+    """From the begin of its first sample to the end of its last one."""
+
+
 class AbsentReason(StrEnum):
     """Reason for which a cell has no figures."""
 
@@ -68,6 +79,9 @@ class StepFigures:
     """Its time, from its submission to its end."""
     modelled: Mapping[str, ModelledStep]
     """Times that its engine steps would take on other devices, by device."""
+    loads: tuple[InstanceLoad, ...] = ()
+    """Of each instance that had samples of the step."""
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,8 @@ class TableCell:
 
 def _step_of(data: Mapping[str, Any]) -> StepFigures:
     times = {device: ModelledStep(**each) for device, each in data["modelled"].items()}
-    return StepFigures(**{**data, "modelled": times})
+    loads = tuple(InstanceLoad(*each) for each in data.get("loads", ()))
+    return StepFigures(**{**data, "modelled": times, "loads": loads})
 
 
 class CellFolder:

@@ -17,6 +17,8 @@ COLUMNS = (
     ("of plain", "step_speedup_vs_plain"),
     ("push, s", "push_seconds"),
     ("tokens of a step", "tokens_of_step"),
+    ("tokens a decode step", "tokens_per_decode_step"),
+    ("of this machine's line", "line_share"),
     ("decode steps, average", "decode_steps_mean"),
     ("maximum", "decode_steps_max"),
     ("acceptance length", "acceptance_length"),
@@ -54,11 +56,13 @@ def shown(value: Any) -> str:
 def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str]) -> list[str]:
     """Return the lines of a regime's table: a row for each system."""
     devices = _devices({"": systems})
-    heads = ["", *(head for head, _ in COLUMNS)]
+    # Results from before a column was there go without it.
+    columns = [each for each in COLUMNS if any(each[1] in figures for figures in systems.values())]
+    heads = ["", *(head for head, _ in columns)]
     heads += [f"{device}, {head}" for device in devices for head, _ in MODELLED]
     lines = [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
     for name, figures in systems.items():
-        cells = [figures.get(key) for _, key in COLUMNS]
+        cells = [figures.get(key) for _, key in columns]
         cells += [_modelled(figures, device).get(key) for device in devices for _, key in MODELLED]
         lines.append(_line([f"{name}{marks.get(name, '')}", *map(shown, cells)]))
     return lines
@@ -75,6 +79,24 @@ def overview(rows: Rows, marks: Mapping[str, str]) -> list[str]:
         differing = sum(each["samples_differing"] for each in found if each is not None)
         speeds = ["-" if each is None else shown(each["speedup_vs_plain"]) for each in found]
         lines.append(_line([f"{name}{marks.get(name, '')}", *speeds, str(differing)]))
+    return lines
+
+
+def summary(rows: Rows) -> list[str]:
+    """Return the lines of a table that fits a first page: decode steps and times of each system, by regime."""
+    heads = ["", "tokens a decode step", "of plain, measured", "of this machine's line"]
+    devices = _devices(rows)[:1]
+    heads += [*(f"of plain, modelled {device}" for device in devices), "samples that differ"]
+    lines = [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
+    for regime, systems in rows.items():
+        for name, figures in systems.items():
+            cells = [
+                figures.get("tokens_per_decode_step"),
+                figures["speedup_vs_plain"],
+                figures.get("line_share"),
+            ]
+            cells += [_modelled(figures, device).get("speedup_vs_plain") for device in devices]
+            lines.append(_line([f"{regime}: {name}", *map(shown, cells), str(figures["samples_differing"])]))
     return lines
 
 

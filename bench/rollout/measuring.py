@@ -14,16 +14,8 @@ from bench.comparison import Comparison, Responses
 from bench.coverage import Coverage
 from bench.replay import Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
 from bench.report import cores
-from bench.rollout.cells import StepFigures
-from bench.rollout.modelled import (
-    InstanceWork,
-    ModelledStep,
-    StepReader,
-    assumed_sweep,
-    divided,
-    modelled,
-    passes_of,
-)
+from bench.rollout.cells import InstanceLoad, StepFigures
+from bench.rollout.modelled import InstanceWork, StepReader, assumed_sweep, divided, modelled, passes_of
 from bench.rollout.registry import StockSystem
 from bench.rollout.stock_engine import StockEngine, StockMeasurement, StockSample, StockSetup, StockStep
 from bench.scrape import Metrics
@@ -105,8 +97,8 @@ def _on_stock_engines(
         for place, recorded in enumerate(trajectory.steps):
             parts = _roll_out(engines, recorded, trajectory)
             push_seconds = _push(engines, trajectory.weights_after(place))
-            times = modelled([InstanceWork(reader.since()) for reader in readers])
-            found.append(stock_figures(recorded, parts, push_seconds, system.name, times, tasks))
+            work = [InstanceWork(reader.since()) for reader in readers]
+            found.append(stock_figures(recorded, parts, push_seconds, system.name, work, tasks))
             watch(found[-1])
     return tuple(found)
 
@@ -147,10 +139,10 @@ def stock_figures(
     parts: Sequence[StockMeasurement],
     push_seconds: float,
     system: str,
-    times: Mapping[str, ModelledStep],
+    work: Sequence[InstanceWork],
     tasks: Curriculum,
 ) -> StepFigures:
-    """Return the figures of a step from those of its engines."""
+    """Return the figures of a step from those of its engines, in the order of their work."""
     began = min(part.began for part in parts)
     ends = [max(part.ended.values(), default=part.began) for part in parts]
     last = max((part for part in parts), key=lambda part: max(part.ended.values(), default=part.began))
@@ -163,6 +155,7 @@ def stock_figures(
         step=recorded.step,
         rollout_seconds=max(ends) - began,
         push_seconds=push_seconds,
+        samples=len(responses),
         tokens=sum(map(len, responses.values())),
         length_max=max(map(len, responses.values())),
         decode_steps_mean=fmean(steps),
@@ -180,7 +173,12 @@ def stock_figures(
         planned={},
         last_steps=last.decode_steps[last_name],
         last_seconds=last.ended[last_name] - last.began,
-        modelled=times,
+        modelled=modelled(work),
+        loads=tuple(
+            _load(each, end - part.began)
+            for each, part, end in zip(work, parts, ends, strict=True)
+            if part.ended
+        ),
     )
 
 
@@ -249,6 +247,7 @@ def platform_figures(
         step=step.step,
         rollout_seconds=step.rollout_seconds,
         push_seconds=step.push_seconds,
+        samples=len(samples),
         tokens=sum(len(sample.token_ids) for sample in samples),
         length_max=max(len(sample.token_ids) for sample in samples),
         decode_steps_mean=mean_decode_steps(step),
@@ -267,6 +266,11 @@ def platform_figures(
         last_steps=last.provenance.decode_steps,
         last_seconds=last.provenance.queue_seconds + last.provenance.generation_seconds,
         modelled=modelled(work),
+        loads=tuple(
+            _load(each, max(span.end for span in own) - min(span.begin for span in own))
+            for each, name in zip(work, logged, strict=True)
+            if (own := spans.get(name, []))
+        ),
     )
 
 
@@ -275,6 +279,10 @@ def _ended(sample: Sample) -> float:
 
 
 # Both ---------------------------------------------------------------------------------------------------
+
+
+def _load(work: InstanceWork, seconds: float) -> InstanceLoad:
+    return InstanceLoad(len(work.steps), sum(step.rows for step in work.steps), seconds)
 
 
 def _compare(system: str, recorded: TrainedStep, found: Responses) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from bench.intervals import MedianInterval, median_interval
 from bench.policy.figures import verdict
 from bench.rollout.cells import StepFigures, TableCell
@@ -55,6 +57,40 @@ def update_of(rollout: float) -> float:
     return rollout * UPDATE_SHARE / (1 - UPDATE_SHARE)
 
 
+class StepLine(NamedTuple):
+    """Seconds of an engine step on this machine, and of each row (token) that it computes."""
+
+    step: float
+    row: float
+
+
+def line_of(table: Table) -> StepLine | None:
+    """Return the line through plain decoding's loads in all regimes, by least squares of relative errors.
+
+    None where there are fewer than two of them, or none with more than a row.
+    """
+    cells = [cell for systems in table.values() for cell in systems.get(PLAIN, {}).values()]
+    loads = [load for cell in cells for step in counted(cell) for load in step.loads]
+    measured = np.array([(load.steps, load.rows) for load in loads if load.seconds], np.float64)
+    seconds = np.array([load.seconds for load in loads if load.seconds])
+    if len(measured) < 2 or np.linalg.matrix_rank(measured) < 2:
+        return None
+    (step, row), *_ = np.linalg.lstsq(measured / seconds[:, None], np.ones(len(seconds)), rcond=None)
+    return StepLine(float(step), float(row))
+
+
+def line_share(cells: Iterable[TableCell], line: StepLine) -> float | None:
+    """Return the seconds that the line allows for the engine steps of a system, as a share of its rollouts'.
+
+    The slowest instance counts. None for cells without loads.
+    """
+    steps = [step for cell in cells for step in counted(cell) if step.loads]
+    if not steps:
+        return None
+    allowed = sum(max(line.step * load.steps + line.row * load.rows for load in each.loads) for each in steps)
+    return allowed / sum(each.rollout_seconds for each in steps)
+
+
 def table_of(cells: Iterable[TableCell]) -> dict[str, dict[str, dict[int, TableCell]]]:
     """Return the cells that have figures, by regime, system and round."""
     found: dict[str, dict[str, dict[int, TableCell]]] = {}
@@ -94,7 +130,7 @@ def paired(base: Rounds, other: Rounds, figure: Callable[[TableCell], float]) ->
     return PairedRatio(ends.low, ends.median, ends.high, len(ratios))
 
 
-def row(rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
+def row(rounds: Rounds, plain: Rounds | None, line: StepLine | None = None) -> dict[str, Any]:
     """Return the columns of a system in a regime: means over its rounds, ratios of paired ones.
 
     `modelled` has those of each modelled device.
@@ -105,6 +141,7 @@ def row(rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
         sum(getattr(step, name) for step in steps) for name in ("drafted", "accepted", "verified")
     )
     tokens, covered = sum(step.tokens for step in steps), [step.covered for step in steps]
+    decode_steps = sum(step.decode_steps_mean * step.samples for step in steps)
     return {
         "rounds": len(cells),
         "speedup_vs_plain": None if plain is None else paired(plain, rounds, rollout_seconds),
@@ -127,6 +164,8 @@ def row(rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
         "tokens_compared": sum(step.compared for cell in cells for step in cell.steps),
         "last_sample_steps": fmean(step.last_steps for step in steps),
         "last_sample_seconds": fmean(step.last_seconds for step in steps),
+        "tokens_per_decode_step": tokens / decode_steps if decode_steps else None,
+        "line_share": None if line is None else line_share(cells, line),
         "modelled": {device: modelled_row(device, rounds, plain) for device in steps[0].modelled},
     }
 
@@ -151,8 +190,9 @@ def modelled_row(device: str, rounds: Rounds, plain: Rounds | None) -> dict[str,
 
 def rows(table: Table) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the columns of all systems, by regime and system."""
+    line = line_of(table)
     return {
-        regime: {name: row(rounds, systems.get(PLAIN)) for name, rounds in systems.items()}
+        regime: {name: row(rounds, systems.get(PLAIN), line) for name, rounds in systems.items()}
         for regime, systems in table.items()
     }
 

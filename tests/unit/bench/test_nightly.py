@@ -121,15 +121,23 @@ def test_a_brief_table_has_the_systems_that_were_measured_most_often_everywhere(
         assert "once" not in text
         assert "long only" not in text
     assert "| `tokens_differing` |" in rewritten(_PART.format("whole brief"), figures)
+    assert "| long tail: plain | " in rewritten(_PART.format("whole summary"), figures)
     assert "\n| once | 3.00 | 3.00 | 0 |" in rewritten(_PART.format("whole overview"), figures)
 
 
 @pytest.mark.parametrize(
-    ("options", "command"),
-    [({}, "make bench NAME=x"), ({"rounds": 3}, 'make bench NAME=x BENCH_ARGS="--rounds 3"')],
+    ("name", "result", "command"),
+    [
+        ("x", {}, "make bench NAME=x"),
+        ("x", {"options": {"rounds": 3}}, 'make bench NAME=x BENCH_ARGS="--rounds 3"'),
+        ("x.y", {"subjects": {"y": {}}}, "make bench NAME=x SUBJECT=y"),
+        ("x.y", {"subjects": {"z": {}}}, "make bench NAME=x.y"),
+    ],
 )
-def test_the_command_of_a_result_has_its_rounds(options: dict[str, Any], command: str) -> None:
-    assert command_of("x", {"options": options}) == command
+def test_the_command_of_a_result_has_its_subject_and_rounds(
+    name: str, result: dict[str, Any], command: str
+) -> None:
+    assert command_of(name, result) == command
 
 
 def test_a_table_that_a_benchmark_has_made_is_shown_as_it_is() -> None:

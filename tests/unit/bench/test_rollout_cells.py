@@ -14,7 +14,7 @@ import torch
 
 from bench.rollout.cells import AbsentReason, CellFolder, CellName, TableCell, cell_key, code_hash
 from bench.rollout.measuring import stock_figures
-from bench.rollout.modelled import ModelledStep
+from bench.rollout.modelled import InstanceWork, modelled
 from bench.rollout.plan import planned, seconds_left
 from bench.rollout.record import RecordedRun
 from bench.rollout.registry import ARCTIC, PACELINE, PLAIN, REGIMES, SUBJECTS, SYSTEMS, Regime, StockSystem
@@ -27,6 +27,7 @@ from bench.training import TrainedStep
 from bench.trajectory import Trajectory
 from examples.tinymath.train import Options, plan
 from paceline import Group
+from services.generation.engine.step_log import LoggedStep
 from tests.unit.bench.steps import named, rewarded, sample
 
 
@@ -178,10 +179,13 @@ def test_the_figures_of_stock_engines_are_of_the_slower_one() -> None:
         ended={"0/q/0": 14.0, "0/q/1": 16.0},
         began=10.5,
     )
-    times = {"device": ModelledStep(1.0, 0.5, 0.0)}
+    work = [
+        InstanceWork([LoggedStep(0.0, 2, rows, 0, 30) for rows in given]) for given in ((9, 2), (9, 2, 2))
+    ]
     tasks = rewarded(lambda name: float(name == "p"))
-    found = stock_figures(_step(), [fast, slow], 0.5, "vllm ngram", times, tasks)
-    assert found.modelled == times
+    found = stock_figures(_step(), [fast, slow], 0.5, "vllm ngram", work, tasks)
+    assert found.modelled == modelled(work)
+    assert (found.samples, found.loads) == (4, ((2, 11, 2.0), (3, 13, 5.5)))
     assert (found.rollout_seconds, found.push_seconds) == (6.0, 0.5)
     assert (found.bubble_seconds_mean, found.bubble_seconds_max) == (2.0, 4.0)
     assert (found.last_steps, found.last_seconds) == (9, 5.5)

@@ -71,6 +71,7 @@ class _Measured:
         values: dict[str, Any] = dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {
             "tokens": 1,
             "planned": {},
+            "loads": (),
             "modelled": {H100_8B: ModelledStep(1.0, 0.0, 0.0)},
         }
         return (StepFigures(**(values | {"rollout_seconds": self.seconds[setup.name]})),) * 2
@@ -194,6 +195,7 @@ def test_the_figures_of_a_platforms_step_are_of_its_samples_and_services() -> No
     assert (found.decode_steps_mean, found.decode_steps_max, found.tokens) == (1.5, 2, 3)
     assert (found.bubble_seconds_mean, found.bubble_seconds_max) == (1.0, 2.0)
     assert (found.differing, found.compared) == (1, 3)
+    assert (found.samples, found.loads) == (2, ((3, 3, 2.0), (4, 12, 4.0)))
     assert found.planned == {"drafts": 5.0}
 
 

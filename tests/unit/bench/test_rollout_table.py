@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from bench.rollout.cells import AbsentReason, CellName, StepFigures, TableCell
-from bench.rollout.markdown import document, modelled_table, overview, regime_table
+from bench.rollout.cells import AbsentReason, CellName, InstanceLoad, StepFigures, TableCell
+from bench.rollout.markdown import document, modelled_table, overview, regime_table, summary
 from bench.rollout.modelled import H100_8B, ModelledStep
 from bench.rollout.registry import EVERYTHING, FOR_H100, LONG_TAIL, PLAIN
 from bench.rollout.table import (
     GOALS,
     PairedRatio,
     headline,
+    line_of,
     paired,
     rollout_seconds,
     row,
@@ -91,6 +92,38 @@ def test_the_columns_of_a_row_are_of_the_steps_that_count() -> None:
     bare = row({0: _cell(PLAIN, 4.0, covered=None, drafted=0, accepted=0, verified=0)}, None)
     assert (bare["coverage"], bare["acceptance_rate"], bare["draft_length"]) == (None, None, None)
     assert bare["speedup_vs_plain"] is None
+
+
+def test_the_line_is_plain_decodings_and_others_are_measured_against_it() -> None:
+    # A step takes 0.1 s and a row 0.01 s; the second instance of each step is the slower one.
+    short = (InstanceLoad(5, 20, 0.7), InstanceLoad(10, 30, 1.3))
+    long = (InstanceLoad(5, 200, 2.5), InstanceLoad(10, 400, 5.0))
+    ours = (InstanceLoad(4, 60, 9.0), InstanceLoad(6, 40, 9.0))
+    cells = [
+        _cell(PLAIN, 1.3, regime="short", loads=short),
+        _cell(PLAIN, 5.0, loads=long),
+        _cell(EVERYTHING, 1.25, loads=ours, samples=4),
+    ]
+    line = line_of(table_of(cells))
+    assert line == pytest.approx((0.1, 0.01))
+    found = rows(table_of(cells))
+    assert found["short"][PLAIN]["line_share"] == pytest.approx(1.0)
+    assert found[LONG_TAIL][EVERYTHING]["line_share"] == pytest.approx(0.8)
+    assert found[LONG_TAIL][EVERYTHING]["tokens_per_decode_step"] == 100 / (20.0 * 4)
+    (_, _, *lines) = summary(found)
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "short: plain",
+        "long tail: plain",
+        "long tail: paceline",
+    ]
+    assert lines[2].split("|")[2:5] == [" 1.25 ", " 4.00 ", " 0.8 "]
+
+
+def test_without_loads_of_different_shapes_there_is_no_line() -> None:
+    assert line_of(table_of([_cell(PLAIN, 1.0)])) is None
+    same = (InstanceLoad(5, 20, 0.7), InstanceLoad(10, 40, 1.4))
+    assert line_of(table_of([_cell(PLAIN, 1.4, loads=same)])) is None
+    assert rows(table_of([_cell(PLAIN, 1.4, loads=same)]))[LONG_TAIL][PLAIN]["line_share"] is None
 
 
 def _table(ours: float, differing: int = 0) -> list[TableCell]:
