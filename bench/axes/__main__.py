@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.axes.decoding import DecodedBatch, KnownText, decode, plain_seconds, stored
+from bench.axes.decoding import DecodedBatch, decode, plain_seconds
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
+from bench.known_texts import KnownText, stored
 from bench.report import console, format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from services.step_time.estimator import warm_up
@@ -127,7 +128,7 @@ def _row(
         "point": point,
         "drafts": drafts,
         "tokens_per_step": found.tokens_per_step,
-        "acceptance_rate": found.accepted / found.drafted if found.drafted else None,
+        "acceptance_rate": found.counts.accepted / found.counts.drafted if found.counts.drafted else None,
         "speedup_vs_plain": plain_seconds(texts, DEVICES[H100_8B].steps) / found.seconds,
     }
 

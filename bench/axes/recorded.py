@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.axes.decoding import KnownText, decode, plain_seconds, stored
+from bench.axes.decoding import decode, plain_seconds
+from bench.known_texts import KnownText, stored
 from bench.report import format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run

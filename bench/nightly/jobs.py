@@ -28,7 +28,7 @@ class NightlyJob:
         return " ".join(("python -m", self.module, *self.options))
 
 
-LONGER = ("reallocating", "axes.recorded", "rollout.smollm2")
+LONGER = ("reallocating", "axes.recorded", "rollout.smollm2", "device_clock")
 """Benchmarks that a night has no time for: they are run and published by hand."""
 JOBS = (
     NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),

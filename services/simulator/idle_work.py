@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.bubbles.config import BubblesConfig
 from services.bubbles.ledger import BubbleLedger, TaskLease
 from services.bubbles.plan import PregenerationPlan
-from services.simulator.modelled_instance import ModelledInstance
 from services.simulator.sample_batch import SimulatedSample
 from services.simulator.workload import Ints
 
 _RUN = "run"
 _FRESH = 5.0
 """Seconds after which the gateway says again what it said."""
+
+
+class RunningSamples(Protocol):
+    """Samples that run on an instance."""
+
+    def __contains__(self, sample: SimulatedSample) -> bool: ...
+
+    def remove(self, sample: SimulatedSample) -> None:
+        """Let a sample leave; it then knows what it has generated."""
+        ...
+
+
+class IdleInstance(Protocol):
+    """What of an instance concerns its work in bubbles."""
+
+    name: str
+    max_running: int
+    steps: int
+    waiting: deque[SimulatedSample]
+
+    @property
+    def samples(self) -> int:
+        """Samples that run or wait."""
+        ...
+
+    @property
+    def batch(self) -> RunningSamples:
+        """Samples that run."""
+        ...
+
+    def prefill(self, tokens: int) -> None:
+        """Compute so many tokens before the next step."""
+        ...
+
+    def generated(self, sample: SimulatedSample, now: float) -> float:
+        """Return the response tokens that a sample here has by now."""
+        ...
 
 
 class IdleWork:
@@ -57,7 +95,7 @@ class IdleWork:
             (int(task.group.prompt_id), task.slot): task.covered for task in self._ledger.coverage(_RUN, step)
         }
 
-    def poll(self, instance: ModelledInstance, now: float) -> None:
+    def poll(self, instance: IdleInstance, now: float) -> None:
         """Report what an instance does and has ended, and give it more.
 
         As an instance does, every `poll_steps` steps, and when it has nothing to do.
@@ -86,7 +124,7 @@ class IdleWork:
             instance.prefill(round(sample.context) - shared)
             prompts.add(sample.prompt)
 
-    def stop(self, instance: ModelledInstance, now: float) -> None:
+    def stop(self, instance: IdleInstance, now: float) -> None:
         """Let an instance return its tasks, unfinished, with the tokens that there are."""
         held = self._held.pop(instance.name, {})
         progress = []
@@ -95,7 +133,9 @@ class IdleWork:
                 instance.batch.remove(sample)
             finished = sample.generated >= sample.length
             progress.append(_progress(lease, int(sample.generated), finished=finished, returned=not finished))
-        instance.waiting = type(instance.waiting)(each for each in instance.waiting if not each.lease)
+        kept = [each for each in instance.waiting if not each.lease]
+        instance.waiting.clear()
+        instance.waiting.extend(kept)
         self._answered(instance, progress, 0, now)
 
     def _say(self, phase: pb.RunPhase, step: int, now: float) -> None:
@@ -105,7 +145,7 @@ class IdleWork:
         self._ledger.set_run(self._status, now)
 
     def _answered(
-        self, instance: ModelledInstance, progress: list[pb.PregenerationProgress], room: int, now: float
+        self, instance: IdleInstance, progress: list[pb.PregenerationProgress], room: int, now: float
     ) -> tuple[TaskLease, ...]:
         run = self._ledger.runs.get(_RUN)
         if run is None or now - run.heard_at > _FRESH:

@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("numba")
 
 from bench.axes.__main__ import AXES, PROMPTS, SAMPLES, Point, rows_of, synthetic
-from bench.axes.decoding import KnownText, decode, plain_seconds, stored
+from bench.axes.decoding import decode, plain_seconds
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
 from bench.axes.recorded import RunMissingError, steps_of
+from bench.known_texts import KnownText, stored
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.registry import SUBJECTS, Subject
 from examples.tinymath.train import Options
@@ -64,7 +65,7 @@ def test_what_no_policy_has_is_refused() -> None:
 def test_a_text_with_nothing_to_draft_from_takes_a_step_a_token() -> None:
     text = KnownText("p", 1, np.arange(1, 101, dtype=np.int32))
     found = decode([text], [], DEVICE, 1024)
-    assert (found.tokens, found.steps, found.drafted) == (100, 100, 0)
+    assert (found.counts.tokens, found.counts.steps, found.counts.drafted) == (100, 100, 0)
     # A step reads the prompt of one token and what was decoded.
     assert found.seconds == pytest.approx(plain_seconds([text], DEVICE))
 
@@ -72,13 +73,13 @@ def test_a_text_with_nothing_to_draft_from_takes_a_step_a_token() -> None:
 def test_what_is_known_saves_steps() -> None:
     text = KnownText("p", 1, np.arange(1, 201, dtype=np.int32))
     known = decode([replace(text, reference=text.response)], [], DEVICE, 1024)
-    assert known.tokens == 200
-    assert known.steps < 40
-    assert known.accepted == 200 - known.steps
+    assert known.counts.tokens == 200
+    assert known.counts.steps < 40
+    assert known.counts.accepted == 200 - known.counts.steps
     assert known.seconds < plain_seconds([text], DEVICE) / 3
     before = [stored("p", 0, 9, text.response, 0)]
-    assert decode([text], before, DEVICE, 1024).steps < 60
-    assert decode([replace(text, prompt_id="q")], before, DEVICE, 1024).steps == 200
+    assert decode([text], before, DEVICE, 1024).counts.steps < 60
+    assert decode([replace(text, prompt_id="q")], before, DEVICE, 1024).counts.steps == 200
 
 
 def test_an_axis_goes_through_the_base() -> None:

@@ -1,0 +1,166 @@
+"""What pre-generation is worth where idle time is a device's, by the texts of a recorded run.
+
+A benchmark on this machine generates as much ahead as this machine's idle time holds. Here the run that
+`make bench SUBJECT=NAME` has recorded is gone through by the step times of another device (cluster.py), with the
+same services deciding. The texts of the policy before each update are written first, by real engines, once.
+
+Rows: nothing generated ahead; Paceline as it comes, with an update of a quarter of plain decoding's step; and as if
+the trainer left time for the whole step. Ratios are against plain decoding on the same clock. Writes
+runs/bench/device_clock.json.
+
+    make bench NAME=device_clock                # of smollm2
+    python -m bench.device_clock smollm2 --device "70B 8xH100"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+import numpy as np
+
+from bench.axes.recorded import RunMissingError
+from bench.device_clock.cluster import ClockedStep, RecordedCluster, RecordedTexts, plain_seconds
+from bench.device_clock.old_texts import OldTexts, load_or_write
+from bench.report import console, format_value, show_rows, write
+from bench.rollout.modelled import DEVICES, H100_8B
+from bench.rollout.record import kept_run
+from bench.rollout.registry import REGIMES, SMOLLM2, SUBJECTS, Regime, Subject
+from bench.rollout.session import FOLDER
+from bench.rollout.table import WARM_UP, update_of
+from bench.systems import plain_platform
+from bench.trajectory import Trajectory
+from paceline import SampleKey
+from services.bubbles.config import BubblesConfig
+from services.step_time.estimator import warm_up
+
+COLUMNS = (
+    "regime",
+    "generated ahead",
+    "tokens a decode step",
+    "coverage",
+    "acceptance rate",
+    "steps of the slowest sample",
+    "of plain, modelled",
+)
+INSTANCES = 2
+_NOTHING, _AS_IT_COMES, _ALL = "nothing", "in idle time", "the whole step"
+_LONG = 20.0
+"""Plain rollouts in which any step is generated ahead as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockedRow:
+    """A regime on the clock, with what was generated ahead."""
+
+    regime: str
+    ahead: str
+    steps: tuple[ClockedStep, ...]
+    plain: tuple[float, ...]
+    """Seconds of plain decoding, by step."""
+
+    @property
+    def figures(self) -> tuple[float | None, ...]:
+        """The columns after the first two."""
+        tokens = sum(step.tokens for step in self.steps)
+        drafted = sum(step.drafted for step in self.steps)
+        return (
+            tokens / sum(step.decode_steps for step in self.steps),
+            sum(step.covered for step in self.steps) / tokens,
+            sum(step.accepted for step in self.steps) / drafted if drafted else None,
+            fmean(step.most_decode_steps for step in self.steps),
+            sum(self.plain) / sum(step.seconds for step in self.steps),
+        )
+
+
+def main() -> None:
+    """Go through the run in each regime, show and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("subject", nargs="?", choices=list(SUBJECTS), default=SMOLLM2.name)
+    parser.add_argument("--device", choices=list(DEVICES), default=H100_8B)
+    given = parser.parse_args()
+    subject = SUBJECTS[given.subject]
+    warm_up()
+    rows = []
+    for row in clocked(subject, given.device):
+        rows.append(row)
+        console().print(
+            f"device_clock: {row.regime}, {row.ahead}: {row.figures[-1]:.2f} of plain", highlight=False
+        )
+    lines = [[row.regime, row.ahead, *map(format_value, row.figures)] for row in rows]
+    show_rows(f"{subject.name} on the clock of {given.device}", COLUMNS, lines)
+    figures = {
+        f"{name}_{row.regime}".replace(" ", "_").replace("-", "_"): value
+        for row in rows
+        if row.ahead == _AS_IT_COMES
+        for name, value in (("tokens_per_step", row.figures[0]), ("speedup_vs_plain", row.figures[-1]))
+    }
+    tables = {"rows": {"columns": COLUMNS, "rows": lines}}
+    data = [{**asdict(row), "figures": row.figures} for row in rows]
+    write("device_clock", {**figures, "options": vars(given), "tables": tables, "rows": data})
+
+
+def clocked(subject: Subject, device: str) -> Iterator[ClockedRow]:
+    """Yield the rows of a subject's recorded run. RunMissingError if none is kept."""
+    place = FOLDER / subject.name
+    run = kept_run(place, subject.model, subject.options)
+    if run is None:
+        raise RunMissingError(f"no whole run of {subject.name} is kept: `make bench SUBJECT={subject.name}`")
+    config = plain_platform(subject.model, INSTANCES, place / "recording", subject.kv_bytes)
+    before = load_or_write(
+        run,
+        place,
+        config,
+        lambda step: console().print(f"device_clock: texts before step {step}", highlight=False),
+    )
+    vocabulary = int(json.loads((subject.model / "config.json").read_text())["vocab_size"])
+    for name in subject.regimes:
+        texts = recorded_texts(run.cut(REGIMES[name]), before, REGIMES[name])
+        yield from rows_of(name, texts, device, vocabulary)
+
+
+def rows_of(
+    regime: str, texts: Sequence[RecordedTexts], device: str, vocabulary: int
+) -> Iterator[ClockedRow]:
+    """Yield the rows of a regime. The first step is not counted: nothing could be known before it."""
+    table = DEVICES[device].steps
+    plain = tuple(plain_seconds(each, table, vocabulary, INSTANCES) for each in texts)[WARM_UP:]
+    update = update_of(fmean(plain))
+    for ahead, bubbles, seconds in (
+        (_NOTHING, None, update),
+        (_AS_IT_COMES, BubblesConfig(), update),
+        (_ALL, BubblesConfig(), _LONG * fmean(plain)),
+    ):
+        cluster = RecordedCluster(table, vocabulary, INSTANCES, texts, seconds, bubbles)
+        yield ClockedRow(regime, ahead, tuple(cluster.run())[WARM_UP:], plain)
+
+
+def recorded_texts(
+    trajectory: Trajectory, before: Sequence[OldTexts], regime: Regime
+) -> tuple[RecordedTexts, ...]:
+    """Return the steps of a part of the run as texts by cell."""
+    found = []
+    for step, old in zip(trajectory.steps, before, strict=True):
+        cells = {
+            (place, slot): SampleKey(group.prompt_id, slot)
+            for place, group in enumerate(step.groups)
+            for slot in range(group.samples)
+        }
+        found.append(
+            RecordedTexts(
+                step=step.step,
+                prompt_ids=tuple(group.prompt_id for group in step.groups),
+                prompts=tuple(tuple(map(int, group.prompt_token_ids)) for group in step.groups),
+                seeds={cell: step.samples[key].seed for cell, key in cells.items()},
+                responses={cell: step.samples[key].token_ids.astype(np.int32) for cell, key in cells.items()},
+                before={cell: old[key][: regime.max_tokens] for cell, key in cells.items() if key in old},
+            )
+        )
+    return tuple(found)
+
+
+if __name__ == "__main__":
+    main()

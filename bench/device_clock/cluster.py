@@ -1,0 +1,294 @@
+"""Instances that decode a recorded run by a device's step times, on the decision code of the services.
+
+The gateway's queue and pool place samples, the coordinator's ledger and plan give idle instances samples of the
+coming step, and each instance drafts, plans and verifies every engine step on the recorded texts. So idle time, and
+with it what is generated ahead, is the device's. Left out: what deciding costs, moves, journal, and the time of a
+weight update.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+import numpy as np
+
+from bench.known_texts import RUN, KnownText, TextInstance, Tokens, stored
+from services.bubbles.config import BubblesConfig
+from services.gateway.dispatch.estimator import DraftCoverage, LengthPredictor, remaining_work
+from services.gateway.dispatch.placement import InstancePool, InstanceSlots
+from services.gateway.dispatch.waiting_queue import WaitingQueue, WaitingSample
+from services.simulator.device_tables import DeviceTable
+from services.simulator.idle_work import IdleWork
+from services.simulator.sample_batch import SimulatedSample
+
+_MAX_RUNNING = 256
+_DRAFT_COST = 0.15
+"""As the gateway's default: work of a drafted token, as a share of a generated one."""
+_POLL_SECONDS = 0.005
+"""Between two polls of an instance that has nothing to do."""
+Cell = tuple[int, int]
+"""Place of a prompt in its step, and slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTexts:
+    """A step of the run: its prompts, and by cell seeds, responses, and those of the policy before (`before`)."""
+
+    step: int
+    prompt_ids: tuple[str, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    seeds: Mapping[Cell, int]
+    responses: Mapping[Cell, Tokens]
+    before: Mapping[Cell, Tokens]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Lengths of the texts of the policy before, [prompts, samples]."""
+        slots = 1 + max(slot for _, slot in self.seeds)
+        places = range(len(self.prompt_ids))
+        return np.array([[len(self.before[place, slot]) for slot in range(slots)] for place in places])
+
+
+@dataclass(frozen=True, slots=True)
+class ClockedStep:
+    """A step as the device would have gone through it."""
+
+    step: int
+    seconds: float
+    tokens: int
+    decode_steps: int
+    """Of all samples together."""
+    most_decode_steps: int
+    drafted: int
+    accepted: int
+    covered: int
+    """Tokens that were generated ahead when the step began."""
+
+
+@dataclass(eq=False)
+class ClockedInstance:
+    """An instance with a clock, which is the end of its last engine step."""
+
+    name: str
+    decoder: TextInstance
+    slots: InstanceSlots
+    max_running: int = _MAX_RUNNING
+    clock: float = 0.0
+    steps: int = 0
+    waiting: deque[SimulatedSample] = field(default_factory=deque)
+    """Samples to generate ahead that have not begun."""
+    own: dict[str, WaitingSample[Cell]] = field(default_factory=dict)
+    """Samples of the step by id."""
+    ahead: dict[SimulatedSample, str] = field(default_factory=dict)
+    """Samples of the coming step that run, with their ids."""
+
+    @property
+    def samples(self) -> int:
+        """Samples that run or wait."""
+        return len(self.decoder) + len(self.waiting)
+
+    @property
+    def batch(self) -> ClockedInstance:
+        """Samples that are generated ahead."""
+        return self
+
+    def __contains__(self, sample: SimulatedSample) -> bool:
+        return sample in self.ahead
+
+    def remove(self, sample: SimulatedSample) -> None:
+        """Let a sample that is generated ahead leave; it then knows what it has generated."""
+        sample.generated = float(self.decoder.leave(self.ahead.pop(sample)))
+
+    def prefill(self, tokens: int) -> None:
+        """Compute so many tokens in the next step."""
+        self.decoder.prefill(tokens)
+
+    def generated(self, sample: SimulatedSample, now: float) -> float:
+        """Return the response tokens that a sample generated ahead has."""
+        return float(self.decoder.generated(self.ahead[sample])) if sample in self.ahead else sample.generated
+
+
+@dataclass(slots=True)
+class RecordedCluster:
+    """Goes through a run once. `bubbles` None: nothing is generated ahead."""
+
+    device: DeviceTable
+    vocabulary: int
+    instances: int
+    texts: Sequence[RecordedTexts]
+    update_seconds: float
+    bubbles: BubblesConfig | None = field(default_factory=BubblesConfig)
+    _fleet: list[ClockedInstance] = field(init=False)
+    _lengths: LengthPredictor = field(init=False, default_factory=LengthPredictor)
+    _now: float = field(init=False, default=0.0)
+    _idle: IdleWork | None = field(init=False, default=None)
+    _coming: RecordedTexts | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        tokens = sum(
+            len(text) for each in self.texts for text in (*each.responses.values(), *each.before.values())
+        )
+        names = [f"instance-{n}" for n in range(self.instances)]
+        self._fleet = [
+            ClockedInstance(
+                name, TextInstance(self.device, self.vocabulary, 4 * tokens), InstanceSlots(name, 0, 0)
+            )
+            for name in names
+        ]
+        if self.bubbles is not None:
+            prompts = [len(prompt) for each in self.texts for prompt in each.prompts]
+            self._idle = IdleWork(self.bubbles, round(fmean(prompts)))
+
+    def run(self) -> Iterator[ClockedStep]:
+        """Go through the steps, each followed by the trainer's update."""
+        for place, texts in enumerate(self.texts):
+            self._coming = self.texts[place + 1] if place + 1 < len(self.texts) else None
+            yield self._rolled_out(texts)
+            if self._idle is not None:
+                self._idle.learn(self._now)
+            until = self._now + self.update_seconds
+            while (instance := self._next()).clock < until:
+                self._work_ahead(instance)
+            self._now = until
+
+    def _next(self) -> ClockedInstance:
+        return min(self._fleet, key=lambda each: each.clock)
+
+    def _rolled_out(self, texts: RecordedTexts) -> ClockedStep:
+        began, covered = self._now, self._begin(texts)
+        steps, last = dict[str, int](), began
+        drafted = accepted = 0
+        while any(each.own for each in self._fleet):
+            instance = self._next()
+            if not instance.own:
+                self._work_ahead(instance)
+                continue
+            for name in instance.own:
+                steps[name] = steps.get(name, 0) + 1
+            counts = instance.decoder.counts
+            before = counts.drafted, counts.accepted
+            for name in self._step(instance):
+                last = max(last, instance.clock)
+                self._end(instance, instance.own.pop(name), texts)
+            drafted, accepted = drafted + counts.drafted - before[0], accepted + counts.accepted - before[1]
+        self._now = last
+        return ClockedStep(
+            step=texts.step,
+            seconds=last - began,
+            tokens=sum(map(len, texts.responses.values())),
+            decode_steps=sum(steps.values()),
+            most_decode_steps=max(steps.values()),
+            drafted=drafted,
+            accepted=accepted,
+            covered=sum(covered.values()),
+        )
+
+    def _begin(self, texts: RecordedTexts) -> Mapping[Cell, int]:
+        """Begin a step: stop what is generated ahead, place the samples, announce the next step."""
+        covered: Mapping[Cell, int] = {}
+        if self._idle is not None:
+            for each in self._fleet:
+                self._idle.stop(each, self._now)
+            covered = self._idle.coverage(texts.step)
+        self._place(texts, covered)
+        if self._idle is not None:
+            self._idle.begin(texts.step, {each.name: len(each.own) for each in self._fleet}, self._now)
+            if self._coming is not None:
+                expected = [self._lengths.predict(RUN, prompt_id) for prompt_id in self._coming.prompt_ids]
+                self._idle.hint(self._coming.step, self._coming.lengths, expected, self._now)
+        return covered
+
+    def _place(self, texts: RecordedTexts, covered: Mapping[Cell, int]) -> None:
+        pool, queue, by_name = InstancePool(), WaitingQueue[Cell](), {each.name: each for each in self._fleet}
+        for each in self._fleet:
+            each.clock = max(each.clock, self._now)
+            each.slots = InstanceSlots(each.name, 0, _MAX_RUNNING)
+            pool.add(each.slots)
+        for number, (prompt, slot) in enumerate(texts.responses):
+            tokens = covered.get((prompt, slot), 0)
+            whole = bool(tokens) and tokens >= len(texts.before[prompt, slot])
+            draft = DraftCoverage(tokens, whole) if tokens else None
+            predicted = self._lengths.predict(RUN, texts.prompt_ids[prompt])
+            work = remaining_work(predicted, 0, draft, _DRAFT_COST)
+            queue.push(WaitingSample((prompt, slot), prompt, 0, work, number, RUN))
+        while (placed := queue.place_next(pool)) is not None:
+            instance, cell = by_name[placed.instance_id], placed.waiting.ref
+            if instance.slots.prompts[cell[0]] == 1:
+                # Samples of a prompt share its prefix.
+                instance.prefill(len(texts.prompts[cell[0]]))
+            name = f"{texts.step}/{cell[0]}/{cell[1]}"
+            instance.own[name] = placed.waiting
+            tokens = covered.get(cell, 0)
+            reference = texts.before[cell][:tokens] if tokens else None
+            instance.decoder.begin(name, _text(texts, cell, texts.responses[cell], texts.step, reference))
+
+    def _end(self, instance: ClockedInstance, ended: WaitingSample[Cell], texts: RecordedTexts) -> None:
+        prompt, slot = ended.ref
+        tokens = texts.responses[ended.ref]
+        instance.slots.give_back(prompt, ended.predicted)
+        self._lengths.observe(RUN, texts.prompt_ids[prompt], len(tokens))
+        rollout = stored(texts.prompt_ids[prompt], slot, texts.seeds[ended.ref], tokens, texts.step)
+        for each in self._fleet:
+            if each is not instance:
+                each.decoder.know([rollout])
+
+    def _step(self, instance: ClockedInstance) -> Sequence[str]:
+        found = instance.decoder.step()
+        instance.clock += found.seconds
+        instance.steps += 1
+        return found.ended
+
+    def _work_ahead(self, instance: ClockedInstance) -> None:
+        """Let an instance without samples of the step do a step of the coming one's, or wait a little."""
+        if self._idle is None or self._coming is None:
+            instance.clock += _POLL_SECONDS
+            return
+        self._idle.poll(instance, instance.clock)
+        while instance.waiting:
+            sample = instance.waiting.popleft()
+            cell = sample.prompt, sample.slot
+            name = f"ahead {self._coming.step}/{cell[0]}/{cell[1]}"
+            text = _text(self._coming, cell, self._coming.before[cell], self._coming.step - 1)
+            instance.ahead[sample] = name
+            instance.decoder.begin(name, replace(text, begun=int(sample.generated)))
+        if not len(instance.decoder):
+            instance.clock += _POLL_SECONDS
+            return
+        by_name = {name: sample for sample, name in instance.ahead.items()}
+        for name in self._step(instance):
+            sample = by_name[name]
+            del instance.ahead[sample]
+            sample.generated, sample.ends = float(sample.length), 1
+
+
+def _text(
+    texts: RecordedTexts, cell: Cell, response: Tokens, version: int, reference: Tokens | None = None
+) -> KnownText:
+    prompt, _ = cell
+    return KnownText(
+        prompt_id=texts.prompt_ids[prompt],
+        seed=texts.seeds[cell],
+        response=response,
+        reference=reference,
+        prompt=texts.prompts[prompt],
+        version=version,
+    )
+
+
+def plain_seconds(texts: RecordedTexts, device: DeviceTable, vocabulary: int, instances: int) -> float:
+    """Return the seconds of a step that is decoded plainly, with its prompts dealt to the instances in turn."""
+    fleet = [TextInstance(device, vocabulary, 0) for _ in range(instances)]
+    for cell, response in texts.responses.items():
+        prompt, slot = cell
+        decoder = fleet[prompt % instances]
+        if not slot:
+            decoder.prefill(len(texts.prompts[prompt]))
+        decoder.begin(f"{prompt}/{slot}", _text(texts, cell, response, texts.step))
+    seconds = [0.0] * instances
+    for place, decoder in enumerate(fleet):
+        while len(decoder):
+            seconds[place] += decoder.step().seconds
+    return max(seconds)
