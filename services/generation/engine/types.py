@@ -133,6 +133,7 @@ class EngineRequest:
     token, by the log-probabilities that `sampling` asks for; a sample with a prefix takes nothing over any more.
     With REJECTION, a draft token that is in `recorded` is accepted with probability
     min(1, lenience * p_now / p_then), which is lossy.
+    With `near_ties`, and no likeliest tokens asked for, each token comes with its runner-up (`SampleStep`).
     """
 
     sample_id: str
@@ -149,6 +150,7 @@ class EngineRequest:
     recorded: RecordedTokens | None = None
     # The last of the prefix came from the sample's environment: it ends nothing.
     environment_last: bool = False
+    near_ties: bool = False
 
     @property
     def follows(self) -> bool:
@@ -175,7 +177,8 @@ class SampleStep:
     verified_logprobs: Sequence[float] = ()
     # The stop string that ended the sample, if one did.
     stop_string: str = ""
-    # For each token in order, as many of the likeliest tokens of its position as its sample asks for.
+    # For each token in order, as many of the likeliest tokens of its position as its sample asks for. Where it asks
+    # for near-ties: the token that came second, and the nats by which it lost, noise included.
     top_token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     prompt_scores: PromptScores | None = None

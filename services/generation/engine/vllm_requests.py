@@ -115,6 +115,7 @@ class VllmRequests:
             json_schema=sampling.json_schema,
             stops=stops if sampling.json_schema else (),
             verifier=request.verifier,
+            near_ties=request.near_ties and not sampling.top_logprobs,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,

@@ -59,7 +59,7 @@ def likeliest(
         for begin, end in chunks(len(index), logits.shape[1]):
             part = index[begin:end]
             if processed:
-                own = _sampled_from(logits, part, samples[part], settings, edited, lowest)
+                own = sampled_from(logits, part, samples[part], settings, edited, lowest)
             else:
                 own = logits[put(logits.device, part=part)["part"]].float()
             best = own.topk(most, dim=-1)
@@ -74,7 +74,7 @@ def likeliest(
     return tokens, values
 
 
-def _sampled_from(
+def sampled_from(
     logits: torch.Tensor,
     index: IntArray,
     samples: IntArray,

@@ -20,6 +20,7 @@ from services.generation.engine.sampling.constraints import RowMasks, edit
 from services.generation.engine.sampling.device_sampler import draw
 from services.generation.engine.sampling.draw_settings import DrawSettings
 from services.generation.engine.sampling.likeliest import likeliest
+from services.generation.engine.sampling.near_ties import with_runners_up
 from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
 from services.generation.engine.sampling.penalties import Histories
 from services.generation.engine.sampling.proposed import proposals_of
@@ -34,7 +35,8 @@ class Verified:
     Where the step has draft trees, `rows` are those that the samples emit, one after another.
     `logprobs` [R] is filled for emitted rows. NaN marks a row from which nothing could be sampled. The first
     `reused[i]` tokens are taken over from a cached rollout. `top_tokens` and `top_logprobs` [R, K] have the
-    likeliest tokens of emitted rows, as many as the sample asks for, then NO_TOKEN.
+    likeliest tokens of emitted rows, as many as the sample asks for, then NO_TOKEN; or, of a sample that asks for
+    near-ties, the runner-up and its margin.
     """
 
     tokens: IntArray
@@ -86,4 +88,5 @@ def sample(
     index = list(followed)
     reused[index] = drawn.reused.numpy()[index]
     top = likeliest(logits, rows, counts, noise, settings, edited, drawn.lowest)
-    return Verified(tokens, counts, reused, logprobs, *top)
+    told = with_runners_up(top, logits, rows, (tokens, counts), noise, settings, edited, drawn.lowest)
+    return Verified(tokens, counts, reused, logprobs, *told)

@@ -14,6 +14,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 from kernels.coupled_sampler.proposals import RowProposals
+from kernels.coupled_sampler.runner_up import runner_up
 from kernels.coupled_sampler.sample import Edited, Sampled, sample
 from services.generation.engine.marks import NO_TOKEN, pack_rows
 from services.generation.engine.sampling.constraints import RowMasks, chunks
@@ -112,9 +113,12 @@ def _logprobs(
     tokens = drawn.tokens.clamp(min=0)
     values = torch.where(there["processed"], drawn.processed, drawn.logprobs)
     told, told_values = tokens.unsqueeze(1), values.unsqueeze(1)
-    most = max(each.top_logprobs for each in batch.samples)
+    tied = np.array([each.near_ties for each in batch.samples], bool)
+    most = max(max(each.top_logprobs for each in batch.samples), int(tied.any()))
     if most:
         best = _likeliest(logits, scores, rows, batch, drawn.lowest, most)
+        if tied.any():
+            _put_runners_up(best, logits, scores, rows, batch, drawn, tied)
         told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
     samples, offsets = there["samples"], there["offsets"]
     # All emitted tokens of a sample but the last are drafts.
@@ -143,13 +147,56 @@ def _likeliest(
             samples = rows.samples[index]
             there = rows.put_all(place=index, asked=asked[samples], divisor=batch.divisor[samples])
             place = there["place"]
-            part = (logits if scores is None or not processed else scores)[place].float()
             if processed:
-                part /= there["divisor"].unsqueeze(1)
-                if lowest is not None:
-                    part.masked_fill_(part < lowest[place].unsqueeze(1), -torch.inf)
+                part = _scaled(logits if scores is None else scores, place, there["divisor"], lowest)
+            else:
+                part = logits[place].float()
             best = part.topk(most, dim=-1)
             beyond = torch.arange(most, device=rows.device) >= there["asked"].unsqueeze(1)
             tokens[place] = best.indices.masked_fill(beyond, NO_TOKEN)
             values[place] = best.values - part.logsumexp(dim=-1, keepdim=True)
     return tokens, values
+
+
+def _put_runners_up(
+    told: tuple[torch.Tensor, torch.Tensor],
+    logits: torch.Tensor,
+    scores: torch.Tensor | None,
+    rows: DeviceRows,
+    batch: BatchSettings,
+    drawn: Sampled,
+    tied: npt.NDArray[np.bool_],
+) -> None:
+    """Put the runner-up of each row and its margin into the first column of `told`, for the samples in `tied`.
+
+    Rows behind those that are emitted have some token of the vocabulary, which nobody reads.
+    """
+    chosen = np.flatnonzero(tied[rows.samples])
+    seeds = batch.seeds.numpy()
+    for begin, end in chunks(len(chosen), logits.shape[1]):
+        index = chosen[begin:end]
+        samples = rows.samples[index]
+        there = rows.put_all(
+            place=index,
+            owner=samples,
+            offset=rows.offsets[index],
+            divisor=batch.divisor[samples],
+            seeds=seeds[samples],
+            noisy=batch.temperature[samples] > 0,
+        )
+        place = there["place"]
+        part = _scaled(logits if scores is None else scores, place, there["divisor"], drawn.lowest)
+        positions = rows.positions[there["owner"]] + there["offset"]
+        winners = drawn.tokens[place].clamp(min=0)
+        found = runner_up(part, winners, there["seeds"], positions, there["noisy"])
+        told[0][place, 0], told[1][place, 0] = found
+
+
+def _scaled(
+    scores: torch.Tensor, place: torch.Tensor, divisor: torch.Tensor, lowest: torch.Tensor | None
+) -> torch.Tensor:
+    """Return divided and masked logits of some rows, [m, V] float32."""
+    part = scores[place].float() / divisor.unsqueeze(1)
+    if lowest is not None:
+        part.masked_fill_(part < lowest[place].unsqueeze(1), -torch.inf)
+    return part
