@@ -25,7 +25,7 @@ class RolloutKind(enum.StrEnum):
 class StoredRollout:
     """Response tokens of one sample of a prompt, made under one policy version.
 
-    Its name in the store is (run_id, prompt_id, slot, kind) and, for HISTORY, version.
+    Its name in the store is (run_id, prompt_id, slot, kind), for HISTORY with version, for PREGENERATED with fork.
     """
 
     run_id: str
@@ -45,6 +45,11 @@ class StoredRollout:
     """float32 [n], natural logarithms under `version`; [0] when not known (PREGENERATED only)."""
     finished: bool
     """True if the last token ended the response; otherwise the rollout is incomplete."""
+    fork: int = 0
+    """Of a pre-generated one: 0, or 1 + the position at which it takes the runner-up of a near-tie.
+
+    Such a fork serves the same sample, should the new policy decide that tie otherwise.
+    """
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,7 @@ _ENTRY_BYTES = 64
 
 KINDS = {pb.ROLLOUT_KIND_PREGENERATED: RolloutKind.PREGENERATED, pb.ROLLOUT_KIND_HISTORY: RolloutKind.HISTORY}
 _NUMBERS = {kind: number for number, kind in KINDS.items()}
-_SAME = ("run_id", "prompt_id", "slot", "step", "seed", "finished")
+_SAME = ("run_id", "prompt_id", "slot", "step", "seed", "finished", "fork")
 
 
 def to_proto(rollout: StoredRollout) -> pb.Rollout:
@@ -72,8 +72,12 @@ def _violations(message: pb.Rollout, tokens: bytes, logprobs: bytes, field: str)
             yield Violation(f"{field}.{name}", f"has {len(value)} characters; at most {_LONGEST_ID}")
     if message.kind not in KINDS:
         yield Violation(f"{field}.kind", f"is {message.kind}; must be PREGENERATED or HISTORY")
+    if message.fork and message.kind == pb.ROLLOUT_KIND_HISTORY:
+        yield Violation(f"{field}.fork", f"is {message.fork}; must be 0 for HISTORY")
     if not tokens:
         yield Violation(f"{field}.token_ids", "is empty")
+    elif len(tokens) // 4 < message.fork:
+        yield Violation(f"{field}.fork", f"is {message.fork}; must be at most the {len(tokens) // 4} tokens")
     for name, packed in (("token_ids", tokens), ("logprobs", logprobs)):
         if len(packed) % 4:
             yield Violation(f"{field}.{name}", f"has {len(packed)} bytes; must be a multiple of 4")

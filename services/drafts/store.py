@@ -54,17 +54,17 @@ class _Slot:
     """Rollouts of one sample of a prompt; `history` is ordered by policy version, oldest first."""
 
     history: list[StoredRollout] = field(default_factory=list)
-    pregenerated: StoredRollout | None = None
+    ahead: dict[int, StoredRollout] = field(default_factory=dict)
+    """Pre-generated rollouts by their fork, all of one step."""
 
     def rollouts(self) -> Iterator[StoredRollout]:
         yield from self.history
-        if self.pregenerated is not None:
-            yield self.pregenerated
+        yield from self.ahead.values()
 
     def drafts(self) -> Iterator[StoredRollout]:
         """Yield what a sample drafts from: history says nothing that a finished pre-generated rollout does not."""
-        ahead = self.pregenerated
-        return iter((ahead,)) if ahead is not None and ahead.finished else self.rollouts()
+        own = self.ahead.get(0)
+        return iter(self.ahead.values()) if own is not None and own.finished else self.rollouts()
 
 
 @dataclass(slots=True)
@@ -171,17 +171,23 @@ class DraftStore:
             return True
         if rollout.kind is RolloutKind.PREGENERATED:
             served = any(each.step >= rollout.step for each in slot.history)
-            return not served and (slot.pregenerated is None or _better(rollout, slot.pregenerated))
+            passed = any(each.step > rollout.step for each in slot.ahead.values())
+            known = slot.ahead.get(rollout.fork)
+            return not (served or passed) and (known is None or _better(rollout, known))
         full = len(slot.history) >= self._history_versions
         return not full or rollout.version >= slot.history[0].version
 
     def _put_pregenerated(self, slot: _Slot, rollout: StoredRollout) -> None:
-        if slot.pregenerated is not None:
-            self._forget(slot.pregenerated)
-        slot.pregenerated = rollout
+        for known in [*slot.ahead.values()]:
+            if known.step < rollout.step or known.fork == rollout.fork:
+                del slot.ahead[known.fork]
+                self._forget(known)
+        slot.ahead[rollout.fork] = rollout
         self._count(rollout, 1)
         key, run = _slot_key(rollout), self._runs[rollout.run_id]
         if rollout.step < run.latest:
+            # All of the slot goes as its newest does.
+            self._passed.pop(key, None)
             self._passed[key] = None
         else:
             run.ahead.setdefault(rollout.step, {})[key] = None
@@ -193,8 +199,9 @@ class DraftStore:
             self._forget(known)
         insort(slot.history, rollout, key=lambda each: each.version)
         self._count(rollout, 1)
-        if slot.pregenerated is not None and slot.pregenerated.step <= rollout.step:
-            self._remove(slot.pregenerated, Cause.SERVED)
+        for each in [*slot.ahead.values()]:
+            if each.step <= rollout.step:
+                self._remove(each, Cause.SERVED)
         while len(slot.history) > self._history_versions:
             self._remove(slot.history[0], Cause.SURPLUS)
         for each in slot.history[:-1]:
@@ -224,7 +231,7 @@ class DraftStore:
         if self._passed:
             run_id, prompt_id, number = next(iter(self._passed))
             slot = self._prompts[run_id, prompt_id][number]
-            return [each for each in (slot.pregenerated,) if each is not None], Cause.PASSED
+            return [*slot.ahead.values()], Cause.PASSED
         if self._superseded:
             (run_id, prompt_id, number), version = next(iter(self._superseded))
             slot = self._prompts[run_id, prompt_id][number]
@@ -244,10 +251,10 @@ class DraftStore:
         if rollout.kind is RolloutKind.HISTORY:
             slot.history.remove(rollout)
         else:
-            slot.pregenerated = None
+            del slot.ahead[rollout.fork]
         self._forget(rollout)
         self.removed[cause] += 1
-        if not slot.history and slot.pregenerated is None:
+        if not slot.history and not slot.ahead:
             del slots[rollout.slot]
         if not slots:
             del self._prompts[key]
@@ -263,6 +270,9 @@ class DraftStore:
         key = _slot_key(rollout)
         if rollout.kind is RolloutKind.HISTORY:
             self._superseded.pop((key, rollout.version), None)
+            return
+        if self._prompts[rollout.run_id, rollout.prompt_id][rollout.slot].ahead:
+            # Others of the slot are still there.
             return
         self._passed.pop(key, None)
         ahead = self._runs[rollout.run_id].ahead

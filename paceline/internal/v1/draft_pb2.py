@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paceline/internal/v1/draft.proto\x12\x14paceline.internal.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd6\x01\n\x07Rollout\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12/\n\x04kind\x18\x05 \x01(\x0e\x32!.paceline.internal.v1.RolloutKind\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0c\n\x04seed\x18\x07 \x01(\x06\x12\x11\n\ttoken_ids\x18\x08 \x01(\x0c\x12\x10\n\x08logprobs\x18\t \x01(\x0c\x12\x10\n\x08\x66inished\x18\n \x01(\x08\"E\n\x12PutRolloutsRequest\x12/\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1d.paceline.internal.v1.Rollout\"6\n\x13PutRolloutsResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"X\n\x14\x46\x65tchRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t\x12\x1c\n\x14omit_covered_history\x18\x03 \x01(\x08\"H\n\x15\x46\x65tchRolloutsResponse\x12/\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1d.paceline.internal.v1.Rollout\"\x8a\x01\n\x14\x45victRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t\x12\x1d\n\x15\x62\x65\x66ore_policy_version\x18\x03 \x01(\x04\x12/\n\x04kind\x18\x04 \x01(\x0e\x32!.paceline.internal.v1.RolloutKind\"(\n\x15\x45victRolloutsResponse\x12\x0f\n\x07removed\x18\x01 \x01(\r\"\x16\n\x14GetDraftStatsRequest\"\xb1\x01\n\x15GetDraftStatsResponse\x12\x0f\n\x07prompts\x18\x01 \x01(\x04\x12\x10\n\x08rollouts\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12/\n\x0bsnapshot_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*d\n\x0bRolloutKind\x12\x1c\n\x18ROLLOUT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19ROLLOUT_KIND_PREGENERATED\x10\x01\x12\x18\n\x14ROLLOUT_KIND_HISTORY\x10\x02\x32\xb4\x03\n\x0c\x44raftService\x12\x64\n\x0bPutRollouts\x12(.paceline.internal.v1.PutRolloutsRequest\x1a).paceline.internal.v1.PutRolloutsResponse(\x01\x12j\n\rFetchRollouts\x12*.paceline.internal.v1.FetchRolloutsRequest\x1a+.paceline.internal.v1.FetchRolloutsResponse0\x01\x12h\n\rEvictRollouts\x12*.paceline.internal.v1.EvictRolloutsRequest\x1a+.paceline.internal.v1.EvictRolloutsResponse\x12h\n\rGetDraftStats\x12*.paceline.internal.v1.GetDraftStatsRequest\x1a+.paceline.internal.v1.GetDraftStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n paceline/internal/v1/draft.proto\x12\x14paceline.internal.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe4\x01\n\x07Rollout\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12/\n\x04kind\x18\x05 \x01(\x0e\x32!.paceline.internal.v1.RolloutKind\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0c\n\x04seed\x18\x07 \x01(\x06\x12\x11\n\ttoken_ids\x18\x08 \x01(\x0c\x12\x10\n\x08logprobs\x18\t \x01(\x0c\x12\x10\n\x08\x66inished\x18\n \x01(\x08\x12\x0c\n\x04\x66ork\x18\x0b \x01(\r\"E\n\x12PutRolloutsRequest\x12/\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1d.paceline.internal.v1.Rollout\"6\n\x13PutRolloutsResponse\x12\x0e\n\x06stored\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"X\n\x14\x46\x65tchRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t\x12\x1c\n\x14omit_covered_history\x18\x03 \x01(\x08\"H\n\x15\x46\x65tchRolloutsResponse\x12/\n\x08rollouts\x18\x01 \x03(\x0b\x32\x1d.paceline.internal.v1.Rollout\"\x8a\x01\n\x14\x45victRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\t\x12\x1d\n\x15\x62\x65\x66ore_policy_version\x18\x03 \x01(\x04\x12/\n\x04kind\x18\x04 \x01(\x0e\x32!.paceline.internal.v1.RolloutKind\"(\n\x15\x45victRolloutsResponse\x12\x0f\n\x07removed\x18\x01 \x01(\r\"\x16\n\x14GetDraftStatsRequest\"\xb1\x01\n\x15GetDraftStatsResponse\x12\x0f\n\x07prompts\x18\x01 \x01(\x04\x12\x10\n\x08rollouts\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12/\n\x0bsnapshot_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*d\n\x0bRolloutKind\x12\x1c\n\x18ROLLOUT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19ROLLOUT_KIND_PREGENERATED\x10\x01\x12\x18\n\x14ROLLOUT_KIND_HISTORY\x10\x02\x32\xb4\x03\n\x0c\x44raftService\x12\x64\n\x0bPutRollouts\x12(.paceline.internal.v1.PutRolloutsRequest\x1a).paceline.internal.v1.PutRolloutsResponse(\x01\x12j\n\rFetchRollouts\x12*.paceline.internal.v1.FetchRolloutsRequest\x1a+.paceline.internal.v1.FetchRolloutsResponse0\x01\x12h\n\rEvictRollouts\x12*.paceline.internal.v1.EvictRolloutsRequest\x1a+.paceline.internal.v1.EvictRolloutsResponse\x12h\n\rGetDraftStats\x12*.paceline.internal.v1.GetDraftStatsRequest\x1a+.paceline.internal.v1.GetDraftStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLLOUTKIND']._serialized_start=986
-  _globals['_ROLLOUTKIND']._serialized_end=1086
+  _globals['_ROLLOUTKIND']._serialized_start=1000
+  _globals['_ROLLOUTKIND']._serialized_end=1100
   _globals['_ROLLOUT']._serialized_start=92
-  _globals['_ROLLOUT']._serialized_end=306
-  _globals['_PUTROLLOUTSREQUEST']._serialized_start=308
-  _globals['_PUTROLLOUTSREQUEST']._serialized_end=377
-  _globals['_PUTROLLOUTSRESPONSE']._serialized_start=379
-  _globals['_PUTROLLOUTSRESPONSE']._serialized_end=433
-  _globals['_FETCHROLLOUTSREQUEST']._serialized_start=435
-  _globals['_FETCHROLLOUTSREQUEST']._serialized_end=523
-  _globals['_FETCHROLLOUTSRESPONSE']._serialized_start=525
-  _globals['_FETCHROLLOUTSRESPONSE']._serialized_end=597
-  _globals['_EVICTROLLOUTSREQUEST']._serialized_start=600
-  _globals['_EVICTROLLOUTSREQUEST']._serialized_end=738
-  _globals['_EVICTROLLOUTSRESPONSE']._serialized_start=740
-  _globals['_EVICTROLLOUTSRESPONSE']._serialized_end=780
-  _globals['_GETDRAFTSTATSREQUEST']._serialized_start=782
-  _globals['_GETDRAFTSTATSREQUEST']._serialized_end=804
-  _globals['_GETDRAFTSTATSRESPONSE']._serialized_start=807
-  _globals['_GETDRAFTSTATSRESPONSE']._serialized_end=984
-  _globals['_DRAFTSERVICE']._serialized_start=1089
-  _globals['_DRAFTSERVICE']._serialized_end=1525
+  _globals['_ROLLOUT']._serialized_end=320
+  _globals['_PUTROLLOUTSREQUEST']._serialized_start=322
+  _globals['_PUTROLLOUTSREQUEST']._serialized_end=391
+  _globals['_PUTROLLOUTSRESPONSE']._serialized_start=393
+  _globals['_PUTROLLOUTSRESPONSE']._serialized_end=447
+  _globals['_FETCHROLLOUTSREQUEST']._serialized_start=449
+  _globals['_FETCHROLLOUTSREQUEST']._serialized_end=537
+  _globals['_FETCHROLLOUTSRESPONSE']._serialized_start=539
+  _globals['_FETCHROLLOUTSRESPONSE']._serialized_end=611
+  _globals['_EVICTROLLOUTSREQUEST']._serialized_start=614
+  _globals['_EVICTROLLOUTSREQUEST']._serialized_end=752
+  _globals['_EVICTROLLOUTSRESPONSE']._serialized_start=754
+  _globals['_EVICTROLLOUTSRESPONSE']._serialized_end=794
+  _globals['_GETDRAFTSTATSREQUEST']._serialized_start=796
+  _globals['_GETDRAFTSTATSREQUEST']._serialized_end=818
+  _globals['_GETDRAFTSTATSRESPONSE']._serialized_start=821
+  _globals['_GETDRAFTSTATSRESPONSE']._serialized_end=998
+  _globals['_DRAFTSERVICE']._serialized_start=1103
+  _globals['_DRAFTSERVICE']._serialized_end=1539
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ ROLLOUT_KIND_PREGENERATED: RolloutKind
 ROLLOUT_KIND_HISTORY: RolloutKind
 
 class Rollout(_message.Message):
-    __slots__ = ("run_id", "prompt_id", "slot", "policy_version", "kind", "step", "seed", "token_ids", "logprobs", "finished")
+    __slots__ = ("run_id", "prompt_id", "slot", "policy_version", "kind", "step", "seed", "token_ids", "logprobs", "finished", "fork")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Rollout(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     prompt_id: str
     slot: int
@@ -41,7 +42,8 @@ class Rollout(_message.Message):
     token_ids: bytes
     logprobs: bytes
     finished: bool
-    def __init__(self, run_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., policy_version: _Optional[int] = ..., kind: _Optional[_Union[RolloutKind, str]] = ..., step: _Optional[int] = ..., seed: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finished: bool = ...) -> None: ...
+    fork: int
+    def __init__(self, run_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., policy_version: _Optional[int] = ..., kind: _Optional[_Union[RolloutKind, str]] = ..., step: _Optional[int] = ..., seed: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., finished: bool = ..., fork: _Optional[int] = ...) -> None: ...
 
 class PutRolloutsRequest(_message.Message):
     __slots__ = ("rollouts",)

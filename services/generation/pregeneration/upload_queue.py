@@ -17,7 +17,7 @@ _BATCH_TOKENS = 100_000
 # How often a store that is away is looked for.
 _AWAY_SECONDS = 0.5
 
-_Name = tuple[str, str, int, int]
+_Name = tuple[str, str, int, int, int]
 
 
 class UploadQueue:
@@ -109,4 +109,4 @@ class UploadQueue:
 
 
 def _name(rollout: StoredRollout) -> _Name:
-    return rollout.run_id, rollout.prompt_id, rollout.slot, rollout.seed
+    return rollout.run_id, rollout.prompt_id, rollout.slot, rollout.seed, rollout.fork

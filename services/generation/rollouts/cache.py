@@ -31,12 +31,12 @@ Shards = Mapping[PromptKey, tuple[ShardQuery | None, Sequence[StoredRollout]]]
 """Rollouts of some prompts from the store: for each prompt, the query that they answer, and all rollouts.
 None instead of the query: there may be more, which did not arrive."""
 
-_Name = tuple[int, RolloutKind, int | None]
+_Name = tuple[int, RolloutKind, int | None, int]
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """Rollouts of a prompt by slot, kind and, for HISTORY, version."""
+    """Rollouts of a prompt by slot, kind, version of HISTORY, and fork."""
 
     rollouts: dict[_Name, StoredRollout] = field(default_factory=dict)
     # What the store was asked last; None: nothing.
@@ -100,13 +100,24 @@ class DraftCache:
         found = [
             rollout
             for rollout in self.all(origin.prompt)
-            if (rollout.seed, rollout.slot) == (seed, origin.slot) and version in (None, rollout.version)
+            if (rollout.seed, rollout.slot) == (seed, origin.slot)
+            and version in (None, rollout.version)
+            and not rollout.fork
         ]
         best: StoredRollout | None = None
         for rollout in sorted(found, key=_age):
             if best is None or is_better(rollout, best):
                 best = rollout
         return best
+
+    def forks(self, origin: Origin, seed: int) -> list[StoredRollout]:
+        """Return the forks of a sample's pre-generated rollout, the earliest near-tie first."""
+        found = [
+            rollout
+            for rollout in self.all(origin.prompt)
+            if rollout.fork and (rollout.seed, rollout.slot) == (seed, origin.slot)
+        ]
+        return sorted(found, key=lambda rollout: rollout.fork)
 
     def of_slot(self, origin: Origin, delay: int = 0) -> StoredRollout | None:
         """Return the newest history of a sample's slot, or the `delay`-th version before it, if there is one."""
@@ -192,7 +203,8 @@ class DraftCache:
 
 
 def _name(rollout: StoredRollout) -> _Name:
-    return (rollout.slot, rollout.kind, rollout.version if rollout.kind is RolloutKind.HISTORY else None)
+    version = rollout.version if rollout.kind is RolloutKind.HISTORY else None
+    return (rollout.slot, rollout.kind, version, rollout.fork)
 
 
 def _rank(rollout: StoredRollout) -> tuple[int, int, int]:

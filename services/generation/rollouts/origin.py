@@ -18,6 +18,8 @@ class Origin:
     prompt_id: str = ""
     slot: int = 0
     step: int = 0
+    fork: int = 0
+    """As that of a rollout: above 0 for a fork of a pre-generated sample."""
 
     @classmethod
     def of(cls, item: pb.WorkItem) -> Origin:

@@ -32,6 +32,7 @@ def make(
         tokens=np.arange(first, first + length, dtype=np.uint32),
         logprobs=-np.arange(length, dtype=np.float32),
         finished=fields.get("finished", kind is RolloutKind.HISTORY),
+        fork=fields.get("fork", 0),
     )
 
 
@@ -56,6 +57,7 @@ def describe(rollout: StoredRollout) -> tuple[object, ...]:
         rollout.step,
         rollout.seed,
         rollout.finished,
+        rollout.fork,
         rollout.tokens.tolist(),
         rollout.logprobs.tolist(),
     )

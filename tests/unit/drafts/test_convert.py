@@ -31,6 +31,10 @@ rollouts = st.builds(
 )
 
 
+def test_a_fork_comes_back_with_its_place() -> None:
+    assert from_proto(to_proto(ahead(length=4, fork=3))).fork == 3
+
+
 @given(rollouts)
 def test_a_rollout_comes_back_as_it_was(rollout: StoredRollout) -> None:
     there = pb.Rollout.FromString(to_proto(rollout).SerializeToString())
@@ -69,6 +73,8 @@ def test_log_probabilities_may_be_missing_ahead_of_the_step() -> None:
         ({"logprobs": b"123"}, "logprobs", "multiple of 4"),
         ({"logprobs": b""}, "logprobs", "HISTORY needs"),
         ({"logprobs": b"1234" * 9}, "logprobs", "9 values for 10 tokens"),
+        ({"fork": 3}, "fork", "is 3; must be 0 for HISTORY"),
+        ({"fork": 11, "kind": pb.ROLLOUT_KIND_PREGENERATED}, "fork", "is 11; must be at most the 10 tokens"),
         ({"logprobs": np.full(10, np.nan, "<f4").tobytes()}, "logprobs", "NaN"),
     ],
 )

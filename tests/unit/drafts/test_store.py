@@ -52,6 +52,26 @@ def test_history_is_left_out_where_the_whole_sample_was_generated_ahead() -> Non
     assert store.fetch("run", "p", whole=False)[:2] == [covered, served]
 
 
+def test_forks_come_and_go_with_the_rollout_that_they_fork_from() -> None:
+    store = DraftStore(PLENTY)
+    own, first, second = (ahead(step=2, fork=fork, length=9, finished=not fork) for fork in (0, 2, 5))
+    for each in (own, second, first, make(step=1)):
+        assert store.put(each)
+    assert store.fetch("run", "p", whole=False) == [own, second, first]
+    longer = ahead(step=2, fork=2, length=12)
+    assert store.put(longer)
+    assert not store.put(first), "shorter than the one that is there"
+    assert {*store.fetch("run", "p", whole=False)} == {own, second, longer}
+    coming = ahead(step=3)
+    assert store.put(coming)
+    assert store.fetch("run", "p")[1:] == [coming], "forks of an earlier step are of no use"
+    assert not store.put(ahead(step=2, fork=7))
+    assert store.put(ahead(step=3, fork=1))
+    served = make(step=3)
+    assert store.put(served)
+    assert {each.kind for each in store.fetch("run", "p")} == {RolloutKind.HISTORY}
+
+
 def test_the_newest_versions_of_a_slot_are_kept() -> None:
     store = DraftStore(PLENTY, history_versions=2)
     first, second, third = (make(step=step) for step in (1, 2, 3))

@@ -14,7 +14,7 @@ from tests.unit.drafts.rollouts import make
 VERSIONS = 2
 
 Prompt = tuple[str, str]
-Name = tuple[str, str, int, RolloutKind, int]
+Name = tuple[str, str, int, RolloutKind, int, int]
 
 
 @dataclass
@@ -51,12 +51,18 @@ class Model:
         else:
             if any(each.step >= new.step for each in slot if each.kind is RolloutKind.HISTORY):
                 return False
-            if any(not replaces(new, each) for each in pregenerated):
+            if any(each.step > new.step for each in pregenerated):
                 return False
-            self.drop(pregenerated)
+            if any(not replaces(new, each) for each in pregenerated if each.fork == new.fork):
+                return False
+            self.drop([each for each in pregenerated if each.step < new.step or each.fork == new.fork])
         self.rollouts.append(new)
         self.touch(prompt(new))
         self.note()
+        if new in self.passed:
+            # What is pre-generated of a slot goes together, as the newest of it.
+            own = [each for each in self.passed if each in self.slot(new)]
+            self.passed = [each for each in self.passed if each not in own] + own
         while self.bytes > self.budget:
             self.drop(self.victims(new))
             self.forget()
@@ -64,7 +70,7 @@ class Model:
 
     def victims(self, new: StoredRollout) -> list[StoredRollout]:
         if self.passed:
-            return self.passed[:1]
+            return [each for each in self.passed if each in self.slot(self.passed[0])]
         if self.superseded:
             return self.superseded[:1]
         coldest = [each for each in self.rollouts if prompt(each) == self.used[0]]
@@ -123,16 +129,17 @@ def replaces(new: StoredRollout, old: StoredRollout) -> bool:
 
 def name(rollout: StoredRollout) -> Name:
     version = rollout.version if rollout.kind is RolloutKind.HISTORY else 0
-    return (rollout.run_id, rollout.prompt_id, rollout.slot, rollout.kind, version)
+    return (rollout.run_id, rollout.prompt_id, rollout.slot, rollout.kind, version, rollout.fork)
 
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> StoredRollout:
-    step = draw(st.integers(0, 4))
+    step, kind = draw(st.integers(0, 4)), draw(st.sampled_from(RolloutKind))
     return make(
         draw(st.sampled_from("abcd")),
         draw(st.integers(0, 1)),
-        draw(st.sampled_from(RolloutKind)),
+        kind,
+        fork=draw(st.sampled_from([0, 0, 1, 3])) if kind is RolloutKind.PREGENERATED else 0,
         step=step,
         version=draw(st.integers(max(0, step - 1), step)),
         length=draw(st.sampled_from([1, 2, 3, 100, 300])),

@@ -55,6 +55,22 @@ def test_a_sample_follows_a_rollout_of_its_own_seed_and_slot() -> None:
     assert cache.same_seed(NOWHERE, 7) is None
 
 
+def test_forks_are_found_in_order_and_are_no_rollouts_of_their_sample() -> None:
+    cache = cache_of(
+        ahead([1, 2, 9, 9, 9], seed=7, fork=3),
+        ahead([1, 2, 3], seed=7),
+        ahead([1, 9], seed=7, fork=2),
+        ahead([1, 8], seed=8, fork=2, slot=1),
+    )
+    assert tokens_of(cache.same_seed(HERE, 7)) == [1, 2, 3]
+    assert [each.tokens.tolist() for each in cache.forks(HERE, 7)] == [[1, 9], [1, 2, 9, 9, 9]]
+    assert cache.forks(HERE, 8) == []
+    assert cache.forks(NOWHERE, 7) == []
+    # The next step's take their place.
+    cache.add_shards({("r", "p"): (ShardQuery(6), [ahead([4], seed=7, step=6)])})
+    assert cache.forks(HERE, 7) == []
+
+
 @pytest.mark.parametrize(
     ("finished", "size", "followed"), [(True, 2, True), (True, 4, True), (False, 2, False), (False, 3, True)]
 )
