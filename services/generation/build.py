@@ -104,8 +104,21 @@ async def build(
         pregeneration_metrics = PregenerationMetrics(metrics_registry)
         uploads = UploadQueue(stores, pregeneration_metrics)
         coordinator = CoordinatorConnection(config, registry)
+        # A fork goes on from a prefix, and only the drafter of references has a use for it.
+        forked = (
+            support.allows(Feature.RESUMING)
+            and loop.drafts.speculation is not None
+            and "reference" in config.drafters
+        )
         pregenerator = Pregenerator(
-            config, loop, instance.terms, registration, fetcher, coordinator, uploads, pregeneration_metrics
+            config if forked else config.model_copy(update={"forks": 0}),
+            loop,
+            instance.terms,
+            registration,
+            fetcher,
+            coordinator,
+            uploads,
+            pregeneration_metrics,
         )
     stream_metrics = WeightStreamMetrics(metrics_registry)
     weights = WeightUpdates(

@@ -52,7 +52,7 @@ def _speculation(
         return None
     branches = config.max_branches if engine.trees else 0
     makers: dict[str, Callable[[], TokenDrafter]] = {
-        "reference": _reference_drafter,
+        "reference": lambda: _reference_drafter(metrics),
         "suffix": lambda: _suffix_drafter(config, metrics, branches),
     }
     # These import numba, which vLLM must come before.
@@ -102,10 +102,10 @@ def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:
         return ()
 
 
-def _reference_drafter() -> TokenDrafter:
+def _reference_drafter(metrics: EngineMetrics) -> TokenDrafter:
     # Imports numba, which vLLM must come before.
     alignment.warm_up()
-    return ReferenceDrafter()
+    return ReferenceDrafter(metrics.drafts.forks_taken.inc)
 
 
 def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics, branches: int) -> TokenDrafter:

@@ -21,6 +21,7 @@ from services.generation.loop.sample_table import SampleTable
 from services.generation.loop.samples import RunningSample, SampleStream
 from services.generation.loop.work_items import refusal
 from services.generation.rollouts.origin import NOWHERE, Origin
+from services.generation.speculation.plan import context_of
 
 
 class EngineLoop(EngineThread):
@@ -171,6 +172,19 @@ class EngineLoop(EngineThread):
             stream.flush(load, self.policy_version, now, everything=everything)
         self._flushed_at = now
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that is in use, by all samples."""
+        return float(self._engine.load.kv_usage)
+
+    def plain_seconds(self, samples: int) -> float:
+        """Return the predicted time of a step of samples as long as those here; 0 where nothing predicts it."""
+        states = self._engine.decoding()
+        if self.drafts.speculation is None or not states:
+            return 0.0
+        context = samples * context_of(states) // len(states)
+        return self.drafts.speculation.plan.plain_seconds(samples, context)
+
     # -- in the engine thread: the device -----------------------------------------------------------------
 
     def sleep(self) -> bool:
@@ -228,15 +242,18 @@ class EngineLoop(EngineThread):
     def _record(self, steps: list[SampleStep], began: float) -> None:
         now, background = self._clock(), self.samples.background
         seconds, real, had_background = now - began, self.samples.real_count, bool(background)
-        tokens = pregenerated = 0
+        tokens = pregenerated = forked = 0
         for step in steps:
             if had_background and step.sample_id in background:
-                pregenerated += len(step.token_ids)
+                if self.samples[step.sample_id].origin.fork:
+                    forked += len(step.token_ids)
+                else:
+                    pregenerated += len(step.token_ids)
             else:
                 tokens += len(step.token_ids)
             self._record_sample(step, began, now)
         if had_background:
-            self.samples.record_background_step(seconds, pregenerated, real)
+            self.samples.record_background_step(seconds, pregenerated, forked, real)
         if real:
             self._throughput.record(seconds, tokens)
             self._metrics.step(seconds, tokens)

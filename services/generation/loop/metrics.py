@@ -51,7 +51,9 @@ class EngineThroughput:
 class BackgroundMetrics(MetricSet, prefix="paceline_generation_"):
     """Metrics of background samples in the engine."""
 
-    samples = gauge("background_samples", "Samples of a coming step that are being generated.")
+    samples = gauge(
+        "background_samples", "Samples of a coming step that are being generated, and their forks."
+    )
     steps = counter(
         "background_steps_total",
         "Engine steps with such samples, alone or beside samples of the step.",
@@ -60,7 +62,8 @@ class BackgroundMetrics(MetricSet, prefix="paceline_generation_"):
     seconds = counter(
         "background_seconds_total", "Time of these steps; alone: bubble time that was used.", "beside"
     )
-    tokens = counter("pregenerated_tokens_total", "Tokens generated for a coming step.")
+    tokens = counter("pregenerated_tokens_total", "Tokens of samples of a coming step.")
+    forked_tokens = counter("forked_tokens_total", "Tokens of forks of samples of a coming step.")
     yielded = counter("yielded_samples_total", "Background samples ended for real ones.")
     yield_seconds = histogram(
         "yield_seconds",
@@ -68,12 +71,13 @@ class BackgroundMetrics(MetricSet, prefix="paceline_generation_"):
         DELAY_BUCKETS,
     )
 
-    def record_step(self, seconds: float, tokens: int, beside_real: bool) -> None:
-        """Count an engine step with background samples and the tokens it generated for them."""
+    def record_step(self, seconds: float, tokens: int, forked: int, beside_real: bool) -> None:
+        """Count an engine step with background samples, and the tokens of these and of their forks."""
         beside = "real" if beside_real else "nothing"
         self.steps.labels(beside).inc()
         self.seconds.labels(beside).inc(seconds)
         self.tokens.inc(tokens)
+        self.forked_tokens.inc(forked)
 
 
 class DraftOutcomeMetrics(MetricSet, prefix="paceline_speculation_"):
@@ -85,6 +89,10 @@ class DraftOutcomeMetrics(MetricSet, prefix="paceline_speculation_"):
     block_efficiency = gauge("block_efficiency", "Tokens per verified draft: accepted + 1.", "drafter")
     faults = counter(
         "drafter_faults_total", "Proposals against the rules; planner: failed decisions.", "drafter"
+    )
+    forks_taken = counter(
+        "forks_taken_total",
+        "Times that a sample left its draft at a near-tie and went on along a fork of it.",
     )
 
 

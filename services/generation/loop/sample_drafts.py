@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from services.contracts.rollout import StoredRollout
+from services.contracts.rollout import RolloutKind, StoredRollout, Tokens
 from services.generation.drafters.reference import lenient_reuse as reuse
 from services.generation.drafters.reference.lenient_reuse import Reuse
 from services.generation.engine.types import EngineSampleState, SampleStep
@@ -51,7 +52,10 @@ class SampleDrafts:
     def resume(self, sample: RunningSample, policy_version: int, carried: Mapping[str, bytes]) -> None:
         """Go on drafting for a sample of another engine, with the states of the drafters there."""
         if self.speculation is not None:
-            self.speculation.begin(_context(sample, policy_version, carried))
+            context = _context(sample, policy_version, carried)
+            self.speculation.begin(
+                replace(context, forks=self._forks(sample)) if context.reference else context
+            )
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """Forget a sample that left the engine, with this response where it is known."""
@@ -84,15 +88,29 @@ class SampleDrafts:
     def _draft_from(self, rollouts: Sequence[StoredRollout], samples: Mapping[str, RunningSample]) -> None:
         self._metrics.rollouts.cache_bytes.set(self.cache.nbytes)
         followed: dict[str, StoredRollout] = {}
+        forks: dict[str, Sequence[Tokens]] = {}
         prompts = {(rollout.run_id, rollout.prompt_id) for rollout in rollouts}
+        forked = {rollout.seed for rollout in rollouts if rollout.fork}
         for sample_id, sample in samples.items():
             if sample.origin.prompt not in prompts:
                 continue
             rollout = self.follow(sample)
             if rollout is not None and not sample.request.given:
                 followed[sample_id] = rollout
+            fresh = rollout is not None or sample.request.seed in forked
+            if fresh and (known := self._forks(sample)):
+                forks[sample_id] = known
         if self.speculation is not None:
-            self.speculation.add_rollouts(NewRollouts(rollouts, followed))
+            # A fork says of other samples what the rollout says that it forks from.
+            texts = [rollout for rollout in rollouts if not rollout.fork]
+            self.speculation.add_rollouts(NewRollouts(texts, followed, forks))
+
+    def _forks(self, sample: RunningSample) -> Sequence[Tokens]:
+        """Return the forks of the rollout that a sample follows."""
+        rollout = sample.rollout
+        if rollout is None or sample.request.given or rollout.kind is not RolloutKind.PREGENERATED:
+            return ()
+        return [each.tokens for each in self.cache.forks(sample.origin, sample.request.seed)]
 
     # Each step -------------------------------------------------------------------------------------------
 

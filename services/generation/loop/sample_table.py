@@ -73,10 +73,10 @@ class SampleTable(dict[str, RunningSample]):
         running = min(real, load.running)
         return EngineLoad(running, real - running, load.kv_usage if real else 0.0)
 
-    def record_background_step(self, seconds: float, tokens: int, real: int) -> None:
-        """Count a step that generated tokens for background samples, beside `real` other samples."""
+    def record_background_step(self, seconds: float, tokens: int, forked: int, real: int) -> None:
+        """Count a step of background samples and their forks, beside `real` other samples."""
         self.background_steps += 1
-        self._metrics.record_step(seconds, tokens, real > 0)
+        self._metrics.record_step(seconds, tokens, forked, real > 0)
 
     def record_yield(self, samples: int, seconds: float) -> None:
         """Count background samples that were ended `seconds` after a real one arrived."""

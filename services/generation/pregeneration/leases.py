@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +18,15 @@ from services.contracts.rollout import RolloutKind, StoredRollout
 # stays in proportion to the length, and a lost instance costs about that share.
 _GROWTH_TOKENS = 32
 _GROWTH_SHARE = 0.125
+
+
+class NearTie(NamedTuple):
+    """A position at which the runner-up nearly was the token of the sample."""
+
+    margin: float
+    """By which its score was less, in nats, noise included."""
+    position: int
+    token: int
 
 
 @dataclass(slots=True, eq=False)
@@ -31,12 +42,17 @@ class DraftLease:
     handle: int
     task: pb.PregenerationTask
     version: int
+    # Of a fork: 1 + the position at which it takes the runner-up. It has no number, and no log-probabilities.
+    fork: int = 0
     # uint32 and float32, of the same length: made into a rollout by copying.
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     finished: bool = False
     returned: bool = False
     stored: int = 0
+    # Near-ties that are not forked, and those that are, with the handles of the forks, by rising margin.
+    ties: list[NearTie] = field(default_factory=list)
+    forked: list[tuple[NearTie, int]] = field(default_factory=list)
 
     @property
     def names(self) -> tuple[str, str, int, int]:
@@ -48,6 +64,12 @@ class DraftLease:
     def running(self) -> bool:
         """True while the sample is being generated."""
         return not (self.finished or self.returned)
+
+    def nearest_open(self, most: int) -> list[NearTie]:
+        """Return the ties that belong to the `most` nearest and are not forked."""
+        nearest = sorted([*self.ties[:most], *(tie for tie, _ in self.forked)])[:most]
+        taken = {tie for tie, _ in self.forked}
+        return [tie for tie in nearest if tie not in taken]
 
     @property
     def worth_storing(self) -> bool:
@@ -79,6 +101,7 @@ class DraftLease:
             tokens=np.array(self.tokens, np.uint32),
             logprobs=np.array(self.logprobs, np.float32),
             finished=self.finished,
+            fork=self.fork,
         )
 
     def progress(self) -> pb.PregenerationProgress:
@@ -100,18 +123,27 @@ class DraftLeases:
         self.news = 0
         self._leases: dict[int, DraftLease] = {}
         self._handles = count(1)
+        # Leases whose near-ties may be forked still, those that are finished and told included.
+        self._forkable: dict[int, DraftLease] = {}
 
     @property
     def running(self) -> int:
-        """Number of tasks that are being generated."""
-        return sum(lease.running for lease in self._leases.values())
+        """Number of tasks that are being generated, without forks."""
+        return sum(lease.running and not lease.fork for lease in self._leases.values())
+
+    @property
+    def forks(self) -> int:
+        """Number of forks that are being generated."""
+        return sum(lease.running and lease.fork > 0 for lease in self._leases.values())
 
     def take(self, tasks: Iterable[pb.PregenerationTask], version: int, room: int) -> list[DraftLease]:
         """Take over tasks; returns the leases to start, at most `room`, and gives back the rest.
 
         A task that is being generated already, for a coordinator that is gone, gets its new number instead.
         """
-        orphans = {lease.names: lease for lease in self._leases.values() if not lease.number}
+        orphans = {
+            lease.names: lease for lease in self._leases.values() if not lease.number and not lease.fork
+        }
         known = {lease.number for lease in self._leases.values()}
         fresh: list[DraftLease] = []
         for task in tasks:
@@ -129,12 +161,78 @@ class DraftLeases:
                 self.end(lease.handle, finished=False)
         return fresh
 
-    def grow(self, handle: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add tokens of a task since the last call."""
+    def grow(
+        self,
+        handle: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        runners_up: Sequence[int] = (),
+        margins: Sequence[float] = (),
+        least_margin: float = 0.0,
+    ) -> None:
+        """Add tokens of a task since the last call; those with a margin below `least_margin` are near-ties.
+
+        `runners_up` and `margins` are of each token, or of none.
+        """
         lease = self._leases.get(handle)
-        if lease is not None:
-            lease.tokens.extend(tokens)
+        if lease is None:
+            return
+        if not lease.fork:
             lease.logprobs.extend(logprobs)
+        if not lease.fork and len(margins) == len(tokens):
+            for position, (margin, token) in enumerate(
+                zip(margins, runners_up, strict=True), len(lease.tokens)
+            ):
+                if margin < least_margin:
+                    insort(lease.ties, NearTie(margin, position, token))
+            if lease.ties:
+                self._forkable[handle] = lease
+        lease.tokens.extend(tokens)
+
+    def fork(self, most: int, room: int) -> tuple[list[DraftLease], list[int]]:
+        """Return forks to start, of the nearest ties first, and the handles of forks to end for them.
+
+        At most `room` are added. A task has at most `most`; then a nearer tie takes the place of its farthest one.
+        A tie in the last token that a response may have leads nowhere.
+        """
+        started: list[DraftLease] = []
+        ended: list[int] = []
+        ties = sorted(
+            (tie, lease.handle) for lease in self._forkable.values() for tie in lease.nearest_open(most)
+        )
+        for tie, handle in ties:
+            lease = self._forkable[handle]
+            lease.ties.remove(tie)
+            if lease.task.sampling.max_tokens and tie.position + 1 >= lease.task.sampling.max_tokens:
+                continue
+            if len(lease.forked) < most and len(started) - len(ended) >= room:
+                # It may have its place later.
+                insort(lease.ties, tie)
+                continue
+            if len(lease.forked) >= most:
+                _, farthest = lease.forked.pop()
+                if (known := self._leases.get(farthest)) is not None and known.running:
+                    ended.append(farthest)
+            fork = DraftLease(0, next(self._handles), lease.task, lease.version, tie.position + 1)
+            fork.tokens.extend(lease.tokens[: tie.position])
+            fork.tokens.append(tie.token)
+            fork.stored = len(fork.tokens)
+            insort(lease.forked, (tie, fork.handle))
+            self._leases[fork.handle] = fork
+            started.append(fork)
+        return started, ended
+
+    def farthest(self, count: int) -> list[int]:
+        """Return the handles of running forks, those of the farthest ties first, at most `count`."""
+        running = {handle for handle, lease in self._leases.items() if lease.fork and lease.running}
+        ties = sorted(
+            ((tie, handle) for lease in self._forkable.values() for tie, handle in lease.forked), reverse=True
+        )
+        return [handle for _, handle in ties if handle in running][:count]
+
+    def end_forking(self) -> None:
+        """Fork none of the tasks so far any more: other work came, or other weights."""
+        self._forkable.clear()
 
     def end(self, handle: int, *, finished: bool) -> DraftLease | None:
         """End a task, finished or not, and return its lease; None when it is not running any more."""
@@ -149,14 +247,18 @@ class DraftLeases:
         return lease
 
     def revoke(self, numbers: Iterable[int]) -> list[int]:
-        """Forget tasks that are not wanted any more; returns the handles of those to end."""
+        """Forget tasks that are not wanted any more; returns the handles of those to end, with their forks."""
         unwanted = set(numbers) - {0}
         gone = [lease for lease in self._leases.values() if lease.number in unwanted]
         for lease in gone:
             lease.number = 0
+            self._forkable.pop(lease.handle, None)
             if not lease.running:
                 del self._leases[lease.handle]
-        return [lease.handle for lease in gone if lease.running]
+        forks = [
+            self._leases[handle] for lease in gone for _, handle in lease.forked if handle in self._leases
+        ]
+        return [lease.handle for lease in (*gone, *forks) if lease.running]
 
     def void(self, epoch: int) -> None:
         """Drop the numbers of another coordinator process; running tasks go on."""

@@ -15,6 +15,7 @@ class PregenerationMetrics(MetricSet, prefix="paceline_generation_"):
         "Samples of a coming step by how they ended: finished, partial (with tokens), empty.",
         "outcome",
     )
+    forks = counter("pregenerated_forks_total", "Forks of pre-generated samples that were begun.")
     halts = histogram(
         "halt_delay_seconds",
         "Time from the end of the step (by the gateway's clock) until pre-generation had stopped.",

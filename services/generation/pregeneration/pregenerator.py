@@ -1,7 +1,7 @@
 """Pre-generation of one instance: polls the coordinator of bubbles for tasks, runs them, and stores their tokens.
 
-Two tasks of the event loop: one reads what the engine thread reports, the other polls. What must be fast does not
-pass through here: the engine thread itself ends background samples, the moment a real one comes.
+Tasks of the event loop: one reads what the engine thread reports, one polls, one starts forks. What must
+be fast does not pass through here: the engine thread itself ends background samples, the moment a real one comes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.work_items import AdmissionTerms
 from services.generation.pregeneration.coordinator import CoordinatorConnection, CoordinatorGone
+from services.generation.pregeneration.forking import affordable
 from services.generation.pregeneration.leases import DraftLease, DraftLeases
 from services.generation.pregeneration.metrics import PregenerationMetrics
 from services.generation.pregeneration.stream import (
@@ -49,12 +50,14 @@ _GRACE_SECONDS = 0.1
 _IDLE_SECONDS = 0.25
 # After failures in a row, the first and the most.
 _FIRST_DELAY, _LONGEST_DELAY = 0.25, 2.0
+# Share of the KV cache above which no sample is forked: forks must not preempt the samples that they belong to.
+_MOST_KV_USAGE = 0.8
 # How long an update, or the end of the process, waits for the drafts to be stored.
 _STORE_SECONDS = 1.0
 
 
 class Pregenerator:
-    """Generates samples of coming steps in bubbles.
+    """Generates samples of coming steps in bubbles, and forks of them.
 
     Usage: `run` in a task of its own; `stored` before an update, or the process, is done.
     """
@@ -92,7 +95,7 @@ class Pregenerator:
         self._stream = BackgroundStream(
             asyncio.get_running_loop(), loop.samples, lambda: not loop.paused and not terms().closed
         )
-        self._starter = TaskStarter(loop, self._stream, terms, fetcher)
+        self._starter = TaskStarter(loop, self._stream, terms, fetcher, near_ties=config.forks > 0)
         self._leases = DraftLeases()
         self._engine = EngineAvailability()
         self._due = False
@@ -102,10 +105,15 @@ class Pregenerator:
         self._told = 0
         # Set when something happens that a poll under way does not know of.
         self._changed = asyncio.Event()
+        # Set when samples have begun, grown or ended.
+        self._grown = asyncio.Event()
+        self._halted = False
 
     async def run(self) -> None:
         """Pre-generate until cancelled or until the engine ends. A defect here costs drafts, nothing else."""
         tasks = [asyncio.create_task(each) for each in (self._read(), self._poll(), self._uploads.run())]
+        if self._config.forks:
+            tasks.append(asyncio.create_task(self._fork()))
         self._running = True
         try:
             await self._loop.execute(lambda: self._loop.open(self._stream))
@@ -148,19 +156,30 @@ class Pregenerator:
 
     def _take(self, report: BackgroundReport) -> None:
         for delta in report.deltas:
-            self._leases.grow(delta.handle, delta.token_ids, delta.logprobs)
+            self._leases.grow(
+                delta.handle,
+                delta.token_ids,
+                delta.logprobs,
+                delta.top_token_ids,
+                delta.top_logprobs,
+                self._config.fork_margin,
+            )
         self._end(report.ended)
         self._store(self._leases.growing())
+        if not report.engine.free or report.engine.version != self._engine.version:
+            self._leases.end_forking()
         self._engine = report.engine
         self._due |= report.due
         self._changed.set()
+        self._grown.set()
 
     def _end(self, ends: Iterable[tuple[int, bool]]) -> None:
         """Record the ends of tasks: (handle, True if finished by itself)."""
         found = [self._leases.end(handle, finished=finished) for handle, finished in ends]
         leases = [lease for lease in found if lease is not None]
         for lease in leases:
-            self.metrics.ended(lease.finished, len(lease.tokens))
+            if not lease.fork:
+                self.metrics.ended(lease.finished, len(lease.tokens))
         if rollouts := self._store(lease for lease in leases if lease.worth_storing):
             # Real samples may come here too, and draft from them.
             loop = self._loop
@@ -197,7 +216,7 @@ class Pregenerator:
     def _situation(self) -> PollSituation:
         news = self._leases.news > self._told
         due = self._due or time.monotonic() - self._polled_at > _SILENT_SECONDS
-        return PollSituation(self._engine, self._leases.running, news, due)
+        return PollSituation(self._engine, self._leases.running, news, due, self._leases.forks)
 
     async def _until_called_for(self) -> None:
         while not self._situation.calls_for_poll:
@@ -258,6 +277,9 @@ class Pregenerator:
         else:
             leases.void(answer.coordinator_epoch)
         self._stream.poll_steps = answer.poll_steps or POLL_STEPS
+        self._halted = answer.halt or answer.sleep
+        if self._halted:
+            leases.end_forking()
         if answer.halt:
             await self._halt(seconds_of(answer.halted_at))
         if unwanted := leases.revoke(answer.revoked):
@@ -266,6 +288,49 @@ class Pregenerator:
         room = 0 if answer.halt or answer.sleep else request.room
         refused = await self._starter.start(leases.take(answer.tasks, request.policy_version, room))
         self._end((handle, False) for handle in refused)
+        # Forks that were alone may be too many beside new tasks.
+        self._grown.set()
+
+    # -- forks --------------------------------------------------------------------------------------------
+
+    async def _fork(self) -> None:
+        """Whenever samples have changed, go on from the nearest ties of those here."""
+        while True:
+            self._grown.clear()
+            await self._grown.wait()
+            # Beside samples of the step forks would slow these down.
+            if not self._engine.free or self._engine.serving or self._halted:
+                continue
+            try:
+                await self._start_forks()
+            except Unavailable:
+                raise
+            except Exception:
+                # Forks are worth less than the tasks, which go on.
+                _log.exception("forking_failed")
+                self._leases.end_forking()
+
+    async def _start_forks(self) -> None:
+        """Start as many forks as hardly slow the tasks down, or end those that do."""
+        seats = self._situation.room(self._loop.ready.result().max_running, self._config.background_threshold)
+        room = min(seats // 2, await self._loop.execute(self._affordable))
+        if room < 0:
+            dear = self._leases.farthest(-room)
+            await self._loop.execute(lambda: self._abort(dear))
+            return
+        forks, farther = self._leases.fork(self._config.forks, room)
+        if farther:
+            await self._loop.execute(lambda: self._abort(farther))
+        if forks:
+            self.metrics.forks.inc(len(forks))
+            self._end((handle, False) for handle in await self._starter.fork(forks))
+
+    def _affordable(self) -> int:
+        """Return how many forks more the engine may have by the time of its steps; less than 0: too many."""
+        if self._loop.kv_usage > _MOST_KV_USAGE:
+            return 0
+        running, forks = self._leases.running, self._leases.forks
+        return affordable(self._loop.plain_seconds, running, forks, self._config.fork_slowdown)
 
     async def _halt(self, step_ended_at: float) -> None:
         """End all tasks now; `step_ended_at` in unix seconds, 0 when that is not why."""

@@ -30,14 +30,15 @@ class EngineAvailability:
 class PollSituation:
     """The instance as the poller sees it.
 
-    `running` tasks are being generated; `news`: one has ended that the coordinator does not know of; `due`: it is
-    time to report.
+    `running` tasks are being generated, and `forks` beside them; `news`: a task has ended that the coordinator does
+    not know of; `due`: it is time to report.
     """
 
     engine: EngineAvailability
     running: int
     news: bool
     due: bool
+    forks: int = 0
 
     @property
     def calls_for_poll(self) -> bool:
@@ -49,7 +50,7 @@ class PollSituation:
 
     def room(self, seats: int, reserved: int) -> int:
         """Return how many tasks could start now, of `seats` samples at once; `reserved` are for real ones."""
-        return max(0, seats - reserved - self.running) if self.engine.free else 0
+        return max(0, seats - reserved - self.running - self.forks) if self.engine.free else 0
 
 
 @dataclass(frozen=True, slots=True)

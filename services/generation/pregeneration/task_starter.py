@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.errors import ServiceError
+from services.generation.engine.types import Verifier
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.work_items import AdmissionTerms, check_item
 from services.generation.pregeneration.leases import DraftLease
@@ -32,13 +34,28 @@ class TaskStarter:
         stream: BackgroundStream,
         terms: Callable[[], AdmissionTerms],
         fetcher: ShardFetcher | None,
+        *,
+        near_ties: bool = False,
     ) -> None:
-        """`terms` is called in the engine thread; `fetcher` brings the store's rollouts into the loop's cache."""
+        """Start none yet.
+
+        Args:
+            loop: of the engine.
+            stream: of the tasks' samples.
+            terms: returns the terms on which samples are taken; called in the engine thread.
+            fetcher: brings the store's rollouts into the loop's cache.
+            near_ties: ask for the runner-up of each token of a task.
+        """
         self._loop = loop
         self._stream = stream
         self._terms = terms
         self._fetcher = fetcher
+        self._near_ties = near_ties
         self._fetches = 0
+
+    async def fork(self, forks: Sequence[DraftLease]) -> list[int]:
+        """Start forks; returns the handles of those that the instance refuses."""
+        return await self._loop.execute(lambda: [each.handle for each in forks if not self._start(each)])
 
     async def start(self, leases: Sequence[DraftLease]) -> list[int]:
         """Start tasks; returns the handles of those that the instance refuses."""
@@ -66,13 +83,16 @@ class TaskStarter:
     def _start(self, lease: DraftLease) -> bool:
         """Start a task, behind what the same policy generated of it before; False when it is refused."""
         loop, item = self._loop, work_item(lease)
-        origin = Origin.of(item)
-        known = loop.drafts.cache.same_seed(origin, item.seed, lease.version)
-        if known is not None and len(known.logprobs):
-            lease.resume(known)
-            item.prefix_token_ids.extend(lease.tokens)
+        origin = replace(Origin.of(item), fork=lease.fork)
+        if not lease.fork:
+            known = loop.drafts.cache.same_seed(origin, item.seed, lease.version)
+            if known is not None and len(known.logprobs):
+                lease.resume(known)
+        item.prefix_token_ids.extend(lease.tokens)
         try:
             request = check_item(item, self._terms(), self._stream.samples, loop.next_sample_id)
+            if self._near_ties and not lease.fork and request.verifier is Verifier.COUPLED:
+                request = replace(request, near_ties=True)
             loop.start_sample(self._stream, lease.handle, request, origin)
         except ServiceError as error:
             _log.debug("task_refused", prompt=item.prompt_id, slot=item.slot, error=error.message)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from services.contracts.rollout import StoredRollout
 from services.generation.engine.types import EngineSampleState
@@ -23,10 +23,10 @@ class DraftContext:
     """Description of a sample when it enters the engine.
 
     `reference` is a position-aligned guess of the whole response, empty if there is none, and `source` its
-    origin: reference (given by the caller), pregenerated or history. Run and prompt name the prompt, seed and
-    policy version the sample among those of the prompt, for drafters that keep history; without a run the
-    sample has no name but its id. `carried` is the state of the drafters of its last engine, by drafter (see
-    `TokenDrafter.carry`).
+    origin: reference (given by the caller), pregenerated or history. `forks` are other guesses of the whole
+    response, for where it leaves the reference. Run and prompt name the prompt, seed and policy version the sample
+    among those of the prompt, for drafters that keep history; without a run the sample has no name but its id.
+    `carried` is the state of the drafters of its last engine, by drafter (see `TokenDrafter.carry`).
     """
 
     sample_id: str
@@ -38,14 +38,16 @@ class DraftContext:
     version: int = 0
     source: str = "reference"
     carried: Mapping[str, bytes] = field(default_factory=dict)
+    forks: Sequence[ArrayLike] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class NewRollouts:
-    """Rollouts that arrived between two steps, and references among them for running samples, by sample id."""
+    """Rollouts that arrived between two steps, and what is new of references and forks of samples, by sample id."""
 
     rollouts: Sequence[StoredRollout] = ()
     references: Mapping[str, StoredRollout] = field(default_factory=dict)
+    forks: Mapping[str, Sequence[ArrayLike]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

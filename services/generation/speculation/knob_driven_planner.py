@@ -91,6 +91,10 @@ class KnobDrivenPlanner(DraftPlanner):
         """Return True if a drafter may propose for all samples, False for none, or one value per sample."""
         return self.active.wants(drafter, samples)
 
+    def plain_seconds(self, samples: int, context: int) -> float:
+        """Return the predicted time of a step without drafts; 0 before anything was measured."""
+        return self.step_time.seconds(samples, samples, context) if self.step_time.known else 0.0
+
     def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
         """Return the drafts of the next step; see `DraftPlanner`."""
         mode = self._begin(samples)

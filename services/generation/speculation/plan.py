@@ -58,6 +58,10 @@ class DraftPlanner:
         """Return True if a drafter may propose for all samples, False for none, or one value per sample."""
         return True
 
+    def plain_seconds(self, samples: int, context: int) -> float:
+        """Return the predicted time of a step without drafts; 0 for a planner that predicts none."""
+        return 0.0
+
     def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
         """Return the drafts of the next step.
 

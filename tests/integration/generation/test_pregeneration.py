@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import struct
 import sys
 import time
@@ -14,6 +15,7 @@ from uuid import uuid4
 
 import grpc
 import pytest
+from safetensors.torch import load_file, save_file
 
 from paceline.internal.v1 import bubble_pb2, bubble_pb2_grpc, draft_pb2, draft_pb2_grpc
 from paceline.internal.v1 import generation_pb2 as pb
@@ -170,6 +172,8 @@ class Store:
             *(f"--redis-url={redis_url}", f"--namespace={SPACE}"),
         ]
         self._child: Child | None = None
+        # As of the last look.
+        self.forks: list[draft_pb2.Rollout] = []
 
     def start(self) -> None:
         """Return when it takes calls."""
@@ -206,7 +210,8 @@ class Store:
             answers = [answer async for answer in stub.FetchRollouts(request, timeout=CALL)]
         rollouts = [each for answer in answers for each in answer.rollouts]
         assert all(each.kind == draft_pb2.ROLLOUT_KIND_PREGENERATED for each in rollouts)
-        return {each.slot: each for each in rollouts}
+        self.forks = [each for each in rollouts if each.fork]
+        return {each.slot: each for each in rollouts if not each.fork}
 
     async def until_tokens(
         self, run: str, prompts: Sequence[str], holds: Callable[[dict[int, list[int]]], bool]
@@ -260,7 +265,7 @@ def store(kept_store: Store) -> Store:
 def kept_instance(
     models: tuple[Path, Path], start: Callable[..., InstanceProcess]
 ) -> Iterator[InstanceProcess]:
-    process = start(models[0], "ahead", namespace=SPACE, max_num_seqs=SEATS)
+    process = start(models[0], "ahead", namespace=SPACE, max_num_seqs=SEATS, forks=0)
     yield process
     process.stop()
 
@@ -568,3 +573,71 @@ async def test_an_instance_that_is_killed_costs_only_its_last_tokens(
     for number in numbers:
         assert found[number] == truth[number][: len(found[number])]
         assert len(found[number]) >= least
+
+
+def _warmer(model: Path, folder: Path) -> Path:
+    """A model whose logits are a little larger: it decides near-ties otherwise, and hardly anything else."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 1.03
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+async def test_near_ties_are_forked_and_the_updated_policy_goes_on_along_the_forks(
+    models: tuple[Path, Path],
+    start: Callable[..., InstanceProcess],
+    redis_url: str,
+    store: Store,
+    tmp_path: Path,
+) -> None:
+    forking = {"forks": 4, "fork_margin": 0.5, "fork_slowdown": 9.0}
+    with start(models[0], "forking", namespace=SPACE, max_num_seqs=SEATS, **forking) as instance:
+        async with stub_of(instance.address) as stub, Coordinator(redis_url, epoch=104) as coordinator:
+            policy = Policy(instance.address, stub)
+            await policy.look()
+            work, numbers = Work(policy), [81, 82, 83, 84]
+            await draft_always(instance.address, work.run)
+            await coordinator.give(*map(work.item, numbers))
+            (await coordinator.finished(*numbers)).answer()
+
+            async def forked() -> bool:
+                await store.rollouts(work.run, work.prompts)
+                ended = sum(each.finished for each in store.forks)
+                running = instance.metrics()["paceline_generation_background_samples"]
+                return ended >= 4 * len(numbers) and not running
+
+            await until(forked, "every sample has its forks")
+            found, forks = await store.tokens(work.run, work.prompts), store.forks
+            assert found == await work.truth(numbers)
+            for number, each in enumerate(forks, 200):
+                tokens = list(struct.unpack(f"<{len(each.token_ids) // 4}I", each.token_ids))
+                at = each.fork - 1
+                assert tokens[:at] == found[each.slot][:at]
+                assert tokens[at] != found[each.slot][at]
+                # What follows is what the policy says behind it.
+                item = work.plain(each.slot)
+                item.handle = number
+                item.prefix_token_ids.extend(tokens[: each.fork])
+                outcome = (await policy.ask(item))[number]
+                rest = tokens[each.fork :]
+                assert outcome.tokens[: len(rest)] == rest
+            counted = instance.metrics()
+            assert counted["paceline_generation_pregenerated_forks_total"] >= len(forks)
+            assert counted["paceline_generation_forked_tokens_total"] > LENGTH
+            await policy.update(_warmer(models[0], tmp_path / "warmer"))
+            real = await policy.ask(*[work.real(number) for number in numbers])
+            taken = instance.metrics()["paceline_speculation_forks_taken_total"]
+            truth = await work.truth(numbers)
+            assert {number: outcome.tokens for number, outcome in real.items()} == truth
+            left = [number for number in numbers if truth[number] != found[number]]
+            assert left, "some near-tie is decided otherwise"
+            assert taken >= 1
+            texts = {
+                (each.slot, *struct.unpack(f"<{len(each.token_ids) // 4}I", each.token_ids)) for each in forks
+            }
+            for number in left:
+                ended = real[number].finished
+                assert ended is not None
+                if (number, *truth[number]) in texts:
+                    assert ended.decode_steps < LENGTH / 4

@@ -687,6 +687,33 @@ async def test_a_sample_follows_what_was_kept_here_of_its_own_seed(rigs: Callabl
     assert rig.value("paceline_drafts_cache_bytes") == rig.drafts.cache.nbytes > 0
 
 
+@pytest.mark.parametrize("order", ["fork first", "rollout first", "both before the sample"])
+async def test_a_sample_goes_on_along_a_fork_of_what_it_follows(rigs: Callable[..., Rig], order: str) -> None:
+    rig, taken = rigs(), list[None]()
+    rig.drafts.cache = DraftCache(512, 1 << 20)
+    drafter = ReferenceDrafter(lambda: taken.append(None))
+    rig.drafts.speculation = Speculation([drafter], FixedLengthPlanner(4), 512, rig.metrics)
+    caller = await rig.open()
+    here = Origin("r", "p", slot=2, step=7)
+    known: dict[str, Any] = {"seed": 1, "slot": 2, "step": 7, "kind": RolloutKind.PREGENERATED}
+    # The policy before had another token at position 4, and then another text.
+    ahead = rollout([0, 1, 2, 3, 99, 98, 97, 96], **known)
+    fork = rollout(range(12), fork=5, **known)
+    if order != "both before the sample":
+        await caller.start(1, max_tokens=12, origin=here)
+    for each in (fork, ahead) if order == "fork first" else (ahead, fork):
+        await rig.call(lambda each=each: rig.loop.drafts.add_rollouts([each], rig.loop.samples))
+    if order == "both before the sample":
+        await caller.start(1, max_tokens=12, origin=here)
+    await rig.step(12)
+    await caller.read()
+    assert caller.tokens == {1: list(range(12))}
+    assert len(taken) == 1
+    (source,) = caller.finished[1].draft_sources
+    assert (source.drafter, source.accepted) == ("pregenerated", source.drafted)
+    assert caller.finished[1].decode_steps == 3
+
+
 async def test_a_longer_rollout_takes_the_place_of_the_one_that_is_followed(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     rig.drafts.cache = DraftCache(512, 1 << 20)

@@ -283,3 +283,80 @@ def test_samples_do_not_mix_and_an_ended_one_is_forgotten() -> None:
     drafter.end("a", [1, 2, 3])
     drafter.end("never-begun", [])
     assert drafter.propose([state([1], "a")], WINDOW, {}) is None
+
+
+# -- forks ------------------------------------------------------------------------------------------------
+
+
+def forked(reference: Sequence[int], *forks: Sequence[int]) -> tuple[ReferenceDrafter, list[None]]:
+    """A drafter with a sample that has forks, and a list that grows with each fork that is taken."""
+    taken = list[None]()
+    drafter = ReferenceDrafter(lambda: taken.append(None))
+    drafter.begin(DraftContext("s", [9], tuple(reference), forks=[list(fork) for fork in forks]))
+    return drafter, taken
+
+
+def test_a_sample_that_leaves_its_reference_goes_on_along_the_fork_that_it_takes() -> None:
+    reference = list(range(100, 140))
+    fork = [*reference[:20], 7, *range(200, 220)]
+    drafter, taken = forked(reference, fork)
+    assert tokens_after(drafter, fork[:20]) == reference[20:28]
+    assert not taken
+    proposal = offered(drafter, fork[:21])
+    assert proposal is not None
+    assert list(proposal.tokens) == fork[21:29]
+    assert len(taken) == 1
+    # As likely to be accepted as a text that was never left.
+    fresh = offered(drafter_with(reference), reference[:20])
+    assert fresh is not None
+    assert proposal.acceptance == pytest.approx(fresh.acceptance, abs=0.05)
+
+
+def test_a_fork_of_a_fork_is_taken_after_it() -> None:
+    reference = list(range(100, 140))
+    first = [*reference[:10], 7, *range(200, 220)]
+    second = [*first[:15], 8, *range(300, 320)]
+    other = [*reference[:12], 6, *range(400, 420)]
+    drafter, taken = forked(reference, first, second, other)
+    assert tokens_after(drafter, first[:13]) == first[13:21]
+    proposal = offered(drafter, second[:16])
+    assert proposal is not None
+    assert list(proposal.tokens) == second[16:24]
+    assert len(taken) == 2
+
+
+def test_a_response_that_no_fork_agrees_with_keeps_its_reference() -> None:
+    reference = list(range(100, 140))
+    drafter, taken = forked(reference, [*reference[:20], 7, *range(200, 220)])
+    left = [*reference[:20], 5]
+    assert tokens_after(drafter, left) == reference[21:29], "at the same place, as without forks"
+    # Its forks are of no use any more, whatever comes.
+    offered(drafter, [*left, *reference[21:24]])
+    assert not taken
+
+
+def test_forks_that_come_later_are_taken_too() -> None:
+    reference = list(range(100, 140))
+    fork = [*reference[:5], 7, *range(200, 220)]
+    drafter, taken = forked(reference)
+    assert tokens_after(drafter, reference[:3]) == reference[3:11]
+    drafter.add_rollouts(NewRollouts(forks={"s": [fork], "gone": [fork]}))
+    proposal = offered(drafter, fork[:6])
+    assert proposal is not None
+    assert list(proposal.tokens) == fork[6:14]
+    assert len(taken) == 1
+    drafter.end("s", fork[:6])
+    assert offered(drafter, fork[:6]) is None
+
+
+@given(few_letters, st.lists(few_letters, max_size=4), few_letters)
+def test_forks_never_offer_what_no_text_has(
+    reference: list[int], forks: list[list[int]], response: list[int]
+) -> None:
+    drafter, _ = forked(reference, *forks)
+    texts = [reference, *forks]
+    for length in range(len(response) + 1):
+        proposal = offered(drafter, response[:length])
+        if proposal is not None:
+            tokens = list(proposal.tokens)
+            assert any(tokens == text[at : at + len(tokens)] for text in texts for at in range(len(text)))

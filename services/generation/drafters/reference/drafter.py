@@ -5,6 +5,10 @@ are position-aligned and survive mismatches. After a mismatch the drafter keeps 
 estimate until tokens match again, or re-aligns: to the place near the current one where the latest tokens of the
 sample occur, or back to offset 0, if more of the last eight tokens match there.
 
+A sample may have forks beside its reference: texts for the case that the policy now takes the runner-up at a place
+where the two were nearly tied. Where the response leaves what it follows and a fork agrees with all of it, the
+sample follows the fork from there, as a text that has never mismatched.
+
 Acceptance depends on the number of matches since the last mismatch. It is learned by comparing every token of every
 response with its reference, proposed or not, for each source separately.
 """
@@ -12,10 +16,10 @@ response with its reference, proposed or not, for each source separately.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from services.generation.drafters.reference.alignment import AlignedSamples, Alignments
 from services.generation.drafters.reference.alignment.row import UNBROKEN
@@ -39,16 +43,24 @@ _RAMP = np.array([bisect_right(_BUCKETS, matched) - 1 for matched in range(_BUCK
 _KNOWN_OF_OLD = 0.5
 
 
+Fork = NDArray[np.integer]
+"""The whole text that a sample follows if it takes the runner-up; as it came, since it may be long."""
+
+
 class ReferenceDrafter(TokenDrafter):
     """Follows the reference of each sample, which each proposal compares with the response."""
 
     name = "reference"
 
-    def __init__(self) -> None:
+    def __init__(self, took_fork: Callable[[], None] = lambda: None) -> None:
+        """`took_fork` is called whenever a sample goes on along a fork."""
+        self._took_fork = took_fork
         self._alignments = Alignments(_RAMP)
         # By source, in order of first use.
         self._sources: list[str] = []
         self._tables: list[AcceptanceTable] = []
+        # Of samples that may still follow one of them, by sample id.
+        self._forks: dict[str, list[Fork]] = {}
         # Newest policy version of any sample.
         self._version = 0
 
@@ -62,6 +74,7 @@ class ReferenceDrafter(TokenDrafter):
             self._follow(context.sample_id, context.reference, context.source)
             if state := context.carried.get(self.name):
                 self._alignments.go_on(context.sample_id, state)
+            self._offer(context.sample_id, context.forks)
 
     def carry(self, sample_id: str) -> bytes:
         """Return the alignment of a sample to its reference."""
@@ -71,6 +84,8 @@ class ReferenceDrafter(TokenDrafter):
         """Take references of running samples; their responses are compared at the next proposal."""
         for sample_id, rollout in arrival.references.items():
             self._follow(sample_id, rollout.tokens, rollout.kind.value)
+        for sample_id, forks in arrival.forks.items():
+            self._offer(sample_id, forks)
 
     def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         """Return the next tokens of each sample's reference."""
@@ -78,6 +93,8 @@ class ReferenceDrafter(TokenDrafter):
             return None
         counts = np.zeros((2, len(self._tables), len(_BUCKETS)), np.int64)
         aligned = self._alignments.compare(samples, *counts)
+        if self._forks:
+            self._take_forks(samples, aligned)
         # All samples' counts go in first, because a query of the tables costs more than an update.
         for table, tried, kept in zip(self._tables, *counts, strict=True):
             if tried.any():
@@ -90,14 +107,41 @@ class ReferenceDrafter(TokenDrafter):
         return Proposals(tokens, acceptance, self._sources_of(aligned, len(samples)))
 
     def end(self, sample_id: str, response: Sequence[int]) -> None:
-        """Forget the reference."""
+        """Forget the reference and the forks."""
         self._alignments.forget(sample_id)
+        self._forks.pop(sample_id, None)
 
     def _follow(self, sample_id: str, reference: ArrayLike, source: str) -> None:
         if source not in self._sources:
             self._sources.append(source)
             self._tables.append(AcceptanceTable(_PRIORS))
         self._alignments.follow(sample_id, reference, self._sources.index(source))
+
+    def _offer(self, sample_id: str, forks: Sequence[ArrayLike]) -> None:
+        """Keep the forks of a sample that has a reference, in place of earlier ones."""
+        if forks and sample_id in self._alignments:
+            self._forks[sample_id] = [np.asarray(fork) for fork in forks]
+
+    def _take_forks(self, samples: Samples, aligned: AlignedSamples) -> None:
+        """Let samples that have just left what they follow go on along a fork that agrees with their response.
+
+        A response that agrees with no fork will never do so: its forks are forgotten.
+        """
+        for place in self._alignments.broken(aligned).tolist():
+            sample = samples[place]
+            forks = self._forks.get(sample.sample_id)
+            if forks is None:
+                continue
+            response = np.asarray(sample.response, np.int64)
+            n = len(response)
+            left = [fork for fork in forks if len(fork) > n and np.array_equal(fork[:n], response)]
+            if left:
+                self._alignments.replace(sample.sample_id, left[0], n)
+                self._took_fork()
+            if len(left) > 1:
+                self._forks[sample.sample_id] = left[1:]
+            else:
+                del self._forks[sample.sample_id]
 
     def _sources_of(self, aligned: AlignedSamples, samples: int) -> list[str]:
         """Return the source of each sample's reference; any source for samples without one."""

@@ -78,6 +78,19 @@ class Alignments:
         row = self._rows[sample_id] = self._free.pop()
         self._table[row] = (begin, len(tokens), 0, 0, UNBROKEN, source)
 
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._rows
+
+    def replace(self, sample_id: str, reference: ArrayLike, agreed: int) -> None:
+        """Let a sample go on along another reference, whose first `agreed` tokens are its response."""
+        source = int(self._table[self._rows[sample_id], SOURCE])
+        self.follow(sample_id, reference, source)
+        self._table[self._rows[sample_id], SEEN] = agreed
+
+    def broken(self, aligned: AlignedSamples) -> NDArray[np.int64]:
+        """Return the places of samples that have left their reference at some token, [m]."""
+        return aligned.places[self._table[aligned.rows, MATCHED] < UNBROKEN]
+
     def forget(self, sample_id: str) -> None:
         """Forget the reference of a sample, if it has one."""
         row = self._rows.pop(sample_id, None)
