@@ -49,13 +49,25 @@ def _allowed_config(options: EngineOptions) -> tuple[VllmConfig, ModelSupport]:
 
     vLLM chooses the blocks of a recurrent state by whether there is one, so it is asked again.
     """
-    config = engine_args(options).create_engine_config(UsageContext.LLM_CLASS)
+    config = _resolved(engine_args(options))
     v2 = runner_of(options.engine) == V2
     support = model_support(engine_traits(config, v2=v2, coupled=options.coupled))
     if config.cache_config.enable_prefix_caching and not support.allows(Feature.PREFIX_CACHE):
-        without = engine_args(replace(options, enable_prefix_caching=False))
-        config = without.create_engine_config(UsageContext.LLM_CLASS)
+        config = _resolved(engine_args(replace(options, enable_prefix_caching=False)))
     return config, support
+
+
+def _resolved(args: EngineArgs) -> VllmConfig:
+    """Return vLLM's configuration, with attention that the processor has for the model.
+
+    On a processor with AMX vLLM chooses attention for latent KV that takes bfloat16 alone; other types get the
+    attention that every processor has.
+    """
+    config = args.create_engine_config(UsageContext.LLM_CLASS)
+    model = config.model_config
+    if current_platform.is_cpu() and model.use_mla and str(model.dtype) != "torch.bfloat16":
+        config = replace(args, attention_backend="CPU_MLA").create_engine_config(UsageContext.LLM_CLASS)
+    return config
 
 
 def capture_drafts(config: VllmConfig, draft_window: int) -> None:
