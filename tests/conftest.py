@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from services.platform.redis.embedded import EmbeddedRedis
 from tests.support.compiled import compile_once
 from tests.support.failure_log import LOG, FailureLog
+from tests.support.inner_pytest import INNER
 from tests.support.older_processor import hide_newer_than_avx2
 from tests.support.processor_time import ProcessorTime
 from tests.support.stress import Stress
@@ -87,8 +88,9 @@ def pytest_configure(config: pytest.Config) -> None:
         compile_once(config.rootpath)
     for name in MARKED_FOLDERS:
         config.addinivalue_line("markers", f"{name}: lies in a folder tests/**/{name}")
-    config.pluginmanager.register(ProcessorTime(config), "processor-time")
-    if not hasattr(config, "workerinput"):
+    if INNER not in os.environ:
+        config.pluginmanager.register(ProcessorTime(config), "processor-time")
+    if INNER not in os.environ and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailureLog(config.rootpath / LOG), "failure-log")
     if config.getoption("stress"):
         config.pluginmanager.register(Stress(config), "stress")

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+INNER = "PACELINE_INNER_TESTS"
+"""Variable of such processes: logs and figures are those of the run that they belong to."""
 
 
 def run_tests(paths: Sequence[Path], options: Sequence[str] = (), **environment: str) -> None:
@@ -20,7 +22,7 @@ def run_tests(paths: Sequence[Path], options: Sequence[str] = (), **environment:
     process = subprocess.run(
         [*command, *options, *map(str, paths)],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, INNER: "1", **environment},
         capture_output=True,
         text=True,
     )
