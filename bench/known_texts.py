@@ -43,6 +43,8 @@ class KnownText:
     prompt: tuple[int, ...] = (0,)
     begun: int = 0
     """Tokens of the response that there are already."""
+    forks: tuple[Tokens, ...] = ()
+    """Other responses of that policy, each for the case that the reference is left where it leaves it."""
     version: int = 1
     """Of the policy that writes it."""
 
@@ -136,6 +138,7 @@ class TextInstance:
                     seed=text.seed,
                     version=text.version,
                     source="pregenerated",
+                    forks=text.forks,
                 )
             )
         response = text.response[: text.begun].tolist()

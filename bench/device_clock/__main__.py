@@ -4,9 +4,9 @@ A benchmark on this machine generates as much ahead as this machine's idle time 
 `make bench SUBJECT=NAME` has recorded is gone through by the step times of another device (cluster.py), with the
 same services deciding. The texts of the policy before each update are written first, by real engines, once.
 
-Rows: nothing generated ahead; Paceline as it comes, with an update of a quarter of plain decoding's step; and as if
-the trainer left time for the whole step. Ratios are against plain decoding on the same clock. Writes
-runs/bench/device_clock.json.
+Rows: nothing generated ahead; in idle time, with an update of a quarter of plain decoding's step; and as if the
+trainer left time for the whole step; the two without and with forks at near-ties. Ratios are against plain decoding
+on the same clock. Writes runs/bench/device_clock.json.
 
     make bench NAME=device_clock                # of smollm2
     python -m bench.device_clock smollm2 --device "70B 8xH100"
@@ -17,21 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 
 import numpy as np
 
 from bench.axes.recorded import RunMissingError
 from bench.device_clock.cluster import ClockedStep, RecordedCluster, RecordedTexts, plain_seconds
-from bench.device_clock.old_texts import OldTexts, load_or_write
+from bench.device_clock.old_texts import MOST_FORKS, OldTexts, load_or_write
 from bench.report import console, format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
 from bench.rollout.registry import REGIMES, SMOLLM2, SUBJECTS, Regime, Subject
 from bench.rollout.session import FOLDER
 from bench.rollout.table import WARM_UP, update_of
-from bench.systems import plain_platform
 from bench.trajectory import Trajectory
 from paceline import SampleKey
 from services.bubbles.config import BubblesConfig
@@ -47,7 +46,8 @@ COLUMNS = (
     "of plain, modelled",
 )
 INSTANCES = 2
-_NOTHING, _AS_IT_COMES, _ALL = "nothing", "in idle time", "the whole step"
+_NOTHING, _IDLE, _ALL, _FORKS = "nothing", "in idle time", "the whole step", ", forked"
+AS_IT_COMES = _IDLE + _FORKS
 _LONG = 20.0
 """Plain rollouts in which any step is generated ahead as a whole."""
 
@@ -83,7 +83,6 @@ def main() -> None:
     parser.add_argument("--device", choices=list(DEVICES), default=H100_8B)
     given = parser.parse_args()
     subject = SUBJECTS[given.subject]
-    warm_up()
     rows = []
     for row in clocked(subject, given.device):
         rows.append(row)
@@ -95,7 +94,7 @@ def main() -> None:
     figures = {
         f"{name}_{row.regime}".replace(" ", "_").replace("-", "_"): value
         for row in rows
-        if row.ahead == _AS_IT_COMES
+        if row.ahead == AS_IT_COMES
         for name, value in (("tokens_per_step", row.figures[0]), ("speedup_vs_plain", row.figures[-1]))
     }
     tables = {"rows": {"columns": COLUMNS, "rows": lines}}
@@ -109,13 +108,15 @@ def clocked(subject: Subject, device: str) -> Iterator[ClockedRow]:
     run = kept_run(place, subject.model, subject.options)
     if run is None:
         raise RunMissingError(f"no whole run of {subject.name} is kept: `make bench SUBJECT={subject.name}`")
-    config = plain_platform(subject.model, INSTANCES, place / "recording", subject.kv_bytes)
     before = load_or_write(
         run,
         place,
-        config,
-        lambda step: console().print(f"device_clock: texts before step {step}", highlight=False),
+        subject.model,
+        subject.kv_bytes,
+        lambda step: console().print(f"device_clock: texts before step {step} are written", highlight=False),
     )
+    # Imports numba, which the engine must come before.
+    warm_up()
     vocabulary = int(json.loads((subject.model / "config.json").read_text())["vocab_size"])
     for name in subject.regimes:
         texts = recorded_texts(run.cut(REGIMES[name]), before, REGIMES[name])
@@ -129,12 +130,14 @@ def rows_of(
     table = DEVICES[device].steps
     plain = tuple(plain_seconds(each, table, vocabulary, INSTANCES) for each in texts)[WARM_UP:]
     update = update_of(fmean(plain))
-    for ahead, bubbles, seconds in (
-        (_NOTHING, None, update),
-        (_AS_IT_COMES, BubblesConfig(), update),
-        (_ALL, BubblesConfig(), _LONG * fmean(plain)),
+    for ahead, bubbles, seconds, forks in (
+        (_NOTHING, None, update, 0),
+        (_IDLE, BubblesConfig(), update, 0),
+        (AS_IT_COMES, BubblesConfig(), update, MOST_FORKS),
+        (_ALL, BubblesConfig(), _LONG * fmean(plain), 0),
+        (_ALL + _FORKS, BubblesConfig(), _LONG * fmean(plain), MOST_FORKS),
     ):
-        cluster = RecordedCluster(table, vocabulary, INSTANCES, texts, seconds, bubbles)
+        cluster = RecordedCluster(table, vocabulary, INSTANCES, texts, seconds, bubbles, forks)
         yield ClockedRow(regime, ahead, tuple(cluster.run())[WARM_UP:], plain)
 
 
@@ -142,7 +145,7 @@ def recorded_texts(
     trajectory: Trajectory, before: Sequence[OldTexts], regime: Regime
 ) -> tuple[RecordedTexts, ...]:
     """Return the steps of a part of the run as texts by cell."""
-    found = []
+    found, most = [], regime.max_tokens
     for step, old in zip(trajectory.steps, before, strict=True):
         cells = {
             (place, slot): SampleKey(group.prompt_id, slot)
@@ -156,7 +159,16 @@ def recorded_texts(
                 prompts=tuple(tuple(map(int, group.prompt_token_ids)) for group in step.groups),
                 seeds={cell: step.samples[key].seed for cell, key in cells.items()},
                 responses={cell: step.samples[key].token_ids.astype(np.int32) for cell, key in cells.items()},
-                before={cell: old[key][: regime.max_tokens] for cell, key in cells.items() if key in old},
+                before={cell: old[key].response[:most] for cell, key in cells.items() if key in old},
+                forks={
+                    cell: [
+                        replace(fork, response=fork.response[:most])
+                        for fork in old[key].forks
+                        if most is None or fork.at < most
+                    ]
+                    for cell, key in cells.items()
+                    if key in old
+                },
             )
         )
     return tuple(found)

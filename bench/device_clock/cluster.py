@@ -15,6 +15,7 @@ from statistics import fmean
 
 import numpy as np
 
+from bench.device_clock.old_texts import ForkedText
 from bench.known_texts import RUN, KnownText, TextInstance, Tokens, stored
 from services.bubbles.config import BubblesConfig
 from services.gateway.dispatch.estimator import DraftCoverage, LengthPredictor, remaining_work
@@ -43,6 +44,8 @@ class RecordedTexts:
     seeds: Mapping[Cell, int]
     responses: Mapping[Cell, Tokens]
     before: Mapping[Cell, Tokens]
+    forks: Mapping[Cell, Sequence[ForkedText]] = field(default_factory=dict)
+    """By cell, by rising margin."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -84,6 +87,8 @@ class ClockedInstance:
     """Samples of the step by id."""
     ahead: dict[SimulatedSample, str] = field(default_factory=dict)
     """Samples of the coming step that run, with their ids."""
+    forks: dict[str, tuple[Cell, ForkedText]] = field(default_factory=dict)
+    """Forks of samples of the coming step that run."""
 
     @property
     def samples(self) -> int:
@@ -121,11 +126,15 @@ class RecordedCluster:
     texts: Sequence[RecordedTexts]
     update_seconds: float
     bubbles: BubblesConfig | None = field(default_factory=BubblesConfig)
+    most_forks: int = 0
+    """Of a sample that is generated ahead."""
     _fleet: list[ClockedInstance] = field(init=False)
     _lengths: LengthPredictor = field(init=False, default_factory=LengthPredictor)
     _now: float = field(init=False, default=0.0)
     _idle: IdleWork | None = field(init=False, default=None)
     _coming: RecordedTexts | None = field(init=False, default=None)
+    _forked: dict[Cell, dict[int, Tokens]] = field(init=False, default_factory=dict)
+    """Forks of the coming step as far as they are generated, by cell and place."""
 
     def __post_init__(self) -> None:
         tokens = sum(
@@ -191,6 +200,8 @@ class RecordedCluster:
         covered: Mapping[Cell, int] = {}
         if self._idle is not None:
             for each in self._fleet:
+                for name in list(each.forks):
+                    self._keep_fork(each, name, each.decoder.leave(name))
                 self._idle.stop(each, self._now)
             covered = self._idle.coverage(texts.step)
         self._place(texts, covered)
@@ -223,7 +234,10 @@ class RecordedCluster:
             instance.own[name] = placed.waiting
             tokens = covered.get(cell, 0)
             reference = texts.before[cell][:tokens] if tokens else None
-            instance.decoder.begin(name, _text(texts, cell, texts.responses[cell], texts.step, reference))
+            text = _text(texts, cell, texts.responses[cell], texts.step, reference)
+            forks = tuple(self._forked.get(cell, {}).values())
+            instance.decoder.begin(name, replace(text, forks=forks))
+        self._forked = {}
 
     def _end(self, instance: ClockedInstance, ended: WaitingSample[Cell], texts: RecordedTexts) -> None:
         prompt, slot = ended.ref
@@ -259,9 +273,32 @@ class RecordedCluster:
             return
         by_name = {name: sample for sample, name in instance.ahead.items()}
         for name in self._step(instance):
+            if name in instance.forks:
+                self._keep_fork(instance, name, len(instance.forks[name][1].response))
+                continue
             sample = by_name[name]
             del instance.ahead[sample]
             sample.generated, sample.ends = float(sample.length), 1
+        for sample in instance.ahead:
+            self._fork(instance, sample)
+
+    def _fork(self, instance: ClockedInstance, sample: SimulatedSample) -> None:
+        """Begin the forks whose place a sample that is generated ahead has passed."""
+        assert self._coming is not None
+        cell, generated = (sample.prompt, sample.slot), instance.generated(sample, instance.clock)
+        known = self._forked.setdefault(cell, {})
+        for fork in self._coming.forks.get(cell, ())[: self.most_forks]:
+            if fork.at < generated and fork.at not in known:
+                known[fork.at] = fork.response[: fork.at + 1]
+                if len(fork.response) > fork.at + 1:
+                    name = f"fork {self._coming.step}/{cell[0]}/{cell[1]}/{fork.at}"
+                    instance.forks[name] = cell, fork
+                    text = _text(self._coming, cell, fork.response, self._coming.step - 1)
+                    instance.decoder.begin(name, replace(text, begun=fork.at + 1))
+
+    def _keep_fork(self, instance: ClockedInstance, name: str, tokens: int) -> None:
+        cell, fork = instance.forks.pop(name)
+        self._forked[cell][fork.at] = fork.response[:tokens]
 
 
 def _text(

@@ -1,74 +1,169 @@
-"""What the policy before an update writes to the noise of the step after it: the drafts of pre-generation.
+"""What the policy before an update writes to the noise of the step after it, and its forks: drafts made ahead.
 
-A step's prompts and seeds are rolled out once more, by the weights of the step before. How much of these texts is
-there when the step begins depends on idle time; what they say does not. They are kept beside the recorded run, a
-file for each step.
+A step's prompts and seeds are decoded once more, by the weights of the step before, and from the nearest ties of
+each response on with the runner-up in place of the token. How much of these texts is there when the step begins
+depends on idle time; what they say does not. They are kept beside the recorded run, a file for each step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.known_texts import Tokens
 from bench.rollout.record import RecordedRun
-from bench.training import TrainedStep, push
-from bench.trajectory import serving
-from examples.tinymath.train import collect
-from paceline import Exactness, Sample, SampleKey
-from services.local import PlatformConfig
+from bench.training import TrainedStep
+from examples.tinymath.train import Options
+from paceline import SampleKey
 
-OldTexts = Mapping[SampleKey, Tokens]
+if TYPE_CHECKING:
+    from services.generation.engine.core import Engine
+    from services.generation.engine.types import EngineRequest
+
+MOST_FORKS = 4
+"""As an instance has by default."""
 _FOLDER = "before"
+_MAX_SEQS = 128
 
 
-class NoiseError(RuntimeError):
-    """A sample had another seed than the recorded one, so that its text is no draft of it."""
+@dataclass(frozen=True, slots=True)
+class ForkedText:
+    """A response that takes the runner-up of the near-tie `at`."""
+
+    at: int
+    margin: float
+    """By which the runner-up lost, in nats."""
+    response: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class OldText:
+    """A response of the policy before, and its forks at the nearest ties, by rising margin."""
+
+    response: Tokens
+    forks: tuple[ForkedText, ...] = ()
+
+
+OldTexts = Mapping[SampleKey, OldText]
 
 
 def load_or_write(
-    run: RecordedRun, folder: Path, config: PlatformConfig, watch: Callable[[int], None]
+    run: RecordedRun, folder: Path, model: Path, kv_bytes: int, watch: Callable[[int], None]
 ) -> list[OldTexts]:
     """Return the texts of each step, none for the first, after those that are missing are written.
 
-    `watch` gets each step that is written now. NoiseError: the platform gave a sample another seed.
+    `watch` gets each step that is written now. The engine is in this process, and it alone.
     """
     steps = run.trajectory.steps
     missing = [place for place in range(1, len(steps)) if not _file(folder, run, place).is_file()]
     if missing:
-        with serving(config, run.trajectory.options.seed) as served:
-            for place in missing:
-                push(served, steps[place - 1].weights)
-                rollout = served.rollout(
-                    steps[place].step,
-                    list(steps[place].groups),
-                    run.trajectory.options.sampling,
-                    exactness=Exactness(),
-                )
-                _write(_file(folder, run, place), steps[place], collect(rollout, lambda *_: None))
-                watch(steps[place].step)
+        from services.generation.engine.core import Engine
+        from services.generation.engine.types import EngineOptions
+
+        options = EngineOptions(
+            str(model), dtype="float32", max_num_seqs=_MAX_SEQS, kv_cache_memory_bytes=kv_bytes
+        )
+        engine = Engine(options)
+        for place in missing:
+            _load(engine, steps[place - 1].weights)
+            _write(_file(folder, run, place), written(engine, steps[place], run.trajectory.options))
+            watch(steps[place].step)
     return [{}, *(_read(_file(folder, run, place)) for place in range(1, len(steps)))]
+
+
+def written(engine: Engine, step: TrainedStep, options: Options) -> OldTexts:
+    """Return what the engine writes to the prompts and the noise of a step."""
+    from services.contracts.sampling import Sampling
+    from services.generation.engine.types import EngineRequest
+
+    prompts = {group.prompt_id: tuple(map(int, group.prompt_token_ids)) for group in step.groups}
+    sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature)
+
+    def request(key: SampleKey, prefix: Sequence[int] = ()) -> EngineRequest:
+        return EngineRequest(
+            f"{step.step}/{key.prompt_id}/{key.slot}/{len(prefix)}",
+            prompts[key.prompt_id],
+            tuple(prefix),
+            sampling,
+            step.samples[key].seed,
+            near_ties=not prefix,
+        )
+
+    def nearest(found: _Decoded) -> list[tuple[float, int, int]]:
+        ties = sorted(zip(found.margins, range(len(found.tokens)), found.runners_up, strict=True))
+        return [tie for tie in ties[:MOST_FORKS] if tie[1] + 1 < options.max_tokens]
+
+    own = dict(zip(step.samples, _decoded(engine, [request(key) for key in step.samples]), strict=True))
+    ties = [(key, tie) for key in own for tie in nearest(own[key])]
+    forks = _decoded(engine, [request(key, [*own[key].tokens[:at], token]) for key, (_, at, token) in ties])
+    found = {key: list[ForkedText]() for key in own}
+    for (key, (margin, at, _)), fork in zip(ties, forks, strict=True):
+        found[key].append(ForkedText(at, margin, np.array(fork.tokens, np.int32)))
+    return {key: OldText(np.array(own[key].tokens, np.int32), tuple(found[key])) for key in own}
+
+
+@dataclass(slots=True)
+class _Decoded:
+    tokens: list[int]
+    runners_up: list[int]
+    margins: list[float]
+
+
+def _decoded(engine: Engine, requests: Sequence[EngineRequest]) -> list[_Decoded]:
+    """Return the responses of requests, prefixes included, with the runners-up of what was decoded."""
+    found = {request.sample_id: _Decoded(list(request.prefix), [], []) for request in requests}
+    for request in requests:
+        if engine.finished_by_prefix(request) is None:
+            engine.add(request)
+    while engine.has_work:
+        for step in engine.step():
+            own = found[step.sample_id]
+            own.tokens += step.token_ids
+            own.runners_up += step.top_token_ids
+            own.margins += step.top_logprobs
+    return [found[request.sample_id] for request in requests]
+
+
+def _load(engine: Engine, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    engine.apply_weights(
+        pair for path in sorted(folder.glob("*.safetensors")) for pair in load_file(path).items()
+    )
 
 
 def _file(folder: Path, run: RecordedRun, place: int) -> Path:
     return folder / _FOLDER / f"{run.hash[:16]}-{place:04d}.json"
 
 
-def _write(path: Path, step: TrainedStep, samples: list[Sample]) -> None:
-    for each in samples:
-        if each.seed != step.samples[each.key].seed:
-            raise NoiseError(f"sample {each.prompt_id}/{each.slot} of step {step.step} has another seed")
+def _write(path: Path, texts: OldTexts) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps([[each.prompt_id, each.slot, each.token_ids.tolist()] for each in samples]))
+    data = [
+        [
+            *(key.prompt_id, key.slot, text.response.tolist()),
+            [[fork.at, fork.margin, fork.response[fork.at :].tolist()] for fork in text.forks],
+        ]
+        for key, text in texts.items()
+    ]
+    part.write_text(json.dumps(data))
     part.replace(path)
 
 
 def _read(path: Path) -> OldTexts:
-    return {
-        SampleKey(prompt_id, slot): np.array(tokens, np.int32)
-        for prompt_id, slot, tokens in json.loads(path.read_text())
-    }
+    found = {}
+    for prompt_id, slot, tokens, forks in json.loads(path.read_text()):
+        response = np.array(tokens, np.int32)
+        found[SampleKey(prompt_id, slot)] = OldText(
+            response,
+            tuple(
+                ForkedText(at, margin, np.concatenate([response[:at], np.array(rest, np.int32)]))
+                for at, margin, rest in forks
+            ),
+        )
+    return found

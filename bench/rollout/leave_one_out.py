@@ -19,6 +19,11 @@ def each_left_out(everything: System) -> tuple[System, ...]:
             "pre-generation", "nothing is generated ahead; drafts come from earlier steps", bubbles=False
         ),
         without(
+            "forks",
+            "what is generated ahead has no forks at near-ties",
+            instance_options=(*options, "--forks=0"),
+        ),
+        without(
             "history",
             "drafts come from what was pre-generated for the step, and from the step itself",
             gateway_options=(*everything.gateway_options, "--no-history"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +16,16 @@ from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
 from bench.axes.recorded import RunMissingError
 from bench.device_clock.__main__ import clocked, rows_of
 from bench.device_clock.cluster import ClockedStep, RecordedCluster, RecordedTexts, plain_seconds
+from bench.device_clock.old_texts import ForkedText, written
 from bench.known_texts import KnownText, TextInstance
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.registry import LONG_TAIL, SMOLLM2
+from bench.training import TrainedStep
+from examples.tinymath.train import Options
+from paceline import Group, SampleKey
 from services.bubbles.config import BubblesConfig
+from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
+from tests.unit.bench.steps import named, sample
 
 DEVICE, VOCABULARY = DEVICES[H100_8B].steps, 8192
 PROMPTS, SAMPLES, STEPS, LENGTH = 4, 2, 3, 160
@@ -82,10 +91,33 @@ def test_a_run_on_the_clock_is_the_same_every_time() -> None:
 
 def test_rows_leave_out_the_first_step() -> None:
     rows = list(rows_of(LONG_TAIL, _texts(1e-6), H100_8B, VOCABULARY))
-    assert [len(row.steps) for row in rows] == [STEPS - 1] * 3
-    assert [row.figures[1] for row in rows] == sorted(row.figures[1] or 0.0 for row in rows)
-    assert rows[0].figures[4] == pytest.approx(1.0, abs=0.6)
-    assert (rows[2].figures[4] or 0) > (rows[0].figures[4] or 0)
+    assert [len(row.steps) for row in rows] == [STEPS - 1] * 5
+    nothing, idle, _, everything, forked = [row.figures for row in rows]
+    assert nothing[1] == 0
+    assert (idle[1] or 0) < (everything[1] or 0) == forked[1]
+    assert nothing[4] == pytest.approx(1.0, abs=0.6)
+    assert (everything[4] or 0) > (nothing[4] or 0)
+
+
+def test_a_sample_that_leaves_its_text_at_a_near_tie_goes_on_along_the_fork() -> None:
+    texts = _texts(kl=1e-6)
+    last = texts[-1]
+    # The policy before had another token at one place, where the two nearly tied.
+    changed, forks = {}, {}
+    for cell, response in last.responses.items():
+        other = response.copy()
+        other[20:] = (other[20:] + 1) % VOCABULARY
+        changed[cell], forks[cell] = other, [ForkedText(20, 0.01, response)]
+    texts[-1] = replace(last, before=changed, forks=forks)
+    plain = plain_seconds(last, DEVICE, VOCABULARY, 2)
+    without, with_forks = (
+        list(RecordedCluster(DEVICE, VOCABULARY, 2, texts, 9 * plain, BubblesConfig(), most).run())[-1]
+        for most in (0, 4)
+    )
+    assert with_forks.covered == without.covered
+    assert with_forks.decode_steps < without.decode_steps / 2
+    # In no time there is no fork.
+    assert list(RecordedCluster(DEVICE, VOCABULARY, 2, texts, 0.0, None, 4).run())[-1].covered == 0
 
 
 def test_a_sample_goes_on_where_it_was_left() -> None:
@@ -104,6 +136,76 @@ def test_a_sample_goes_on_where_it_was_left() -> None:
     while len(then):
         then.step()
     assert (then.counts.tokens, then.counts.steps) == (30, 30)
+
+
+class TextEngine:
+    """Draws 100 * seed + position; the runner-up is one more, and the margin is least at position 5."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._waiting: list[EngineRequest] = []
+        self.loaded: list[int] = []
+
+    def add(self, request: EngineRequest) -> None:
+        self._waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def finished_by_prefix(self, request: EngineRequest) -> Ending | None:
+        return Ending(Finish.LENGTH) if len(request.prefix) >= self._length else None
+
+    def step(self) -> list[SampleStep]:
+        request = self._waiting.pop()
+        positions = range(len(request.prefix), self._length)
+        tokens = [100 * request.seed + each for each in positions]
+        told = (
+            {
+                "top_token_ids": [each + 1 for each in tokens],
+                "top_logprobs": [abs(each - 5) + 0.1 for each in positions],
+            }
+            if request.near_ties
+            else {}
+        )
+        return [SampleStep(request.sample_id, tokens, [-1.0] * len(tokens), Finish.LENGTH, **told)]
+
+    def apply_weights(self, tensors: Iterable[Any]) -> None:
+        self.loaded.append(len(list(tensors)))
+
+
+def _trained(step: int, slots: int) -> TrainedStep:
+    samples = [replace(sample(slot, [1, 2], "p"), seed=10 + slot) for slot in range(slots)]
+    return TrainedStep(
+        step=step,
+        groups=(Group("p", [7, 8], slots),),
+        samples=named(samples),
+        weights=Path("w"),
+        rollout_seconds=1.0,
+        update_seconds=1.0,
+        push_seconds=0.1,
+        reward=0.5,
+        kl=0.0,
+        update_kl=0.0,
+        moved_kl=0.0,
+        clip_fraction=0.0,
+    )
+
+
+def test_old_texts_have_the_runner_up_at_their_nearest_ties() -> None:
+    found = written(TextEngine(9), _trained(1, 2), Options(max_tokens=9))  # type: ignore[arg-type]
+    text = found[SampleKey("p", 1)]
+    assert text.response.tolist() == [1100 + each for each in range(9)]
+    assert [(fork.at, round(fork.margin, 1)) for fork in text.forks] == [
+        (5, 0.1),
+        (4, 1.1),
+        (6, 1.1),
+        (3, 2.1),
+    ]
+    for fork in text.forks:
+        assert fork.response[: fork.at].tolist() == text.response[: fork.at].tolist()
+        assert fork.response[fork.at] == text.response[fork.at] + 1
+        assert fork.response[fork.at + 1 :].tolist() == text.response[fork.at + 1 :].tolist()
 
 
 def test_without_a_recorded_run_the_command_that_records_one_is_named(

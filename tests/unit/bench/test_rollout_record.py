@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bench.device_clock import old_texts
 from bench.rollout import record as recording
 from bench.rollout.record import RecordedRun, load_or_record
 from bench.systems import plain_platform
@@ -142,50 +141,3 @@ def test_a_step_without_its_trainer_is_recorded_again(recorder: _Recorder, tmp_p
     again = recorder()
     assert recorder.runs[-1].steps == [0, 1, 2]
     assert _weights(again) == _weights(whole)
-
-
-def test_texts_of_the_policy_before_are_written_once_and_have_the_recorded_seeds(
-    recorder: _Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, served = recorder(), FakeRun()
-
-    @contextmanager
-    def serving(*_: object) -> Iterator[FakeRun]:
-        yield served
-
-    monkeypatch.setattr(old_texts, "serving", serving)
-    config = plain_platform(recorder.model, 1, tmp_path / "platform")
-    written = list[int]()
-    texts = old_texts.load_or_write(run, tmp_path / "kept", config, written.append)
-    # The model's own weights, and then those after the first step.
-    assert served.served == [recorder.model.name, "v00000001"]
-    assert (served.steps, written) == ([1, 2], [1, 2])
-    assert not texts[0]
-    # The fake run does not read its weights.
-    for step, found in zip(run.trajectory.steps[1:], texts[1:], strict=True):
-        assert {key: each.tolist() for key, each in found.items()} == step.responses
-    again = old_texts.load_or_write(run, tmp_path / "kept", config, written.append)
-    assert [[*each] for each in again] == [[*each] for each in texts]
-    assert served.steps == [1, 2]
-
-
-def test_texts_with_other_noise_are_refused(
-    recorder: _Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = recorder()
-
-    class OtherNoise(FakeRun):
-        def rollout(
-            self, step: int, groups: Sequence[Group], sampling: SamplingParams, exactness: Any
-        ) -> _Rollout:
-            return FakeRun.rollout(self, step + 5, groups, sampling, exactness)
-
-    @contextmanager
-    def serving(*_: object) -> Iterator[FakeRun]:
-        yield OtherNoise()
-
-    monkeypatch.setattr(old_texts, "serving", serving)
-    config = plain_platform(recorder.model, 1, tmp_path / "platform")
-    with pytest.raises(old_texts.NoiseError, match="of step 1 has another seed"):
-        old_texts.load_or_write(run, tmp_path / "kept", config, lambda _: None)
-    assert not (tmp_path / "kept/before").exists()

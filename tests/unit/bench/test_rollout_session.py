@@ -203,7 +203,7 @@ def test_systems_are_chosen_by_name_or_by_form() -> None:
     assert chosen(["all"]) == list(SYSTEMS)
     without = chosen(["without"])
     assert without[:3] == [PLAIN, "paceline", "paceline off"]
-    assert len(without) == 10
+    assert len(without) == 11
     assert chosen(["quick"]) == [PLAIN, "vllm ngram", "vllm suffix", "paceline"]
     assert chosen(["respec", PLAIN]) == [PLAIN, "respec"]
     assert CellName("vllm ngram", LONG_TAIL, 0).file == "vllm_ngram-long_tail-0.json"
