@@ -113,6 +113,11 @@ class TextInstance:
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self._live
 
+    @property
+    def context(self) -> int:
+        """Tokens of all prompts and responses."""
+        return sum(each.state.length for each in self._live.values())
+
     def know(self, rollouts: Sequence[StoredRollout]) -> None:
         """Index earlier rollouts."""
         if self._speculation is not None:

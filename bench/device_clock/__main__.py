@@ -97,7 +97,13 @@ def main() -> None:
         if row.ahead == AS_IT_COMES
         for name, value in (("tokens_per_step", row.figures[0]), ("speedup_vs_plain", row.figures[-1]))
     }
-    tables = {"rows": {"columns": COLUMNS, "rows": lines}}
+    regimes, manners = (
+        list(dict.fromkeys(names)) for names in zip(*[(r.regime, r.ahead) for r in rows], strict=True)
+    )
+    speeds = {(row.regime, row.ahead): format_value(row.figures[-1]) for row in rows}
+    brief = [[manner, *(speeds[regime, manner] for regime in regimes)] for manner in manners]
+    head = [f"generated ahead; times as fast as plain vLLM, modelled {given.device}", *regimes]
+    tables = {"rows": {"columns": COLUMNS, "rows": lines}, "brief": {"columns": head, "rows": brief}}
     data = [{**asdict(row), "figures": row.figures} for row in rows]
     write("device_clock", {**figures, "options": vars(given), "tables": tables, "rows": data})
 

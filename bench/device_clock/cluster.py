@@ -8,6 +8,7 @@ weight update.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from services.bubbles.config import BubblesConfig
 from services.gateway.dispatch.estimator import DraftCoverage, LengthPredictor, remaining_work
 from services.gateway.dispatch.placement import InstancePool, InstanceSlots
 from services.gateway.dispatch.waiting_queue import WaitingQueue, WaitingSample
+from services.generation.config import GenerationConfig
+from services.generation.pregeneration.forking import affordable
 from services.simulator.device_tables import DeviceTable
 from services.simulator.idle_work import IdleWork
 from services.simulator.sample_batch import SimulatedSample
@@ -89,6 +92,8 @@ class ClockedInstance:
     """Samples of the coming step that run, with their ids."""
     forks: dict[str, tuple[Cell, ForkedText]] = field(default_factory=dict)
     """Forks of samples of the coming step that run."""
+    open_ties: list[tuple[float, Cell, int]] = field(default_factory=list)
+    """Margin, cell and place of ties that are not forked yet, by rising margin."""
 
     @property
     def samples(self) -> int:
@@ -200,6 +205,7 @@ class RecordedCluster:
         covered: Mapping[Cell, int] = {}
         if self._idle is not None:
             for each in self._fleet:
+                each.open_ties.clear()
                 for name in list(each.forks):
                     self._keep_fork(each, name, each.decoder.leave(name))
                 self._idle.stop(each, self._now)
@@ -279,22 +285,32 @@ class RecordedCluster:
             sample = by_name[name]
             del instance.ahead[sample]
             sample.generated, sample.ends = float(sample.length), 1
-        for sample in instance.ahead:
-            self._fork(instance, sample)
+        self._fork(instance)
 
-    def _fork(self, instance: ClockedInstance, sample: SimulatedSample) -> None:
-        """Begin the forks whose place a sample that is generated ahead has passed."""
+    def _fork(self, instance: ClockedInstance) -> None:
+        """Begin forks whose place has been passed, the nearest ties first, as far as an instance would."""
         assert self._coming is not None
-        cell, generated = (sample.prompt, sample.slot), instance.generated(sample, instance.clock)
-        known = self._forked.setdefault(cell, {})
-        for fork in self._coming.forks.get(cell, ())[: self.most_forks]:
-            if fork.at < generated and fork.at not in known:
-                known[fork.at] = fork.response[: fork.at + 1]
-                if len(fork.response) > fork.at + 1:
-                    name = f"fork {self._coming.step}/{cell[0]}/{cell[1]}/{fork.at}"
-                    instance.forks[name] = cell, fork
-                    text = _text(self._coming, cell, fork.response, self._coming.step - 1)
-                    instance.decoder.begin(name, replace(text, begun=fork.at + 1))
+        for sample in instance.ahead:
+            cell, generated = (sample.prompt, sample.slot), instance.generated(sample, instance.clock)
+            for fork in self._coming.forks.get(cell, ())[: self.most_forks]:
+                if fork.at < generated and fork.at not in self._forked.setdefault(cell, {}):
+                    self._forked[cell][fork.at] = fork.response[: fork.at + 1]
+                    insort(instance.open_ties, (fork.margin, cell, fork.at))
+        length = instance.decoder.context / max(1, len(instance.decoder))
+
+        def seconds(samples: int) -> float:
+            return self.device.seconds(samples, samples, samples * length)
+
+        running, slowdown = len(instance.ahead), GenerationConfig.model_fields["fork_slowdown"].default
+        room = affordable(seconds, running, len(instance.forks), slowdown)
+        for _, cell, at in instance.open_ties[: max(0, room)]:
+            fork = next(each for each in self._coming.forks[cell] if each.at == at)
+            if len(fork.response) > at + 1:
+                name = f"fork {self._coming.step}/{cell[0]}/{cell[1]}/{at}"
+                instance.forks[name] = cell, fork
+                text = _text(self._coming, cell, fork.response, self._coming.step - 1)
+                instance.decoder.begin(name, replace(text, begun=at + 1))
+        del instance.open_ties[: max(0, room)]
 
     def _keep_fork(self, instance: ClockedInstance, name: str, tokens: int) -> None:
         cell, fork = instance.forks.pop(name)
