@@ -46,9 +46,9 @@ class StoredRollout:
     finished: bool
     """True if the last token ended the response; otherwise the rollout is incomplete."""
     fork: int = 0
-    """Of a pre-generated one: 0, or 1 + the position at which it takes the runner-up of a near-tie.
+    """0, or 1 + the position at which a pre-generated rollout takes the runner-up of a near-tie.
 
-    Such a fork serves the same sample, should the new policy decide that tie otherwise.
+    Such a fork is a draft of the same sample, in case the updated policy takes the runner-up.
     """
 
     @property

@@ -104,7 +104,7 @@ async def build(
         pregeneration_metrics = PregenerationMetrics(metrics_registry)
         uploads = UploadQueue(stores, pregeneration_metrics)
         coordinator = CoordinatorConnection(config, registry)
-        # A fork goes on from a prefix, and only the drafter of references has a use for it.
+        # A fork resumes from a prefix, and only the drafter of references uses forks.
         forked = (
             support.allows(Feature.RESUMING)
             and loop.drafts.speculation is not None

@@ -149,8 +149,8 @@ class GenerationConfig(ServiceConfig):
     background_threshold: int = Field(default=0, ge=0)
     """Samples of the step up to which coming ones are generated beside them; 0: only when there are none."""
     forks: int = Field(default=4, ge=0)
-    """Most forks of a pre-generated sample, at its nearest ties: texts that take the runner-up there and go on from
-    it, for the case that the updated policy takes it. 0: none."""
+    """Most forks of a pre-generated sample, at its nearest ties: a fork takes the runner-up there and continues, in
+    case the updated policy takes it. 0: none."""
     fork_margin: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Margin of a near-tie, in nats: forks begin where the runner-up lost by less."""
     fork_slowdown: float = Field(default=0.05, ge=0, allow_inf_nan=False)

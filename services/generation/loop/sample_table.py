@@ -74,7 +74,7 @@ class SampleTable(dict[str, RunningSample]):
         return EngineLoad(running, real - running, load.kv_usage if real else 0.0)
 
     def record_background_step(self, seconds: float, tokens: int, forked: int, real: int) -> None:
-        """Count a step of background samples and their forks, beside `real` other samples."""
+        """Count a step of background samples and their forks, in which `real` other samples ran too."""
         self.background_steps += 1
         self._metrics.record_step(seconds, tokens, forked, real > 0)
 

@@ -1,4 +1,4 @@
-"""How many forks the engine steps of pre-generation have room for. Pure."""
+"""Compute how many forks the engine steps of pre-generation have room for. Pure."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class DraftLease:
     handle: int
     task: pb.PregenerationTask
     version: int
-    # Of a fork: 1 + the position at which it takes the runner-up. It has no number, and no log-probabilities.
+    # 1 + the position at which a fork takes the runner-up, 0 for a task. A fork has no number or log-probabilities.
     fork: int = 0
     # uint32 and float32, of the same length: made into a rollout by copying.
     tokens: array[int] = field(default_factory=lambda: array("I"))
@@ -223,7 +223,7 @@ class DraftLeases:
         return started, ended
 
     def farthest(self, count: int) -> list[int]:
-        """Return the handles of running forks, those of the farthest ties first, at most `count`."""
+        """Return the handles of at most `count` running forks; forks of the farthest ties come first."""
         running = {handle for handle, lease in self._leases.items() if lease.fork and lease.running}
         ties = sorted(
             ((tie, handle) for lease in self._forkable.values() for tie, handle in lease.forked), reverse=True

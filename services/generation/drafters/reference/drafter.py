@@ -5,9 +5,9 @@ are position-aligned and survive mismatches. After a mismatch the drafter keeps 
 estimate until tokens match again, or re-aligns: to the place near the current one where the latest tokens of the
 sample occur, or back to offset 0, if more of the last eight tokens match there.
 
-A sample may have forks beside its reference: texts for the case that the policy now takes the runner-up at a place
-where the two were nearly tied. Where the response leaves what it follows and a fork agrees with all of it, the
-sample follows the fork from there, as a text that has never mismatched.
+A sample may have forks in addition to its reference: texts in which the policy takes the runner-up of a near-tie.
+Where the response leaves the text that it follows and a fork agrees with all of the response, the sample follows
+the fork from there, as a text that has never mismatched.
 
 Acceptance depends on the number of matches since the last mismatch. It is learned by comparing every token of every
 response with its reference, proposed or not, for each source separately.
@@ -53,13 +53,13 @@ class ReferenceDrafter(TokenDrafter):
     name = "reference"
 
     def __init__(self, took_fork: Callable[[], None] = lambda: None) -> None:
-        """`took_fork` is called whenever a sample goes on along a fork."""
+        """`took_fork` is called whenever a sample starts to follow a fork."""
         self._took_fork = took_fork
         self._alignments = Alignments(_RAMP)
         # By source, in order of first use.
         self._sources: list[str] = []
         self._tables: list[AcceptanceTable] = []
-        # Of samples that may still follow one of them, by sample id.
+        # By sample id, the forks that the sample may still follow.
         self._forks: dict[str, list[Fork]] = {}
         # Newest policy version of any sample.
         self._version = 0
@@ -123,7 +123,7 @@ class ReferenceDrafter(TokenDrafter):
             self._forks[sample_id] = [np.asarray(fork) for fork in forks]
 
     def _take_forks(self, samples: Samples, aligned: AlignedSamples) -> None:
-        """Let samples that have just left what they follow go on along a fork that agrees with their response.
+        """Let samples that have just left their reference follow a fork that agrees with their response.
 
         A response that agrees with no fork will never do so: its forks are forgotten.
         """

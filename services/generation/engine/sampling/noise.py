@@ -22,7 +22,7 @@ class SampleNoise:
 
     `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off. `min_p` is a probability relative to the largest;
     `forbidden` may not be sampled before `min_tokens` response tokens are there. Where `allowed` is not empty,
-    nothing else may be sampled. With `near_ties` the runner-up of each token is told, in place of the likeliest.
+    nothing else may be sampled. With `near_ties` the runner-up of each token is reported in place of the likeliest.
     """
 
     seed: int

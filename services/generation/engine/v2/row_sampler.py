@@ -169,7 +169,7 @@ def _put_runners_up(
 ) -> None:
     """Put the runner-up of each row and its margin into the first column of `told`, for the samples in `tied`.
 
-    Rows behind those that are emitted have some token of the vocabulary, which nobody reads.
+    Rows behind the emitted ones get some token of the vocabulary; the engine cuts them off.
     """
     chosen = np.flatnonzero(tied[rows.samples])
     seeds = batch.seeds.numpy()

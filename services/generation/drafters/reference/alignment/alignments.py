@@ -82,7 +82,7 @@ class Alignments:
         return sample_id in self._rows
 
     def replace(self, sample_id: str, reference: ArrayLike, agreed: int) -> None:
-        """Let a sample go on along another reference, whose first `agreed` tokens are its response."""
+        """Let a sample continue along another reference, whose first `agreed` tokens are its response."""
         source = int(self._table[self._rows[sample_id], SOURCE])
         self.follow(sample_id, reference, source)
         self._table[self._rows[sample_id], SEEN] = agreed
