@@ -6,8 +6,10 @@ device's table says; deciding and indexing take no time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -202,6 +204,11 @@ class TextInstance:
             return False
         self.leave(state.sample_id)
         return True
+
+
+def vocabulary_of(model: Path) -> int:
+    """Return the number of token ids of a model in a folder."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
 def stored(prompt_id: str, slot: int, seed: int, tokens: Tokens, version: int) -> StoredRollout:

@@ -28,6 +28,14 @@ def write(name: str, figures: Figures) -> Path:
     return path
 
 
+def keep(path: Path, data: Any, indent: int | None = None) -> None:
+    """Write JSON in the place of an earlier file; a reader finds all of it or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(data, indent=indent) + "\n")
+    part.replace(path)
+
+
 def console() -> Console:
     """Return the terminal; a file or a pipe is as wide as the widest table."""
     found = Console()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench.axes.decoding import decode, plain_seconds
-from bench.known_texts import KnownText, stored
+from bench.known_texts import KnownText, stored, vocabulary_of
 from bench.report import format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
@@ -39,10 +39,6 @@ COLUMNS = (
     "tokens a step, history",
     "of plain, modelled",
 )
-
-
-class RunMissingError(RuntimeError):
-    """No run of a subject is kept; the text says how to record one."""
 
 
 def main() -> None:
@@ -68,10 +64,7 @@ def main() -> None:
 
 def steps_of(subject: Subject, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
     """Yield the figures of each step of the recorded run. RunMissingError if none is kept."""
-    run = kept_run(folder / subject.name, subject.model, subject.options)
-    if run is None:
-        raise RunMissingError(f"no whole run of {subject.name} is kept: `make bench SUBJECT={subject.name}`")
-    vocabulary = int(json.loads((subject.model / "config.json").read_text())["vocab_size"])
+    run, vocabulary = kept_run(subject, folder / subject.name), vocabulary_of(subject.model)
     device, history = DEVICES[H100_8B].steps, list[StoredRollout]()
     for step in run.trajectory.steps:
         responses = {key: sample.token_ids.astype(np.int32) for key, sample in step.samples.items()}

@@ -1,4 +1,4 @@
-"""What pre-generation is worth where idle time is a device's, by the texts of a recorded run.
+"""Goes through a recorded run on a device's clock: how much is generated ahead, and what that is worth.
 
 A benchmark on this machine generates as much ahead as this machine's idle time holds. Here the run that
 `make bench SUBJECT=NAME` has recorded is gone through by the step times of another device (cluster.py), with the
@@ -15,16 +15,15 @@ on the same clock. Writes runs/bench/device_clock.json.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 
 import numpy as np
 
-from bench.axes.recorded import RunMissingError
 from bench.device_clock.cluster import ClockedStep, RecordedCluster, RecordedTexts, plain_seconds
 from bench.device_clock.old_texts import MOST_FORKS, OldTexts, load_or_write
+from bench.known_texts import vocabulary_of
 from bench.report import console, format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
@@ -102,7 +101,7 @@ def main() -> None:
     )
     speeds = {(row.regime, row.ahead): format_value(row.figures[-1]) for row in rows}
     brief = [[manner, *(speeds[regime, manner] for regime in regimes)] for manner in manners]
-    head = [f"generated ahead; times as fast as plain vLLM, modelled {given.device}", *regimes]
+    head = [f"generated ahead; times as fast as plain decoding, modelled {given.device}", *regimes]
     tables = {"rows": {"columns": COLUMNS, "rows": lines}, "brief": {"columns": head, "rows": brief}}
     data = [{**asdict(row), "figures": row.figures} for row in rows]
     write("device_clock", {**figures, "options": vars(given), "tables": tables, "rows": data})
@@ -111,9 +110,7 @@ def main() -> None:
 def clocked(subject: Subject, device: str) -> Iterator[ClockedRow]:
     """Yield the rows of a subject's recorded run. RunMissingError if none is kept."""
     place = FOLDER / subject.name
-    run = kept_run(place, subject.model, subject.options)
-    if run is None:
-        raise RunMissingError(f"no whole run of {subject.name} is kept: `make bench SUBJECT={subject.name}`")
+    run = kept_run(subject, place)
     before = load_or_write(
         run,
         place,
@@ -123,7 +120,7 @@ def clocked(subject: Subject, device: str) -> Iterator[ClockedRow]:
     )
     # Imports numba, which the engine must come before.
     warm_up()
-    vocabulary = int(json.loads((subject.model / "config.json").read_text())["vocab_size"])
+    vocabulary = vocabulary_of(subject.model)
     for name in subject.regimes:
         texts = recorded_texts(run.cut(REGIMES[name]), before, REGIMES[name])
         yield from rows_of(name, texts, device, vocabulary)

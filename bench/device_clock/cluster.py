@@ -19,6 +19,7 @@ import numpy as np
 from bench.device_clock.old_texts import ForkedText
 from bench.known_texts import RUN, KnownText, TextInstance, Tokens, stored
 from services.bubbles.config import BubblesConfig
+from services.gateway.config import GatewayConfig
 from services.gateway.dispatch.estimator import DraftCoverage, LengthPredictor, remaining_work
 from services.gateway.dispatch.placement import InstancePool, InstanceSlots
 from services.gateway.dispatch.waiting_queue import WaitingQueue, WaitingSample
@@ -29,8 +30,8 @@ from services.simulator.idle_work import IdleWork
 from services.simulator.sample_batch import SimulatedSample
 
 _MAX_RUNNING = 256
-_DRAFT_COST = 0.15
-"""As the gateway's default: work of a drafted token, as a share of a generated one."""
+_DRAFT_COST: float = GatewayConfig.model_fields["draft_cost"].default
+_FORK_SLOWDOWN: float = GenerationConfig.model_fields["fork_slowdown"].default
 _POLL_SECONDS = 0.005
 """Between two polls of an instance that has nothing to do."""
 Cell = tuple[int, int]
@@ -39,7 +40,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RecordedTexts:
-    """A step of the run: its prompts, and by cell seeds, responses, and those of the policy before (`before`)."""
+    """A step of the run: its prompts, and by cell the seeds, responses and responses of the policy before."""
 
     step: int
     prompt_ids: tuple[str, ...]
@@ -66,7 +67,7 @@ class ClockedStep:
     seconds: float
     tokens: int
     decode_steps: int
-    """Of all samples together."""
+    """Sum over all samples."""
     most_decode_steps: int
     drafted: int
     accepted: int
@@ -132,7 +133,7 @@ class RecordedCluster:
     update_seconds: float
     bubbles: BubblesConfig | None = field(default_factory=BubblesConfig)
     most_forks: int = 0
-    """Of a sample that is generated ahead."""
+    """A sample that is generated ahead has at most this many forks."""
     _fleet: list[ClockedInstance] = field(init=False)
     _lengths: LengthPredictor = field(init=False, default_factory=LengthPredictor)
     _now: float = field(init=False, default=0.0)
@@ -301,16 +302,15 @@ class RecordedCluster:
         def seconds(samples: int) -> float:
             return self.device.seconds(samples, samples, samples * length)
 
-        running, slowdown = len(instance.ahead), GenerationConfig.model_fields["fork_slowdown"].default
-        room = affordable(seconds, running, len(instance.forks), slowdown)
-        for _, cell, at in instance.open_ties[: max(0, room)]:
+        room = max(0, affordable(seconds, len(instance.ahead), len(instance.forks), _FORK_SLOWDOWN))
+        for _, cell, at in instance.open_ties[:room]:
             fork = next(each for each in self._coming.forks[cell] if each.at == at)
             if len(fork.response) > at + 1:
                 name = f"fork {self._coming.step}/{cell[0]}/{cell[1]}/{at}"
                 instance.forks[name] = cell, fork
                 text = _text(self._coming, cell, fork.response, self._coming.step - 1)
                 instance.decoder.begin(name, replace(text, begun=at + 1))
-        del instance.open_ties[: max(0, room)]
+        del instance.open_ties[:room]
 
     def _keep_fork(self, instance: ClockedInstance, name: str, tokens: int) -> None:
         cell, fork = instance.forks.pop(name)

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench.known_texts import Tokens
+from bench.report import keep
 from bench.rollout.record import RecordedRun
+from bench.rollout.stock_engine import load_weights
 from bench.training import TrainedStep
 from examples.tinymath.train import Options
 from paceline import SampleKey
+from services.generation.config import GenerationConfig
 
 if TYPE_CHECKING:
     from services.generation.engine.core import Engine
     from services.generation.engine.types import EngineRequest
 
-MOST_FORKS = 4
-"""As an instance has by default."""
+MOST_FORKS: int = GenerationConfig.model_fields["forks"].default
 _FOLDER = "before"
 _MAX_SEQS = 128
 
@@ -70,7 +72,7 @@ def load_or_write(
         )
         engine = Engine(options)
         for place in missing:
-            _load(engine, steps[place - 1].weights)
+            load_weights(engine, steps[place - 1].weights)
             _write(_file(folder, run, place), written(engine, steps[place], run.trajectory.options))
             watch(steps[place].step)
     return [{}, *(_read(_file(folder, run, place)) for place in range(1, len(steps)))]
@@ -129,21 +131,11 @@ def _decoded(engine: Engine, requests: Sequence[EngineRequest]) -> list[_Decoded
     return [found[request.sample_id] for request in requests]
 
 
-def _load(engine: Engine, folder: Path) -> None:
-    from safetensors.torch import load_file
-
-    engine.apply_weights(
-        pair for path in sorted(folder.glob("*.safetensors")) for pair in load_file(path).items()
-    )
-
-
 def _file(folder: Path, run: RecordedRun, place: int) -> Path:
     return folder / _FOLDER / f"{run.hash[:16]}-{place:04d}.json"
 
 
 def _write(path: Path, texts: OldTexts) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
     data = [
         [
             *(key.prompt_id, key.slot, text.response.tolist()),
@@ -151,8 +143,7 @@ def _write(path: Path, texts: OldTexts) -> None:
         ]
         for key, text in texts.items()
     ]
-    part.write_text(json.dumps(data))
-    part.replace(path)
+    keep(path, data)
 
 
 def _read(path: Path) -> OldTexts:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from bench.report import keep
 from bench.rollout.modelled import ModelledStep
 
 
@@ -139,11 +140,7 @@ class CellFolder:
 
     def keep(self, cell: TableCell) -> None:
         """Write a cell in the place of an earlier one."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / cell.name.file
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(cell.to_json(), indent=1) + "\n")
-        part.replace(path)
+        keep(self._folder / cell.name.file, cell.to_json(), indent=1)
 
 
 def code_hash(sources: Iterable[Path], without: Iterable[Path] = ()) -> str:

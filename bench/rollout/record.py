@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.rollout.registry import Regime
+from bench.report import keep
+from bench.rollout.registry import Regime, Subject
 from bench.training import TrainedStep, push, train
 from bench.trajectory import Trajectory, serving
 from examples.tinymath.curriculum import curriculum_of
@@ -31,6 +32,10 @@ from services.local import PlatformConfig
 _MADE_OF, _STEPS, _WEIGHTS, _LEARNER = "made_of.json", "steps", "weights", "learner.pt"
 _KEPT_VERSIONS = 10_000
 """More than any run has: a replay needs every version."""
+
+
+class RunMissingError(RuntimeError):
+    """No run of a subject is kept; the text says how to record one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +81,22 @@ def load_or_record(
         shutil.rmtree(folder / _STEPS, ignore_errors=True)
         shutil.rmtree(folder / _WEIGHTS, ignore_errors=True)
         (folder / _LEARNER).unlink(missing_ok=True)
-        _write(mark, wanted)
+        keep(mark, wanted)
     if len(_step_files(folder)) < options.steps:
         _record_rest(config, options, folder.absolute(), watch)
     return _read(folder, config.model, options)
 
 
-def kept_run(folder: Path, model: Path, options: Options) -> RecordedRun | None:
-    """Return the run under `folder` if it is whole and of these options; the model may be another by now."""
-    mark = folder / _MADE_OF
-    if not mark.is_file() or json.loads(mark.read_text())["options"] != _options(options):
-        return None
-    if len(_step_files(folder)) < options.steps:
-        return None
-    return _read(folder, model, options)
+def kept_run(subject: Subject, folder: Path) -> RecordedRun:
+    """Return the run of a subject under `folder`; the model may be another by now.
+
+    RunMissingError if none is kept that is whole and of the subject's options.
+    """
+    mark, options = folder / _MADE_OF, subject.options
+    made = mark.is_file() and json.loads(mark.read_text())["options"] == _options(options)
+    if not made or len(_step_files(folder)) < options.steps:
+        raise RunMissingError(f"no whole run of {subject.name} is kept: `make bench SUBJECT={subject.name}`")
+    return _read(folder, subject.model, options)
 
 
 def _read(folder: Path, model: Path, options: Options) -> RecordedRun:
@@ -111,7 +118,7 @@ def _record_rest(
         )
         for step in steps:
             after = weights.root / f"v{step.step + 1:08d}"
-            _write(folder / _STEPS / f"{step.step:04d}.json", _step_data(step, after))
+            keep(folder / _STEPS / f"{step.step:04d}.json", _step_data(step, after))
             _keep(learner, step.step + 1, folder / _LEARNER)
             watch(step)
 
@@ -130,13 +137,6 @@ def _restore(learner: GrpoLearner, path: Path) -> int:
     kept = torch.load(path, weights_only=True)
     learner.restore(kept["learner"])
     return int(kept["steps"])
-
-
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data))
-    part.replace(path)
 
 
 def _step_files(folder: Path) -> list[Path]:

@@ -142,7 +142,7 @@ def _serve(pipe: Connection, setup: StockSetup) -> None:
         while True:
             order = pipe.recv()
             if isinstance(order, Path):
-                _load(engine, order)
+                load_weights(engine, order)
                 pipe.send(None)
             else:
                 pipe.send(_generate(engine, tokens, setup, order))
@@ -176,7 +176,8 @@ def _start(setup: StockSetup) -> tuple[Engine, ToldTokens]:
     return Engine(options), tokens
 
 
-def _load(engine: Engine, folder: Path) -> None:
+def load_weights(engine: Engine, folder: Path) -> None:
+    """Serve the weights in a folder."""
     from safetensors.torch import load_file
 
     engine.apply_weights(

@@ -29,7 +29,7 @@ class RunningSamples(Protocol):
 
 
 class IdleInstance(Protocol):
-    """What of an instance concerns its work in bubbles."""
+    """The part of an instance that its work in bubbles needs."""
 
     name: str
     max_running: int
@@ -47,7 +47,7 @@ class IdleInstance(Protocol):
         ...
 
     def prefill(self, tokens: int) -> None:
-        """Compute so many tokens before the next step."""
+        """Compute the KV of `tokens` tokens before the next step."""
         ...
 
     def generated(self, sample: SimulatedSample, now: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.contracts.rollout import RolloutKind, StoredRollout, Tokens
@@ -52,10 +51,7 @@ class SampleDrafts:
     def resume(self, sample: RunningSample, policy_version: int, carried: Mapping[str, bytes]) -> None:
         """Go on drafting for a sample of another engine, with the states of the drafters there."""
         if self.speculation is not None:
-            context = _context(sample, policy_version, carried)
-            self.speculation.begin(
-                replace(context, forks=self._forks(sample)) if context.reference else context
-            )
+            self.speculation.begin(_context(sample, policy_version, carried, self._forks(sample)))
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """Forget a sample that left the engine, with this response where it is known."""
@@ -173,7 +169,9 @@ class SampleDrafts:
         return "" if self.speculation is None else self.speculation.learn(step)
 
 
-def _context(sample: RunningSample, version: int, carried: Mapping[str, bytes]) -> DraftContext:
+def _context(
+    sample: RunningSample, version: int, carried: Mapping[str, bytes], forks: Sequence[Tokens]
+) -> DraftContext:
     """Return the context of a sample for drafters. The caller's draft goes before the rollout of the same seed."""
     request, origin, rollout = sample.request, sample.origin, sample.rollout
     given: Sequence[int]
@@ -190,4 +188,5 @@ def _context(sample: RunningSample, version: int, carried: Mapping[str, bytes]) 
         version,
         source,
         carried,
+        forks,
     )

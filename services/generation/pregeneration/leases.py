@@ -65,6 +65,13 @@ class DraftLease:
         """True while the sample is being generated."""
         return not (self.finished or self.returned)
 
+    def note_ties(self, runners_up: Sequence[int], margins: Sequence[float], fork_margin: float) -> None:
+        """Record the near-ties among the coming tokens."""
+        coming = enumerate(zip(margins, runners_up, strict=True), len(self.tokens))
+        for position, (margin, token) in coming:
+            if margin < fork_margin:
+                insort(self.ties, NearTie(margin, position, token))
+
     def nearest_open(self, most: int) -> list[NearTie]:
         """Return the ties that belong to the `most` nearest and are not forked."""
         nearest = sorted([*self.ties[:most], *(tie for tie, _ in self.forked)])[:most]
@@ -168,23 +175,19 @@ class DraftLeases:
         logprobs: Sequence[float],
         runners_up: Sequence[int] = (),
         margins: Sequence[float] = (),
-        least_margin: float = 0.0,
+        fork_margin: float = 0.0,
     ) -> None:
-        """Add tokens of a task since the last call; those with a margin below `least_margin` are near-ties.
+        """Add tokens of a task since the last call; tokens with a margin below `fork_margin` are near-ties.
 
-        `runners_up` and `margins` are of each token, or of none.
+        `runners_up` and `margins` have an entry for each token, or none.
         """
         lease = self._leases.get(handle)
         if lease is None:
             return
         if not lease.fork:
             lease.logprobs.extend(logprobs)
-        if not lease.fork and len(margins) == len(tokens):
-            for position, (margin, token) in enumerate(
-                zip(margins, runners_up, strict=True), len(lease.tokens)
-            ):
-                if margin < least_margin:
-                    insort(lease.ties, NearTie(margin, position, token))
+            if len(margins) == len(tokens):
+                lease.note_ties(runners_up, margins, fork_margin)
             if lease.ties:
                 self._forkable[handle] = lease
         lease.tokens.extend(tokens)

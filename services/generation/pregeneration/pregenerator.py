@@ -288,17 +288,17 @@ class Pregenerator:
         room = 0 if answer.halt or answer.sleep else request.room
         refused = await self._starter.start(leases.take(answer.tasks, request.policy_version, room))
         self._end((handle, False) for handle in refused)
-        # Forks that were alone may be too many beside new tasks.
+        # There may be too many forks for the new tasks.
         self._grown.set()
 
     # -- forks --------------------------------------------------------------------------------------------
 
     async def _fork(self) -> None:
-        """Whenever samples have changed, go on from the nearest ties of those here."""
+        """Start or end forks whenever samples have changed."""
         while True:
             self._grown.clear()
             await self._grown.wait()
-            # Beside samples of the step forks would slow these down.
+            # Forks would slow down samples of the step.
             if not self._engine.free or self._engine.serving or self._halted:
                 continue
             try:
@@ -306,7 +306,7 @@ class Pregenerator:
             except Unavailable:
                 raise
             except Exception:
-                # Forks are worth less than the tasks, which go on.
+                # Tasks continue: they are worth more than forks.
                 _log.exception("forking_failed")
                 self._leases.end_forking()
 

@@ -30,8 +30,8 @@ class EngineAvailability:
 class PollSituation:
     """The instance as the poller sees it.
 
-    `running` tasks are being generated, and `forks` beside them; `news`: a task has ended that the coordinator does
-    not know of; `due`: it is time to report.
+    `running` tasks and `forks` are being generated; `news`: a task has ended that the coordinator does not know of;
+    `due`: it is time to report.
     """
 
     engine: EngineAvailability

@@ -19,7 +19,7 @@ class Origin:
     slot: int = 0
     step: int = 0
     fork: int = 0
-    """As that of a rollout: above 0 for a fork of a pre-generated sample."""
+    """Above 0 for a fork of a pre-generated sample, as `StoredRollout.fork`."""
 
     @classmethod
     def of(cls, item: pb.WorkItem) -> Origin:

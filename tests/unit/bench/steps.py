@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,8 +12,9 @@ import numpy as np
 
 from bench.replay import ReplayedStep
 from bench.scrape import Metrics
+from bench.training import TrainedStep
 from examples.tinymath.curriculum import TINYMATH, Curriculum
-from paceline import FinishReason, InstanceSpan, Provenance, Sample, SampleKey, SampleStatus
+from paceline import FinishReason, Group, InstanceSpan, Provenance, Sample, SampleKey, SampleStatus
 
 
 def sample(slot: int, tokens: Sequence[int], prompt_id: str = "p", **provenance: Any) -> Sample:
@@ -53,6 +55,22 @@ def step(*samples: Sample, metrics: Mapping[str, Metrics] | None = None, **chang
         "metrics": metrics or {},
     }
     return ReplayedStep(**(values | changes))
+
+
+def trained(step: int, groups: Sequence[Group], samples: Sequence[Sample], **changes: Any) -> TrainedStep:
+    """Return a step as a trainer would have recorded it."""
+    values: dict[str, Any] = {
+        "weights": Path("w"),
+        "rollout_seconds": 1.0,
+        "update_seconds": 1.0,
+        "push_seconds": 1.0,
+        "reward": 0.0,
+        "kl": 0.0,
+        "update_kl": 0.0,
+        "clip_fraction": 0.0,
+        "moved_kl": 0.0,
+    }
+    return TrainedStep(step=step, groups=tuple(groups), samples=named(samples), **(values | changes))
 
 
 def rewarded(reward: Callable[[str], float]) -> Curriculum:

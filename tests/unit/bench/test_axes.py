@@ -14,9 +14,10 @@ pytest.importorskip("numba")
 from bench.axes.__main__ import AXES, PROMPTS, SAMPLES, Point, rows_of, synthetic
 from bench.axes.decoding import decode, plain_seconds
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
-from bench.axes.recorded import RunMissingError, steps_of
+from bench.axes.recorded import steps_of
 from bench.known_texts import KnownText, stored
 from bench.rollout.modelled import DEVICES, H100_8B
+from bench.rollout.record import RunMissingError
 from bench.rollout.registry import SUBJECTS, Subject
 from examples.tinymath.train import Options
 

@@ -13,19 +13,19 @@ import pytest
 pytest.importorskip("numba")
 
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
-from bench.axes.recorded import RunMissingError
 from bench.device_clock.__main__ import clocked, rows_of
 from bench.device_clock.cluster import ClockedStep, RecordedCluster, RecordedTexts, plain_seconds
 from bench.device_clock.old_texts import ForkedText, written
 from bench.known_texts import KnownText, TextInstance
 from bench.rollout.modelled import DEVICES, H100_8B
+from bench.rollout.record import RunMissingError
 from bench.rollout.registry import LONG_TAIL, SMOLLM2
 from bench.training import TrainedStep
 from examples.tinymath.train import Options
 from paceline import Group, SampleKey
 from services.bubbles.config import BubblesConfig
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
-from tests.unit.bench.steps import named, sample
+from tests.unit.bench.steps import sample, trained
 
 DEVICE, VOCABULARY = DEVICES[H100_8B].steps, 8192
 PROMPTS, SAMPLES, STEPS, LENGTH = 4, 2, 3, 160
@@ -176,20 +176,7 @@ class TextEngine:
 
 def _trained(step: int, slots: int) -> TrainedStep:
     samples = [replace(sample(slot, [1, 2], "p"), seed=10 + slot) for slot in range(slots)]
-    return TrainedStep(
-        step=step,
-        groups=(Group("p", [7, 8], slots),),
-        samples=named(samples),
-        weights=Path("w"),
-        rollout_seconds=1.0,
-        update_seconds=1.0,
-        push_seconds=0.1,
-        reward=0.5,
-        kl=0.0,
-        update_kl=0.0,
-        moved_kl=0.0,
-        clip_fraction=0.0,
-    )
+    return trained(step, [Group("p", [7, 8], slots)], samples)
 
 
 def test_old_texts_have_the_runner_up_at_their_nearest_ties() -> None:

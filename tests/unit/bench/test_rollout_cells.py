@@ -28,7 +28,7 @@ from bench.trajectory import Trajectory
 from examples.tinymath.train import Options, plan
 from paceline import Group
 from services.generation.engine.step_log import LoggedStep
-from tests.unit.bench.steps import named, rewarded, sample
+from tests.unit.bench.steps import rewarded, sample, trained
 
 
 def test_a_kept_cell_is_found_and_a_broken_file_is_none(tmp_path: Path) -> None:
@@ -104,20 +104,7 @@ def _step() -> TrainedStep:
     kept = [
         sample(slot, [slot] * length, prompt) for prompt in ("p", "q") for slot, length in ((0, 3), (1, 9))
     ]
-    return TrainedStep(
-        step=0,
-        groups=(Group("p", [1], 2), Group("q", [1], 2)),
-        samples=named(kept),
-        weights=Path("w"),
-        rollout_seconds=1.0,
-        update_seconds=1.0,
-        push_seconds=1.0,
-        reward=0.0,
-        kl=0.0,
-        update_kl=0.0,
-        clip_fraction=0.0,
-        moved_kl=0.0,
-    )
+    return trained(0, [Group("p", [1], 2), Group("q", [1], 2)], kept)
 
 
 def test_a_regime_cuts_samples_and_tokens() -> None:

@@ -24,24 +24,21 @@ from examples.tinymath.train import Options
 from paceline import Group
 from services.generation.engine.step_log import LoggedStep
 from tests.unit.bench import steps
-from tests.unit.bench.steps import named, rewarded, sample, span
+from tests.unit.bench.steps import rewarded, sample, span
 
 _NAMES = ["paceline", PLAIN, "vllm ngram"]
 
 
 def _trained(weights: Path) -> TrainedStep:
-    return TrainedStep(
-        step=0,
-        groups=(Group("p", [1, 2], 2),),
-        samples=named([sample(0, [3, 4]), sample(1, [5])]),
+    samples = [sample(0, [3, 4]), sample(1, [5])]
+    return steps.trained(
+        0,
+        [Group("p", [1, 2], 2)],
+        samples,
         weights=weights,
-        rollout_seconds=1.0,
         update_seconds=2.0,
         push_seconds=3.0,
         reward=0.5,
-        kl=0.0,
-        update_kl=0.0,
-        clip_fraction=0.0,
         moved_kl=0.1,
     )
 

@@ -28,6 +28,7 @@ from services.generation.loop.sample_table import SampleTable
 
 # The cached token that no script takes over.
 REFUSED = 511
+RUNNER_UP, FAR = 300, 9.0
 
 
 @dataclass(slots=True)
@@ -81,6 +82,8 @@ class ScriptedEngine:
     model_drafts: dict[str, Any] = field(default_factory=dict)
     support: ModelSupport = field(default_factory=ModelSupport)
     trees: bool = False
+    ties: dict[int, float] = field(default_factory=dict)
+    """Margins by response position, `FAR` elsewhere; the runner-up of a token is `RUNNER_UP` more."""
     # Of an engine that schedules ahead: what the step in flight will have done.
     ahead: bool = False
     flying: list[SampleStep] | None = None
@@ -208,6 +211,7 @@ class ScriptedEngine:
         begin = len(response) - len(tokens)
         logprobs[:reused] = request.cached_logprobs[begin : begin + reused]
         coming = self.contexts.get(request.prompt)
+        told = tokens if request.near_ties else []
         return SampleStep(
             sample_id,
             tokens,
@@ -217,6 +221,8 @@ class ScriptedEngine:
             accepted,
             reused,
             verified,
+            top_token_ids=[RUNNER_UP + token for token in told],
+            top_logprobs=[self.ties.get(begin + place, FAR) for place in range(len(told))],
             cached_context=coming.pop(0) if coming else None,
         )
 

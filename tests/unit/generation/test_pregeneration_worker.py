@@ -25,10 +25,12 @@ from services.generation.pregeneration.pregenerator import Pregenerator
 from services.generation.pregeneration.upload_queue import UploadQueue
 from services.generation.rollouts.cache import DraftCache
 from services.generation.rollouts.origin import Origin
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.speculation import Speculation
 from services.platform.redis.connection import Keys
 from services.platform.redis.registration import Registration
 from services.platform.redis.registry import InstanceRecord
-from tests.unit.generation.scripted import ScriptedEngine, sample_request, scripted_loop, settled
+from tests.unit.generation.scripted import RUNNER_UP, ScriptedEngine, sample_request, scripted_loop, settled
 
 WAIT = 60.0
 SEATS = 8
@@ -113,7 +115,7 @@ class Rig:
         self.engine = ScriptedEngine(seats=SEATS)
         self.registry = CollectorRegistry()
         self.metrics = PregenerationMetrics(self.registry)
-        metrics = EngineMetrics(self.registry)
+        metrics = self.engine_metrics = EngineMetrics(self.registry)
         self.drafts = SampleDrafts(metrics, DraftCache(512, 1 << 20))
         self.loop = scripted_loop(
             self.engine, self.drafts, metrics, flush_interval=50, max_waiting=64, clock=self.engine.clock
@@ -530,3 +532,43 @@ async def test_items_start_without_drafts_that_do_not_come(rigs: Callable[..., R
 
     rig = rigs(fetcher=Fetcher())
     await rig.take(item(1))
+
+
+# -- forks ------------------------------------------------------------------------------------------------
+
+
+async def test_near_ties_are_forked_until_real_work_comes(rig: Rig) -> None:
+    rig.engine.ties = {3: 0.01, 5: 0.09, 7: 5.0}
+    await rig.take(item(1, 12))
+    await rig.step(12)
+    await rig.until(lambda: len(rig.loop.samples.background) == 2)
+    prefixes = [each.request.prefix for each in rig.loop.samples.background_samples()]
+    assert prefixes == [(0, 1, 2, RUNNER_UP + 3), (0, 1, 2, 3, 4, RUNNER_UP + 5)]
+    assert rig.value("pregenerated_forks_total") == 2
+    await rig.step(2)
+    await rig.start_real()
+    assert not rig.loop.samples.background
+    await rig.until(lambda: rig.store.rollouts[1].fork == 6)
+    assert rig.store.rollouts[1].tokens.tolist() == [0, 1, 2, 3, 4, RUNNER_UP + 5, 6, 7]
+    assert (rig.value("pregenerated_tokens_total"), rig.value("forked_tokens_total")) == (12, 4)
+    # A fork is not counted as a sample, and nobody is told of it.
+    assert rig.value("pregenerated_samples_total", outcome="partial") == 0
+    held = await rig.coordinator.asked(lambda each: each.told)
+    assert held.told == {1: (12, "finished")}
+
+
+async def test_a_fault_in_forking_leaves_the_tasks_alone(rig: Rig) -> None:
+    class Faulty(FixedLengthPlanner):
+        def plain_seconds(self, samples: int, context: int) -> float:
+            asked.append(samples)
+            raise RuntimeError("planner")
+
+    asked = list[int]()
+    rig.engine.ties = {1: 0.01}
+    rig.drafts.speculation = Speculation([], Faulty(4), 512, rig.engine_metrics)
+    await rig.take(item(1, 12), poll_steps=3)
+    await rig.step(3)
+    await rig.until(lambda: asked)
+    await rig.step(9)
+    while (held := await rig.coordinator.asked()).told.get(1) != (12, "finished"):
+        held.answer()

@@ -196,7 +196,8 @@ def _scaled(
     scores: torch.Tensor, place: torch.Tensor, divisor: torch.Tensor, lowest: torch.Tensor | None
 ) -> torch.Tensor:
     """Return divided and masked logits of some rows, [m, V] float32."""
-    part = scores[place].float() / divisor.unsqueeze(1)
+    part = scores[place].float()
+    part /= divisor.unsqueeze(1)
     if lowest is not None:
         part.masked_fill_(part < lowest[place].unsqueeze(1), -torch.inf)
     return part
