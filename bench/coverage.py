@@ -6,9 +6,9 @@ from typing import Self
 
 import grpc
 
-from paceline.channel import call_metadata
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
+from paceline.transport.channel import call_metadata
 from services.local import Platform, PlatformError
 
 _TIMEOUT = 10.0

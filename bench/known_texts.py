@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from services.contracts.knobs import Knobs
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.drafters.suffix.drafter import SuffixDrafter
+from services.generation.drafters.suffix import SuffixDrafter
 from services.generation.engine.types import EngineSampleState, SampleStep
 from services.generation.speculation.drafter import DraftContext, NewRollouts
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
+from services.generation.speculation.planner import KnobDrivenPlanner
 from services.generation.speculation.speculation import Speculation
-from services.simulator.device_tables import DeviceTable
-from services.simulator.simulated_sweep import swept
+from services.simulator.device_tables import DeviceTable, swept
 from services.step_time.estimator import StepTimeEstimator
 
 WINDOW = 16

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 SETTINGS = {
     "gateway": "services.gateway.config:GatewayConfig",
@@ -31,7 +31,7 @@ SETTINGS = {
     "drafter": "services.drafter.config:DrafterConfig",
     "policy": "services.policy.config:PolicyConfig",
     "facade": "services.facade.config:FacadeConfig",
-    "scaling": "services.policy.scaling.config:ScalingConfig",
+    "scaling": "services.policy.config:ScalingConfig",
 }
 """Names of settings in the schema, and the class that has them."""
 SHARED = {

@@ -1,17 +1,20 @@
-"""Parameters of the kernels' launches: defaults, and what `make gpu` found to be the fastest.
+"""Parameters of the kernels' launches, and the timer by which `make gpu` finds the fastest ones.
 
-They change how long a kernel takes and never a token: what exactness stands on has no order of sums in it. Kernels
-ask for those of their device with every launch, and nothing is read from the disk after the first.
+They change how long a kernel takes and never a token: what exactness stands on has no order of sums in it.
+Kernels ask for the parameters of their device with every launch, and nothing is read from the disk after the
+first.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +127,43 @@ def read(path: Path) -> Tuning:
 def _read_for(name: str) -> Tuning:
     path = path_for(name)
     return read(path) if path.exists() else Tuning()
+
+
+Run = Callable[[], Any]
+Timer = Callable[[Run], float]
+_SOFTWARE = ("torch", "triton", "vllm", "flashinfer-python")
+
+
+def timer(device: torch.device, milliseconds: int) -> Timer:
+    """Return what times a run in seconds: the median over about `milliseconds`, the L2 cache flushed before each.
+
+    A run that the host launches more slowly than the device works takes as long as its launches do. Without a CUDA
+    device a run is timed once, by the clock: a number, and no measurement.
+    """
+    if device.type != "cuda":
+        return _once
+
+    def timed(run: Run) -> float:
+        from triton.testing import do_bench  # type: ignore[import-untyped]
+
+        return float(do_bench(run, warmup=20, rep=milliseconds, return_mode="median")) / 1000
+
+    return timed
+
+
+def _once(run: Run) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """Return the device's name, and the versions of the software; None for what is not installed."""
+    return {"device": device_name(device), **{name: _version(name) for name in _SOFTWARE}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

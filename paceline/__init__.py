@@ -3,13 +3,11 @@
 Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 """
 
-from paceline.adapters import Adapter
-from paceline.aio import AsyncClient
-from paceline.blocking_rollout import OpenBatch, Rollout
-from paceline.blocking_run import Run
-from paceline.blocking_sessions import Session, Sessions
-from paceline.channel import Tls
-from paceline.client import Client
+from paceline.aio import AsyncClient, AsyncRun
+from paceline.batches.rollout import AsyncOpenBatch, AsyncRollout
+from paceline.batches.sessions import AsyncSession, AsyncSessions
+from paceline.calls.caller import RetryPolicy
+from paceline.client import Client, OpenBatch, Rollout, Run, Session, Sessions
 from paceline.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -28,17 +26,11 @@ from paceline.errors import (
     UnimplementedError,
     Violation,
 )
-from paceline.found_token import TokenFileWarning
-from paceline.open_batch import AsyncOpenBatch
 from paceline.policy_check import PolicyGap, PolicyMismatchError, check_policy
-from paceline.retry import RetryPolicy
-from paceline.rollout import AsyncRollout
-from paceline.run import AsyncRun
-from paceline.sessions import AsyncSession, AsyncSessions
-from paceline.sharded_tensors import ShardedTensors
 from paceline.shards import Shard
 from paceline.text import Text
-from paceline.tls_files import TlsFileError
+from paceline.transport.channel import Tls, TlsFileError
+from paceline.transport.options import TokenFileWarning
 from paceline.types import (
     Batch,
     BatchHint,
@@ -85,9 +77,10 @@ from paceline.types import (
     VersionSpan,
     WeightTarget,
 )
-from paceline.weight_collective import WeightCollective
-from paceline.weight_stream import WeightStream
-from paceline.weights import WeightFolder
+from paceline.weights.adapters import Adapter
+from paceline.weights.collective import WeightCollective
+from paceline.weights.folder import ShardedTensors, WeightFolder
+from paceline.weights.stream import WeightStream
 
 __all__ = [
     "AbortedError",

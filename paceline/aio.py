@@ -1,29 +1,273 @@
-"""The asynchronous client, on grpc.aio.
+"""The asynchronous client, on grpc.aio, and its training job.
 
-    async with paceline.AsyncClient("127.0.0.1:7400") as client:
-        async for event in client.stream(run_id, batch_id):
-            await train_on(event.sample)
+    async with paceline.AsyncClient("127.0.0.1:7400") as client, client.run("run-1", seed=7) as run:
+        async for rollout in run.rollouts(batches, SamplingParams(max_tokens=512)):
+            samples = [sample async for sample in rollout]
+            await run.push_weights(learner.update(samples))
 
-Methods raise `PacelineError`.
+A trainer that was restarted requests the same batches and gets the samples that exist already. Methods raise
+`PacelineError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Sequence,
+)
+from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, TypedDict, Unpack
 
+from paceline import convert
+from paceline import types as t
+from paceline.batches.rollout import AsyncRollout
+from paceline.batches.run_rollouts import RunRollouts
 from paceline.calls import GatewayCalls
-from paceline.calls.caller import STREAM_SECONDS
-from paceline.channel import Tls
-from paceline.connection_options import ConnectionOptions, connect_again
-from paceline.grpc_transport import AioTransport
-from paceline.retry import RetryPolicy
-from paceline.run import AsyncRun, WeightTransport
+from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
+from paceline.errors import FailedPreconditionError, PacelineError, shards_differ
 from paceline.shards import Shard, shards_of
 from paceline.shards.concurrency import Tasks
-from paceline.shards.opening import connect
-from paceline.transport import Transport
+from paceline.shards.members import connect
+from paceline.transport.channel import Tls
+from paceline.transport.grpc import AioTransport
+from paceline.transport.interface import Transport
+from paceline.transport.options import ConnectionOptions, connect_again
+from paceline.weights.adapters import Adapter
+from paceline.weights.collective import WeightCollective, push_collective
+from paceline.weights.folder import ShardedTensors, WeightFolder, push_folder
+from paceline.weights.safetensors import Tensors, check
+from paceline.weights.stream import WeightStream, push_stream
+from paceline.weights.version_push import VersionPush, keeps_staged
+
+log = logging.getLogger("paceline")
+
+Batches = Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]]
+"""The groups of each step, in order."""
+
+
+class RolloutOptions(TypedDict, total=False):
+    """Options of every batch: those of `rollout` beside its groups and sampling parameters."""
+
+    deadline: float | None
+    priority: int
+    weight: int
+    max_staleness: int | None
+    stale: t.Stale
+
+
+async def look_ahead(
+    run: RunRollouts,
+    batches: Batches,
+    sampling: t.SamplingParams | None,
+    exactness: t.Exactness | None,
+    first_step: int,
+    **options: Unpack[RolloutOptions],
+) -> AsyncGenerator[AsyncRollout, None]:
+    """Submit a batch for each step, announce the one after it, and yield its rollout.
+
+    The next batch is taken from `batches` after its predecessor was submitted, so a slow source delays no samples.
+    """
+    async with aclosing(_in_order(batches)) as source:
+        step, groups = first_step, await anext(source, None)
+        while groups is not None:
+            rollout = await run.rollout(step, groups, sampling, exactness=exactness, **options)
+            step, groups = step + 1, await anext(source, None)
+            if groups is not None:
+                await _announce(run, step, groups, sampling, exactness, rollout.batch.policy_version + 1)
+            yield rollout
+
+
+async def _in_order(batches: Batches) -> AsyncGenerator[list[t.Group], None]:
+    """Yield the groups of each step, of which all is at hand: they are sent twice."""
+    if isinstance(batches, AsyncIterable):
+        async for each in batches:
+            yield convert.whole_groups(each)
+        return
+    for each in batches:
+        yield convert.whole_groups(each)
+
+
+async def _announce(
+    run: RunRollouts,
+    step: int,
+    groups: list[t.Group],
+    sampling: t.SamplingParams | None,
+    exactness: t.Exactness | None,
+    policy_version: int,
+) -> None:
+    """Announce a step. A failure costs speed alone, so it must not end the training."""
+    try:
+        await run.hint(step, groups, sampling, policy_version=policy_version, exactness=exactness)
+    except PacelineError as error:
+        log.warning("step %d of run %s was not announced: %s", step, run.run_id, error)
+
+
+WeightTransport = WeightFolder | WeightStream | WeightCollective
+"""Ways of weights from a trainer to the instances."""
+Source = Path | str | Tensors | ShardedTensors
+"""Weights: a folder in Hugging Face layout, tensors by name, or of ranks, or an iterator of names and tensors."""
+
+
+class AsyncRun(RunRollouts):
+    """One training job on an asynchronous client.
+
+    The nth batch of a step and policy version always has the same id, so that a trainer that was restarted gets the
+    samples that exist already.
+    """
+
+    def __init__(self, client: GatewayCalls, run_id: str, seed: int, weights: WeightTransport | None) -> None:
+        super().__init__(client, run_id, seed)
+        self._weights = WeightStream() if weights is None else weights
+        self._refused: VersionPush | None = None
+        """Push whose weights are staged, and wait for unfinished samples."""
+
+    def rollouts(
+        self,
+        batches: Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]],
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        first_step: int = 0,
+        **options: Unpack[RolloutOptions],
+    ) -> AsyncIterator[AsyncRollout]:
+        """Submit a batch for each step and yield its samples as `rollout` returns them.
+
+        Each batch is announced while the one before it is generated, so that idle instances generate it ahead.
+        `batches` gives the groups of each step: a list, a generator, a data loader, or for the asynchronous client
+        an asynchronous iterable. It is read one batch ahead of the steps, so it must not depend on the samples of
+        the step before. A trainer that was restarted gives the batches from `first_step` on. `options` are those of
+        `rollout`.
+        """
+        return look_ahead(self, batches, sampling, exactness, first_step, **options)
+
+    async def push_weights(
+        self,
+        source: Source,
+        target: t.WeightTarget = t.WeightTarget.POLICY,
+        *,
+        in_flight: t.InFlight = t.InFlight.REFUSE,
+    ) -> t.UpdateFinished:
+        """Send weights as the next version. When this returns, the fleet serves them.
+
+        `in_flight` says what becomes of samples, of any run, that are unfinished then. With REFUSE they keep the
+        version that they have: FailedPreconditionError, reason SAMPLES_UNFINISHED. `finish_push` applies the
+        weights later without sending them again.
+
+        `source` is tensors (numpy or torch), by name or as an iterator of pairs, which go through the run's
+        `WeightStream` or `WeightCollective` or are written to its `WeightFolder`; the asynchronous client reads
+        them in a thread of its own. On several shards the weights are staged on all before any applies them, and
+        tensors are read once. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors`
+        are written by all ranks, of which rank 0 pushes, to a `WeightFolder`. An error leaves the version that was
+        served.
+        """
+        weights = self._weights
+        if not isinstance(source, str | Path | ShardedTensors):
+            # Before an update is started, which others would have to wait for.
+            check(source)
+
+        def pushing(push: VersionPush) -> Awaitable[t.UpdateFinished]:
+            if not isinstance(source, str | Path | ShardedTensors):
+                if isinstance(weights, WeightStream):
+                    return push_stream(self.client, push, weights, source, in_flight)
+                if isinstance(weights, WeightCollective):
+                    return push_collective(push, weights, source, in_flight)
+            return push_folder(
+                self.client,
+                push,
+                lambda version: self._folder(version, source),
+                lambda published, folder: self._delta(published, folder, source),
+                in_flight,
+            )
+
+        try:
+            return await self._push(target, pushing)
+        except Exception:
+            if isinstance(source, ShardedTensors):
+                # The error that led here is the one to report.
+                with suppress(PacelineError):
+                    await self.client.run_work(source.give_up)
+            raise
+
+    async def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
+        """Apply the weights of the last push, which was refused because samples were unfinished.
+
+        They are staged until the gateway has not heard of them for its `update_timeout_seconds`; then, and where
+        another push came first, `NotFoundError`. ValueError: no push of this object was refused.
+        """
+        if self._refused is None:
+            raise ValueError("there is no push that was refused because samples were unfinished")
+        finished = await self._refused.finish(in_flight)
+        await self._pushed()
+        return finished
+
+    async def _push(
+        self, target: t.WeightTarget, pushing: Callable[[VersionPush], Awaitable[t.UpdateFinished]]
+    ) -> t.UpdateFinished:
+        """Push a version; one that was refused because samples were unfinished can be finished later."""
+        self._refused = None
+        push = await VersionPush.begin(self.client, self.run_id, target)
+        try:
+            finished = await pushing(push)
+        except FailedPreconditionError as error:
+            if keeps_staged(error):
+                self._refused = push
+            raise
+        await self._pushed()
+        return finished
+
+    async def _pushed(self) -> None:
+        self._refused = None
+        self._warnings.pushed()
+        if isinstance(self._weights, WeightFolder):
+            await self.client.run_work(self._weights.prune)
+
+    async def push_adapter(
+        self, source: Adapter | Path | str, *, in_flight: t.InFlight = t.InFlight.REFUSE
+    ) -> t.UpdateFinished:
+        """Send a LoRA adapter as the next version; instances merge it with the full version that it builds on.
+
+        That is the last full version that was pushed, or the model that the fleet started with: an adapter replaces
+        the one before. `source` is an `Adapter` or the folder of one in PEFT's layout. It is written to the run's
+        `WeightFolder`. An error leaves the version that was served. `in_flight`: as in `push_weights`.
+        """
+        weights = self._weights
+        if not isinstance(weights, WeightFolder):
+            raise ValueError("to push adapters, open the run with weights=WeightFolder(...)")
+        given = Path(source) if isinstance(source, str) else source
+
+        async def pushing(push: VersionPush) -> t.UpdateFinished:
+            published = push.base
+            if published is None:
+                raise shards_differ({name: each.policy_version for name, each in push.published.items()})
+            base = await self.client.run_work(lambda: weights.base_of(published))
+            return await push_folder(
+                self.client,
+                push,
+                lambda version: weights.write_adapter(version, given, base),
+                in_flight=in_flight,
+            )
+
+        return await self._push(t.WeightTarget.POLICY, pushing)
+
+    def _folder(self, version: int, source: Source) -> Path:
+        if isinstance(source, str | Path):
+            return Path(source).absolute()
+        if not isinstance(self._weights, WeightFolder):
+            raise ValueError("to push these tensors, open the run with weights=WeightFolder(...)")
+        return self._weights.write(version, source)
+
+    def _delta(self, published: t.Versions, folder: Path, source: Source) -> Path | None:
+        if not isinstance(self._weights, WeightFolder) or isinstance(source, str | Path):
+            return None
+        return self._weights.write_delta(published, folder)
 
 
 class AsyncClient(GatewayCalls):

@@ -1,18 +1,17 @@
-"""Synchronous faces of asynchronous objects, without an event loop.
+"""Run asynchronous code without an event loop, in threads that can be stopped.
 
-On a `BlockingTransport` the coroutines of `calls` and `run` never suspend: what they await blocks the calling
-thread. So one `send` runs such a coroutine to its end. An event loop in a thread would do the same with more to
-go wrong: it does not survive a fork, has to be told of KeyboardInterrupt and of abandoned iterations, races with
-the end of the interpreter, and does not work under gevent. Here all of these behave as gRPC's blocking API does,
-which makes the calls: many threads may share a client, and a client works inside a running event loop (Jupyter).
+The coroutines of the SDK never suspend on a blocking transport, so a synchronous method runs one to its end in
+the calling thread. A stop signal does for such a thread what cancellation does for a task.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -129,3 +128,69 @@ def _described(call: Callable[P, R], method: Callable[..., Any]) -> Callable[P, 
     call.__annotations__ = {**method.__annotations__, "return": returned}
     call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return call
+
+
+class StopSignal:
+    """Stops whatever waits under it, now and from now on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._actions: dict[object, Callable[[], object]] = {}
+
+    def stop(self) -> None:
+        """Call what was registered, and all that will be."""
+        with self._lock:
+            self._stopped = True
+            actions = list(self._actions.values())
+        for action in actions:
+            action()
+
+    @contextmanager
+    def on_stop(self, action: Callable[[], object]) -> Iterator[None]:
+        """Call `action`, which must be quick, if the signal stops within the block or has stopped before."""
+        token = object()
+        with self._lock:
+            stopped = self._stopped
+            self._actions[token] = action
+        try:
+            if stopped:
+                action()
+            yield
+        finally:
+            with self._lock:
+                del self._actions[token]
+
+
+_current: ContextVar[StopSignal | None] = ContextVar("paceline_stop_signal", default=None)
+
+
+@contextmanager
+def stopped_by(signal: StopSignal) -> Iterator[None]:
+    """Run the block under a signal, and under the one that it ran under before."""
+    outer = _current.get()
+    token = _current.set(signal)
+    try:
+        if outer is None:
+            yield
+        else:
+            with outer.on_stop(signal.stop):
+                yield
+    finally:
+        _current.reset(token)
+
+
+def may_be_stopped() -> bool:
+    """Return True if this thread runs under a signal."""
+    return _current.get() is not None
+
+
+@contextmanager
+def on_stop(action: Callable[[], object]) -> Iterator[None]:
+    """Call `action` when the signal that this thread runs under stops; nothing where there is none."""
+    signal = _current.get()
+    if signal is None:
+        yield
+    else:
+        with signal.on_stop(action):
+            yield

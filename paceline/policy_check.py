@@ -19,8 +19,7 @@ import numpy as np
 from paceline import types as t
 
 if TYPE_CHECKING:
-    from paceline.blocking_run import Run
-    from paceline.client import Client
+    from paceline.client import Client, Run
 
 _log = logging.getLogger("paceline")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.client_errors import extra_missing, invalid_argument
+from paceline.errors import extra_missing, invalid_argument
 from paceline.types import Sample, SampleStatus, TokenIds
 
 EXTRA = "text"

@@ -96,7 +96,7 @@ def _serve(pipe: Connection, options: EngineOptions) -> None:
     os.environ["NUMBA_NUM_THREADS"] = "1"
     try:
         from services.generation.engine.core import Engine
-        from services.generation.engine.warmup import warm_up
+        from services.generation.engine.startup import warm_up
 
         if options.vllm_speculation is not None:
             from bench import vllm_expand_fix
@@ -125,9 +125,9 @@ class _NoiseClock:
         self._plain: Any = None
         self._module: Any = None
         if coupled:
-            from kernels.coupled_sampler import host
+            from kernels.coupled_sampler import sample
 
-            self._module, self._plain = host, host.draw_tokens
+            self._module, self._plain = sample, sample.draw_tokens
 
     def switch(self, on: bool) -> None:
         """Start or stop timing."""
@@ -159,7 +159,7 @@ def _speculation(order: EngineRound, vocab_size: int) -> Any:
         return None
     from kernels.suffix_index import warm_up
     from services.generation.drafters.reference.drafter import ReferenceDrafter
-    from services.generation.drafters.suffix.drafter import SuffixDrafter
+    from services.generation.drafters.suffix import SuffixDrafter
     from services.generation.speculation.plan import FixedLengthPlanner
     from services.generation.speculation.speculation import Speculation
 

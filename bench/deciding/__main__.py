@@ -1,6 +1,6 @@
 """Simulation of decisions on devices of known step times: no cost of deciding, and the same figures every time.
 
-Every known device (services/simulator/device_file.py), batches of 1 to 512 samples with contexts of 1k to 64k
+Every known device (services/simulator/device_tables.py), batches of 1 to 512 samples with contexts of 1k to 64k
 tokens as far as their KV fits, and drafts of which 2, 15, 40 or 95 % of the tokens are wrong: a cell. In each, the
 modes of an instance begin with a sweep of the device and nothing else. They are compared with plain decoding and
 with every fixed draft length, over the first 32 steps and over those after them; see `simulation`. A cell says
@@ -18,9 +18,7 @@ from typing import Any
 
 from bench.deciding.simulation import FIRST, FIXED, LATER, Cell, SimulatedBatch, fixed_rates
 from bench.report import format_value, show_rows, write
-from services.simulator.device_file import known_devices
-from services.simulator.device_tables import DeviceTable
-from services.simulator.simulated_sweep import swept
+from services.simulator.device_tables import DeviceTable, known_devices, swept
 from services.step_time.estimator import warm_up
 
 SAMPLES = (1, 4, 16, 64, 128, 256, 512)

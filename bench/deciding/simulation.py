@@ -24,12 +24,11 @@ from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.acceptance.table import AcceptanceTable
 from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import StepShape
-from services.simulator.device_tables import DeviceTable
-from services.simulator.simulated_sweep import NOISE
+from services.generation.speculation.planner import KnobDrivenPlanner
+from services.simulator.device_tables import NOISE, DeviceTable
 from services.step_time.estimator import StepTimeEstimator
-from services.step_time.prior import MeasuredStep
+from services.step_time.sweep import MeasuredStep
 
 WINDOW = 16
 FIXED = (1, 2, 4, 8, 12, 16)

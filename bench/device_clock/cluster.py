@@ -20,14 +20,13 @@ from bench.device_clock.old_texts import ForkedText
 from bench.known_texts import RUN, KnownText, TextInstance, Tokens, stored
 from services.bubbles.config import BubblesConfig
 from services.gateway.config import GatewayConfig
-from services.gateway.dispatch.estimator import DraftCoverage, LengthPredictor, remaining_work
-from services.gateway.dispatch.placement import InstancePool, InstanceSlots
-from services.gateway.dispatch.waiting_queue import WaitingQueue, WaitingSample
+from services.gateway.scheduler.estimator import DraftCoverage, LengthPredictor, remaining_work
+from services.gateway.scheduler.placement import InstancePool, InstanceSlots, WaitingQueue, WaitingSample
 from services.generation.config import GenerationConfig
-from services.generation.pregeneration.forking import affordable
+from services.generation.pregeneration.leases import affordable
 from services.simulator.device_tables import DeviceTable
 from services.simulator.idle_work import IdleWork
-from services.simulator.sample_batch import SimulatedSample
+from services.simulator.modelled_instance import SimulatedSample
 
 _MAX_RUNNING = 256
 _DRAFT_COST: float = GatewayConfig.model_fields["draft_cost"].default

@@ -26,9 +26,9 @@ from bench.intervals import median_interval
 from bench.report import Figures, cores, show, show_table, write
 from paceline import AsyncClient
 from services.local.config import PlatformConfig
-from services.local.pinning import cpu_environment
+from services.local.machine import cpu_environment
 from services.local.platform import Platform
-from services.platform.cores import cpu_list
+from services.platform.launching import cpu_list
 
 _GOAL = 1.15
 _KV_BYTES = 512 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from paceline import AsyncClient, Group, Sample, SampleKey, SampleRequest, SamplingParams
-from services.facade.dialects.parameters import prompt_id_of
+from services.facade.dialects.body import prompt_id_of
 
 Tokens = dict[SampleKey, list[int]]
 Way = Callable[[int], Awaitable[Tokens]]

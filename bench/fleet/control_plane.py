@@ -19,8 +19,7 @@ from redis import Redis
 
 from bench.fleet.host import CLIENT
 from bench.scrape import Metrics, parse
-from services.platform.lifeline import tied
-from services.platform.ready_file import ProcessEndpoint, read_ready_file
+from services.platform.launching import ProcessEndpoint, read_ready_file, tied
 from services.platform.redis.embedded import EmbeddedRedis
 
 _START_SECONDS = 60.0

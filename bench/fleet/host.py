@@ -8,9 +8,9 @@ from functools import partial
 
 from bench.fleet.simulated_instance import EngineClock, ReplayingInstance
 from bench.fleet.workload import MAX_TOKENS, Reporting, SimulatedPolicy
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
+from services.platform.redis.registry import Registration
 
 CLIENT = "simulated-fleet"
 """Name of this process's connections to Redis, by which their traffic is told from the control plane's."""

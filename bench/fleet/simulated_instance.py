@@ -2,7 +2,7 @@
 
 They keep the protocol of real ones as far as an undisturbed run needs it: handshake, items with prefixes, aborts,
 deltas, finished samples and load. When and what a stream reports is decided by the code of real instances
-(`services/generation/loop/reporting.py`). All instances of a process share one clock and one client of Redis, so
+(`services/generation/loop/work_stream.py`). All instances of a process share one clock and one client of Redis, so
 that a sample costs work only when it is reported.
 """
 
@@ -24,11 +24,10 @@ from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.times import duration, seconds_of
 from paceline.v1 import fleet_pb2, sample_pb2
-from services.generation.loop.reporting import ReportingStream
-from services.platform.config.settings import ServiceConfig
+from services.generation.loop.work_stream import ReportingStream
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import GrpcServer
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import INSTANCES, InstanceRecord
+from services.platform.redis.registry import INSTANCES, InstanceRecord, Registration
 
 # Seconds from one look at the clock to the next, and the number of looks from one flush of a stream to the next:
 # streams are flushed every 50 ms, as those of real instances, and not all at once.

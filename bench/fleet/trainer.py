@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from bench.fleet.workload import GROUP, MAX_TOKENS, PROMPT_TOKENS, SimulatedPolicy
-from paceline.calls.reading import MOST_SAMPLES
+from paceline.calls.rollouts import MOST_SAMPLES
 from paceline.shards import Shard, assign
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, sample_pb2

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.generation.loop.checkpoints import CheckpointRules
+from services.generation.loop.work_stream import CheckpointRules
 
 VOCABULARY = 150_000
 MAX_TOKENS = 2048

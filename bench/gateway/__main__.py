@@ -18,9 +18,9 @@ import paceline
 from bench.gateway.bare_engine import KV_BYTES, RUN_SEED, BareEngine, Workload, engine_cores
 from bench.report import Figures, show, write
 from services.local.config import PlatformConfig
-from services.local.pinning import cpu_environment
+from services.local.machine import cpu_environment
 from services.local.platform import Platform
-from services.platform.cores import cpu_list
+from services.platform.launching import cpu_list
 
 _GOAL = 1.08
 

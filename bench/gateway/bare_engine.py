@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.report import cores
 from services.contracts.seeds import sample_seed
-from services.local.pinning import cpu_environment
+from services.local.machine import cpu_environment
 
 RUN_SEED = 7
 KV_BYTES = 512 << 20
@@ -62,8 +62,8 @@ class BareEngine:
 
 def _serve(pipe: Connection, model: Path) -> None:
     from services.generation.engine.core import Engine
+    from services.generation.engine.startup import warm_up
     from services.generation.engine.types import EngineOptions
-    from services.generation.engine.warmup import warm_up
 
     engine = Engine(EngineOptions(model=str(model), dtype="float32", kv_cache_memory_bytes=KV_BYTES))
     warm_up(engine)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.short_query_attention import AttentionStep
-    from kernels.timing import Run
+    from kernels.tuning import Run
 
 _QUERY = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total,pcie.link.gen.max"
 _RELATIVE_ERROR = 1e-2
@@ -60,7 +60,7 @@ class DeviceOrders:
         """Return the machine, the device and the software."""
         import torch
 
-        from kernels.timing import about
+        from kernels.tuning import about
         from services.step_time.machine import gpu_count
 
         found: dict[str, Any] = {
@@ -103,9 +103,8 @@ class DeviceOrders:
     def flash_attention(self) -> dict[str, Any]:
         """Compare vLLM's attention, of the generation that it takes here, with one in float32. LibraryMismatch."""
         from kernels.short_query_attention import attend
-        from kernels.short_query_attention.random_steps import random_step
-        from kernels.short_query_attention.reference import attend_reference
-        from kernels.short_query_attention.rivals import vllm_own_attention
+        from kernels.short_query_attention.attend import attend_reference
+        from kernels.short_query_attention.race import random_step, vllm_own_attention
 
         shape = replace(self._shape(), context=min(700, max(self._sizes.contexts)), drafts=4)
         step = random_step(self._device, shape, "even", 8, drafted=4)
@@ -117,8 +116,7 @@ class DeviceOrders:
 
     def attention(self) -> dict[str, Any]:
         """Time the attention backends for the model's heads, and say which one an engine would take."""
-        from kernels.short_query_attention.choice import AttentionName, fastest
-        from kernels.short_query_attention.race import RaceShape, backends, race
+        from kernels.short_query_attention.race import AttentionName, RaceShape, backends, fastest, race
 
         own = self._shape()
         shape = RaceShape(
@@ -134,7 +132,7 @@ class DeviceOrders:
     def sampling(self) -> dict[str, Any]:
         """Time sampling by itself, at the model's vocabulary, for the largest batch and for one row."""
         from bench.gpu.kernels import cases
-        from kernels.timing import timer
+        from kernels.tuning import timer
 
         rows, vocabulary = max(self._sizes.rows), int(self._config["vocab_size"])
         sizes = replace(cases.Sizes(), rows=rows, vocabulary=vocabulary)
@@ -153,7 +151,7 @@ class DeviceOrders:
         return {"rows": found}
 
     def _shape(self) -> Any:
-        from kernels.short_query_attention.random_steps import AttentionShape
+        from kernels.short_query_attention.race import AttentionShape
 
         heads = int(self._config["num_attention_heads"])
         return AttentionShape(

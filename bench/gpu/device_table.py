@@ -21,7 +21,7 @@ from statistics import median
 from bench.gpu.sizes import EngineKind, Graphs
 from bench.gpu.state import State
 from bench.gpu.step import ENVIRONMENT
-from services.simulator.device_file import DeviceFile
+from services.simulator.device_tables import DeviceFile
 
 _NEAR = 0.05
 """Steps count as of the same number of rows that differ by at most this share."""

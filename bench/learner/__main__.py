@@ -48,7 +48,7 @@ from bench.learner.replay import (
 from bench.learner.session import FOLDER, LearnerSession, OutOfTimeError
 from bench.learner.tables import tables
 from bench.report import console, format_value, show_rows, write
-from services.contracts.drafter.checkpoint import folder_of
+from services.contracts.drafter_checkpoint import folder_of
 
 _BATCHES = (16, 128)
 """Samples of a simulated instance: ReSpec's, and many."""

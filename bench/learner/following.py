@@ -16,9 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.drafter.learning.data import TrainingSample
-from services.drafter.learning.settings import LearningSettings, Targets
-from services.drafter.learning.weighting import Weighting, weights_of
+from services.drafter.learning.data import LearningSettings, Targets, TrainingSample, Weighting, weights_of
 
 
 @dataclass(frozen=True, slots=True)

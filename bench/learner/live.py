@@ -20,7 +20,7 @@ from bench.ties import Judge, judge_all
 from bench.training import TrainedStep, train
 from examples.tinymath.train import Options, new_learner
 from paceline import Exactness, WeightFolder
-from services.drafter.learning.settings import LearningSettings
+from services.drafter.learning.data import LearningSettings
 from services.local import Platform, PlatformConfig
 
 _SECONDS = "paceline_drafter_training_seconds_total"

@@ -13,7 +13,7 @@ from typing import Any
 from bench.learner.recording import LearnerSubject
 from bench.model_drafting import DraftedSamples, in_own_process, requests_of, roll, same_as_recorded
 from bench.report import console
-from services.contracts.drafter import checkpoint
+from services.contracts import drafter_checkpoint
 from services.generation.engine.types import EAGLE3, Eagle3Options, EngineOptions
 
 _DEPTHS = (1, 2, 3, 5)
@@ -44,7 +44,7 @@ def _run(subject: LearnerSubject, heads: dict[str, Path], rounds: int) -> dict[s
     for turn in range(rounds):
         found.setdefault(("none", 0), []).append(roll(engine, requests))
         for name, path in heads.items():
-            engine.swap_drafter(EAGLE3, checkpoint.load(path, "")[1])
+            engine.swap_drafter(EAGLE3, drafter_checkpoint.load(path, "")[1])
             for depth in _DEPTHS:
                 found.setdefault((name, depth), []).append(roll(engine, requests, EAGLE3, depth))
         console().print(f"learner: round {turn + 1} of {rounds} on this machine", highlight=False)

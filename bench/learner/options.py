@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.learner.following import FOLLOWERS
 from bench.report import cores
 from examples.tinymath.train import MODEL
-from services.drafter.learning.settings import LearningSettings
+from services.drafter.learning.data import LearningSettings
 
 RUN = ("model", "steps", "prompts", "samples", "pool", "max_tokens", "lr", "instances")
 FIRST = ("model", "samples", "max_tokens", "warm_up_prompts")

@@ -24,9 +24,8 @@ from examples.tinymath import tokenizer
 from examples.tinymath.tasks import PRACTICE, load_problem, make_problems
 from examples.tinymath.train import Options, collect, groups
 from paceline import SamplingParams
-from services.contracts.drafter.checkpoint import folder_of
-from services.drafter.learning.data import TrainingSample
-from services.drafter.learning.settings import LearningSettings
+from services.contracts.drafter_checkpoint import folder_of
+from services.drafter.learning.data import LearningSettings, TrainingSample
 from services.local import Platform
 
 _WARM_UP_SEED = 977

@@ -25,9 +25,12 @@ from bench.learner.following import FROZEN, SYNC, FollowerRecord
 from services.contracts.knobs import Knobs
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import EAGLE3_8B, H100, QWEN3_8B, decoding_table
-from services.simulator.simulated_source import SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+from services.simulator.simulation_setup import (
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 
 NONE = "none"
 """Name of decoding without a drafter."""

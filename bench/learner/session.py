@@ -14,7 +14,7 @@ from bench.learner.recording import LearnerSubject, prepare, recorded_steps
 from bench.report import console
 from bench.training import TrainedStep
 from examples.tinymath.train import Options
-from services.drafter.learning.settings import LearningSettings
+from services.drafter.learning.data import LearningSettings
 
 FOLDER = Path("runs/bench/learner")
 

@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import grpc
 
-from paceline.channel import call_metadata
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc, migration_pb2, migration_pb2_grpc
+from paceline.transport.channel import call_metadata
 from paceline.v1 import sample_pb2
 
 _CALL_SECONDS = 10.0

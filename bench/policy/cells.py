@@ -43,9 +43,9 @@ from services.generation.engine.types import EngineOptions, EngineSampleState
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.plan import StepShape
 from services.generation.speculation.speculation import Speculation
-from services.platform.heap import keep_freed_memory
+from services.platform.memory import keep_freed_memory
 from services.step_time.estimator import StepTimeEstimator
-from services.step_time.prior import MeasuredStep
+from services.step_time.sweep import MeasuredStep
 
 if TYPE_CHECKING:
     from services.generation.engine.core import Engine
@@ -108,7 +108,7 @@ def measure_model(given: GivenCells, progress: BenchProgress) -> MeasuredModel:
     # As instances do.
     keep_freed_memory()
     with _engine(given.folder) as engine:
-        from services.generation.engine.sweep import measure_steps
+        from services.generation.engine.startup import measure_steps
 
         sweep = measure_steps(engine, clock=time.process_time)
         decision, cells = decision_microseconds(sweep), list[MeasuredCell]()
@@ -123,7 +123,7 @@ def measure_model(given: GivenCells, progress: BenchProgress) -> MeasuredModel:
 @contextmanager
 def _engine(folder: Path) -> Iterator[Engine]:
     from services.generation.engine.core import Engine
-    from services.generation.engine.warmup import warm_up
+    from services.generation.engine.startup import warm_up
 
     engine = Engine(
         EngineOptions(

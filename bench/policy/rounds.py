@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from services.contracts.knobs import Knobs
 from services.contracts.sampling import Sampling
+from services.generation.draft_cache.origin import Origin
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import EngineRequest
-from services.generation.rollouts.origin import Origin
-from services.generation.speculation.active_knobs import OriginOf
-from services.generation.speculation.batch_sizes import draft_token_counts
+from services.generation.speculation.decision import PlanDecision
 from services.generation.speculation.drafter import DraftContext
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.speculation.modes.decision import PlanDecision
 from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.planner import KnobDrivenPlanner, OriginOf
+from services.generation.speculation.selection.selection import draft_token_counts
 from services.generation.speculation.speculation import DraftPlanner, Speculation
 from services.step_time.estimator import StepTimeEstimator
-from services.step_time.prior import MeasuredStep
+from services.step_time.sweep import MeasuredStep
 
 if TYPE_CHECKING:
     from services.generation.engine.core import Engine

@@ -48,7 +48,7 @@ def measured(given: HereOptions, part: str) -> dict[str, Any]:
 
 def _engine(given: HereOptions) -> Any:
     from services.generation.engine.core import Engine
-    from services.generation.engine.warmup import warm_up
+    from services.generation.engine.startup import warm_up
 
     engine = Engine(
         EngineOptions(
@@ -148,7 +148,7 @@ def _row(drafted: DraftedSamples, plain: DraftedSamples) -> dict[str, Any]:
 
 def _modes(engine: Any, requests: list[EngineRequest], given: HereOptions) -> dict[str, Any]:
     """Return how fast modes are that decide step by step, over plain decoding, with each product."""
-    from services.generation.engine.sweep import measure_steps
+    from services.generation.engine.startup import measure_steps
 
     sweep = measure_steps(engine, clock=time.process_time)
     rows: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def _modes(engine: Any, requests: list[EngineRequest], given: HereOptions) -> di
 
 
 def _speculation(engine: Any, sweep: Any, mode: str, cap: int) -> Speculation:
-    from services.generation.drafters.draft_model.drafter import DraftModelDrafter
+    from services.generation.drafters.draft_model import DraftModelDrafter
 
     planner = planner_of(sweep, mode, cap, RoundOrigin())
     drafter = DraftModelDrafter(engine.model_drafts[QUANTIZED], planner, clock=time.process_time)

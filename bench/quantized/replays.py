@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from services.contracts.knobs import Knobs, LadderKnobs
-from services.contracts.step_totals import Acceptance
-from services.generation.speculation.draft_lengths import DraftableBatch, choose_lengths
-from services.policy.ladder import climb, start
+from services.contracts.knobs import Acceptance, Knobs, LadderKnobs
+from services.generation.speculation.plan import DraftableBatch, choose_lengths
+from services.policy.steps import climb, start
 from services.simulator.cluster_simulation import ClusterSimulation
-from services.simulator.device_tables import H100, H200, QWEN3_8B, decoding_table
-from services.simulator.simulated_source import SimulatedSource
-from services.simulator.simulated_step import SimulatedStep
-from services.simulator.simulated_sweep import swept
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+from services.simulator.device_tables import H100, H200, QWEN3_8B, decoding_table, swept
+from services.simulator.modelled_instance import SimulatedStep
+from services.simulator.simulation_setup import (
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 from services.step_time.estimator import StepTimeEstimator
 
 # Bytes of a weight, with the scale that 128 of them share, and that a kernel seems to move for each: dequantising

@@ -19,9 +19,9 @@ from statistics import fmean
 from bench.report import show_rows, write
 from paceline.internal.v1 import migration_pb2 as pb
 from services.reallocator.config import ReallocatorConfig
+from services.reallocator.planning.decision_scope import ListingChoice
 from services.reallocator.planning.instance_view import instance_view
 from services.reallocator.planning.learned_costs import LearnedCosts
-from services.reallocator.planning.listing import ListingChoice
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.records import LoadView
 from services.reallocator.planning.throughput import Roofline

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.report import console
 from bench.rollout.record import RecordedRun
-from services.contracts.drafter.checkpoint import folder_of
+from services.contracts.drafter_checkpoint import folder_of
 
 _SECONDS = 60
 

@@ -28,9 +28,9 @@ from services.simulator.device_tables import (
     DeviceTable,
     ModelSizes,
     decoding_table,
+    swept,
 )
-from services.simulator.simulated_sweep import swept
-from services.step_time.saved_sweep import SavedSweep, SweepSubject
+from services.step_time.sweep import SavedSweep, SweepSubject
 
 H100_8B, H100_70B = "8B H100", "70B 8xH100"
 _MAX_SAMPLES = 256

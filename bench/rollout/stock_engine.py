@@ -157,7 +157,7 @@ def _start(setup: StockSetup) -> tuple[Engine, ToldTokens]:
     from bench.rollout.told_tokens import ToldTokens
     from services.generation.engine.core import Engine
     from services.generation.engine.types import EngineOptions
-    from services.platform.heap import keep_freed_memory
+    from services.platform.memory import keep_freed_memory
 
     # As Paceline's instances do.
     keep_freed_memory()

@@ -27,10 +27,13 @@ from services.simulator.device_tables import (
     decoding_table,
     with_host,
 )
-from services.simulator.simulated_source import SimulatedSource
-from services.simulator.simulated_step import SimulatedStep
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+from services.simulator.modelled_instance import SimulatedStep
+from services.simulator.simulation_setup import (
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 
 DRAFT_LENGTH = 4
 _STEPS, _PROMPTS, _SAMPLES = 8, 64, 16

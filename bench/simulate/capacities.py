@@ -10,12 +10,15 @@ from typing import Any
 from bench.report import format_value, show_rows
 from services.bubbles.config import BubblesConfig
 from services.reallocator.config import ReallocatorConfig
-from services.simulator.capacity import instances_for, last_step
-from services.simulator.device_file import known_devices
-from services.simulator.progress import SimulationProgress
-from services.simulator.simulated_source import PREGENERATED, SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+from services.simulator.capacity import SimulationProgress, instances_for, last_step
+from services.simulator.device_tables import known_devices
+from services.simulator.simulation_setup import (
+    PREGENERATED,
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 
 INSTANCES = (8, 64, 512, 1000, 4096)
 DEVICES = ("8B H100", "70B 8xH100")

@@ -32,9 +32,12 @@ from services.simulator.device_tables import (
     decoding_table,
     with_host,
 )
-from services.simulator.simulated_source import SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+from services.simulator.simulation_setup import (
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 
 _LIMIT, _SPREAD, _ENDLESS = 8192, 0.45, 0.003
 _PROMPTS, _SAMPLES, _STEPS, _W4 = 128, 8, 6, 0.36

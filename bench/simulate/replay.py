@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from services.simulator.workload import LogNormalLengths
+from services.simulator.simulation_setup import LogNormalLengths
 
 
 @dataclass(frozen=True, slots=True)

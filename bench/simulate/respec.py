@@ -29,10 +29,13 @@ from services.simulator.device_tables import (
     decoding_table,
     with_host,
 )
-from services.simulator.simulated_source import SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
+from services.simulator.simulation_setup import (
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 from services.simulator.step_decider import StepDecider
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
 
 AT_2, AT_32 = 1.46, 0.76
 KD, ADAPTIVE = 1.48, 1.66

@@ -30,10 +30,13 @@ from services.reallocator.planning.records import Candidate, InstanceView, Reall
 from services.reallocator.planning.throughput import ThroughputCurve
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import L40S, LLAMA_8B, ModelSizes, decoding_table, with_host
-from services.simulator.simulated_source import SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
+from services.simulator.simulation_setup import (
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 from services.simulator.step_decider import StepDecider
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
 
 PLAIN = decoding_table("8B L40S", LLAMA_8B, L40S)
 # One layer, and the head.

@@ -13,11 +13,11 @@ from typing import Any, TextIO, TypeVar
 
 import services.generation.build as composition
 from services.generation.__main__ import serve
-from services.generation.build_drafts import build_drafts
+from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.engine.types import EngineLoad
 from services.generation.kv_transfer.block_store import UnsupportedCaches
-from services.platform.process import run
+from services.platform.service import run
 
 ENGINE, TIMES = "BENCH_WEIGHTS_ENGINE", "BENCH_WEIGHTS_TIMES"
 """Environment variables: which engine, and the file of the times of vLLM's."""

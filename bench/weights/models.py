@@ -80,9 +80,8 @@ def _measure(pipe: multiprocessing.connection.Connection, model: Path, scratch: 
     import torch
     from safetensors.torch import load_file
 
-    from paceline import safetensors
-    from services.generation.weights.manifest import read_manifest
-    from services.generation.weights.staging import stage
+    from paceline.weights import safetensors
+    from services.generation.weights.staging import read_manifest, stage
 
     torch.set_num_threads(1)
     source, target = scratch / "source", scratch / "target"

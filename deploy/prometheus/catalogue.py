@@ -14,16 +14,15 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from services.bubbles.metrics import BubbleMetrics
 from services.drafter.metrics import DrafterMetrics
-from services.drafts.metrics import DraftStoreMetrics
+from services.drafts.service import DraftStoreMetrics
 from services.drafts.store import DraftStore
 from services.facade.metrics import FacadeMetrics
 from services.gateway.metrics import GatewayMetrics
-from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.metrics import EngineMetrics, PregenerationMetrics
 from services.generation.migration.metrics import MigrationMetrics
-from services.generation.pregeneration.metrics import PregenerationMetrics
 from services.generation.weights.stream.metrics import WeightStreamMetrics
-from services.platform.config.watched import RELOADS
 from services.platform.observability.metrics import redis_errors, redis_up, rpc_metrics, show_build
+from services.platform.security.certificates import RELOADS
 from services.policy.metrics import PolicyMetrics
 from services.policy.scaling.metrics import ScalingMetrics
 from services.reallocator.metrics import ReallocatorMetrics

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from helm.generate import SETTINGS
-from services.platform.config.settings import LeaderConfig, ServiceConfig, TlsConfig
+from services.platform.config import LeaderConfig, ServiceConfig, TlsConfig
 
 PAGE = "settings.md"
 SERVICES = {name: where for name, where in SETTINGS.items() if name != "scaling"}

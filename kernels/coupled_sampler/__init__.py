@@ -8,8 +8,7 @@
 """
 
 from kernels.coupled_sampler.noise import Domain, Purpose, gumbel, uniform
-from kernels.coupled_sampler.reference import INVALID, coupled_argmax_reference
-from kernels.coupled_sampler.verify import UNSAMPLED, verify
+from kernels.coupled_sampler.reference import INVALID, UNSAMPLED, coupled_argmax_reference, verify
 
 __all__ = [
     "INVALID",

@@ -1,4 +1,16 @@
-"""The noise of coupled sampling: the specification, and its plain numpy reference.
+"""The noise of coupled sampling: its specification, its plain numpy reference, and an exact bound.
+
+Philox4x32-10: the counter-based generator under all noise of Paceline (Salmon et al., SC'11). A block is a pure
+function of a 128-bit counter and a 64-bit key, so noise needs no state, and any element can be computed anywhere,
+in any order. Known-answer vectors (Random123), checked by the tests:
+
+    counter                             key                result
+    00000000 00000000 00000000 00000000 00000000 00000000  6627e8d5 e169c58d bc57ac4c 9b00dbd8
+    ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff  408f276d 41c83b0e a20bc7c6 6d5451fd
+    243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0  d16cfe09 94fdcceb 5001e420 24126ea1
+
+Ten rounds, although seven pass the statistical test batteries: our keys are hashes, but counters are small
+neighbouring integers, and the two words of the counter that differ deserve the full margin.
 
 `g(seed, position, token)` is standard Gumbel noise and a pure function of three integers:
 
@@ -6,12 +18,12 @@
     position  32 bit, the count of tokens of the sample so far, tool tokens included, prompt excluded
     token     token id; one Philox block serves four neighbouring ids
 
-**Integers.** With Philox4x32-10 (philox.py), key = (seed mod 2**32, seed div 2**32):
+**Integers.** With Philox4x32-10 (below), key = (seed mod 2**32, seed div 2**32):
 
     word = philox(counter=(token div 4, position, Domain.TOKEN, 0), key)[token mod 4]
 
-Every implementation yields these integers exactly. The third counter word keeps the noise of other uses
-apart (`Domain`); uniforms have block 0 and their `Purpose` in the fourth word.
+Every implementation yields these integers exactly. The third counter word keeps the noise of other uses apart
+(`Domain`); uniforms have block 0 and their `Purpose` in the fourth word.
 
 **Uniform.** u = (word + 1/2) / 2**32, so 0 and 1 cannot occur and u is symmetric about 1/2.
 
@@ -33,8 +45,8 @@ rounding (Triton: `div_rn`). With x = f * 2**e and f in [2/3, 4/3):
     g         : e, f = split(-ln u);   g = -(e * LN2 + log1p(f - 1))
 
 Checked once: over all 2**32 words g never falls; its error is below 2e-6, one float32 ulp at 22. An
-implementation with another logarithm (a GPU's fast one) still takes the same token unless the two best
-scores lie within the sum of both errors, about 4e-6, which is what rounding does to the logits themselves.
+implementation with another logarithm (a GPU's fast one) still takes the same token unless the two best scores lie
+within the sum of both errors, about 4e-6, which is what rounding does to the logits themselves.
 
 **Token.** argmax over v of float32(float32(logit_v / T) + g_v), ties to the lowest id (reference.py).
 
@@ -42,14 +54,58 @@ Known answers for seed 0x0123456789ABCDEF, position 7, tokens 0..5 (floats are e
 
     word  855a5df1    425715c3     12d22138    84949d54    e0cff381  0da312fc
     g     0.42743823  -0.30038732  -0.9594321  0.41856965  2.0409012  -1.0758178
+
+The exact bound that spares noise: which integers could still beat the best score. g rises with its word, so an
+entry of scaled logit s beats a score only if its word reaches the first word with g >= score - s. A table of
+those words over a grid of gaps answers that without a logarithm, rounded down to the grid and by a slack that
+covers every float32 rounding, so no possible winner is ever left out.
 """
 
+from __future__ import annotations
+
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.coupled_sampler.philox import philox4x32, split_seed
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+_LOW = np.uint64(0xFFFFFFFF)
+_WORD = np.uint64(32)
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """Return the Philox key of a 64-bit seed: (low word, high word). ValueError outside [0, 2**64)."""
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+def philox4x32(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint32]:
+    """One block per counter: `counter` [..., 4] uint32 -> [..., 4] uint32, `key` two 32-bit words."""
+    c0, c1, c2, c3 = (counter[..., lane].astype(np.uint64) for lane in range(4))
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product0 = c0 * np.uint64(MULTIPLIERS[0])
+        product1 = c2 * np.uint64(MULTIPLIERS[1])
+        c0, c1, c2, c3 = (
+            _high(product1) ^ c1 ^ np.uint64(k0),
+            product1 & _LOW,
+            _high(product0) ^ c3 ^ np.uint64(k1),
+            product0 & _LOW,
+        )
+        k0 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF
+        k1 = (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
+    return np.stack((c0, c1, c2, c3), axis=-1).astype(np.uint32)
+
+
+def _high(product: Any) -> Any:
+    """Return the upper 32 bits of 64-bit products."""
+    return product >> _WORD
+
 
 MAX_POSITION = (1 << 32) - 1
 
@@ -140,3 +196,31 @@ def _check_position(position: int) -> None:
 
 
 G_MIN, G_MAX = (float(g) for g in gumbel_of_words(np.array([0, 0xFFFFFFFF], dtype=np.uint32)))
+
+
+CELLS_PER_UNIT = 16
+LOWEST_GAP = float(np.floor(G_MIN))
+UNREACHABLE = 1 << 32
+"""One above every word: no noise bridges the gap."""
+
+ABSOLUTE_SLACK = 1e-3
+RELATIVE_SLACK = 2.0**-21
+"""Above eight roundings of a score, each at most 2**-24 of its size."""
+
+
+def word_thresholds() -> NDArray[np.uint64]:
+    """Entry i: the first word with g(word) >= LOWEST_GAP + i / CELLS_PER_UNIT; UNREACHABLE from G_MAX on."""
+    cells = int(np.ceil((G_MAX - LOWEST_GAP) * CELLS_PER_UNIT)) + 1
+    gaps = LOWEST_GAP + np.arange(cells) / CELLS_PER_UNIT
+    low = np.zeros(cells, dtype=np.uint64)
+    high = np.full(cells, UNREACHABLE, dtype=np.uint64)
+    for _ in range(33):
+        middle = (low + high) // np.uint64(2)
+        reaches = gumbel_of_words(np.minimum(middle, 0xFFFFFFFF).astype(np.uint32)) >= gaps
+        reaches |= middle >= UNREACHABLE
+        high = np.where(reaches, middle, high)
+        low = np.where(reaches | (low == high), low, np.minimum(middle + np.uint64(1), high))
+    return high
+
+
+WORD_THRESHOLDS = word_thresholds()

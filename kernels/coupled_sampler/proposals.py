@@ -1,23 +1,24 @@
-"""Acceptance of proposed tokens by their probability: the specification, and its plain numpy reference.
+"""Acceptance of proposed tokens by their probability: the specification, its reference, and its uniforms.
 
-A row may carry a token d that something else proposes: a draft under standard speculative sampling, or a token of a
-cached rollout. It is accepted iff p(d) > theta, with theta in (0, 1) from the caller, a uniform draw times what the
-rule has. With x the logits that p is of, p(d) > theta iff
+A row may carry a token d that something else proposes: a draft under standard speculative sampling, or a token of
+a cached rollout. It is accepted iff p(d) > theta, with theta in (0, 1) from the caller, a uniform draw times what
+the rule has. With x the logits that p is of, p(d) > theta iff
 
     sum over v != d of exp((x_v - x_d) + s) < 1,    s = ln(theta / (1 - theta)), the log-odds of theta
 
 which takes one pass, and no maximum or sum of the row before it. So that every device decides alike, the
-exponentials are the integer masses of masks.py (sums of integers have no order), of differences in float32 as they
-are written here, none fused:
+exponentials are the integer masses of reference.py (sums of integers have no order), of differences in float32 as
+they are written here, none fused:
 
     accepted iff  sum over v != d of mass(min((x_v - x_d) + s, 0)) < mass(0) = 2**40, x_d is finite and kept, and
     s < +inf
 
-A term that the minimum cuts off is at least 1 and rejects by itself. 2**22 entries of mass 2**40 stay below 2**63.
-Masses are 2**-40 apart and exponentials good to 1e-7, so p(d) is too, which is what rounding does to logits.
+A term that the minimum cuts off is at least 1 and rejects by itself. 2**22 entries of mass 2**40 stay below
+2**63. Masses are 2**-40 apart and exponentials good to 1e-7, so p(d) is too, which is what rounding does to
+logits.
 
-A greedy row accepts its arg-max and nothing else. In a request proposals count up to the first that is rejected, or
-the first row without one; from there on its rows are sampled.
+A greedy row accepts its arg-max and nothing else. In a request proposals count up to the first that is rejected,
+or the first row without one; from there on its rows are sampled.
 """
 
 from __future__ import annotations
@@ -28,8 +29,59 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.checks import check, check_device
-from kernels.coupled_sampler.masks import MASS_BITS, mass_of
+from kernels.backend import check, check_device
+from kernels.coupled_sampler.noise import KEY_STEPS, MULTIPLIERS, ROUNDS, Domain, Purpose
+from kernels.coupled_sampler.reference import MASS_BITS, mass_of
+
+_WORD = 0xFFFFFFFF
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """Return `noise.uniform` for pairs of a seed and a position, exact in float64.
+
+    Args:
+        seeds: [n] int64, read as unsigned.
+        positions: [n] int64, on the same device, in [0, 2**32).
+        purpose: of the draws.
+    """
+    zero = torch.zeros_like(positions)
+    counter = (zero, positions & _WORD, zero + Domain.UNIFORM, zero + purpose)
+    word, *_ = _block(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
+    return (word.double() + 0.5) * 2.0**-32
+
+
+def gumbels(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return `noise.gumbel` of one token each, [n] float64; it differs from the specified float32 by about 1e-6.
+
+    Args:
+        seeds: [n] int64, read as unsigned.
+        positions: [n] int64, on the same device, in [0, 2**32).
+        tokens: [n] int64, on the same device.
+    """
+    zero = torch.zeros_like(positions)
+    counter = (tokens // 4, positions & _WORD, zero + Domain.TOKEN, zero)
+    block = torch.stack(_block(counter, (seeds & _WORD, (seeds >> 32) & _WORD)), -1)
+    word = block.gather(-1, (tokens % 4).unsqueeze(-1)).squeeze(-1)
+    return -torch.log(-torch.log((word.double() + 0.5) * 2.0**-32))
+
+
+def _block(
+    counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the four words of each block of Philox4x32-10: all words are int64 in [0, 2**32)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(ROUNDS):
+        # A product of two words wraps around to a negative number; its bits are right.
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _WORD) ^ c1 ^ k0,
+            product1 & _WORD,
+            ((product0 >> 32) & _WORD) ^ c3 ^ k1,
+            product0 & _WORD,
+        )
+        k0, k1 = (k0 + KEY_STEPS[0]) & _WORD, (k1 + KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
 
 NO_PROPOSAL = -1
 LEAST = np.float32(-1e30)

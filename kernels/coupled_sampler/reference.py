@@ -1,11 +1,103 @@
-"""The definition of a coupled sample, row by row, in plain numpy."""
+"""The definition of coupled sampling in plain numpy: masks, samples, and verification of drafts.
+
+A draft token is accepted if and only if it is the token that the target samples there.
+
+Min-p, top-k and top-p as a threshold on a row: the specification, and its plain numpy reference. A token is kept
+if its scaled logit x = float32(logit / T) is at least the row's threshold. Equal logits are kept or dropped
+together, so no order among them has to be agreed upon:
+
+    min-p   the threshold is float32(max x + floor), floor = float32(ln min_p) from the host. Off if min_p <= 0.
+    top-k   the threshold is the k-th largest x: more than k tokens are kept where others equal it, as vLLM has
+            it on CPU. Off if k < 1 or k >= V. Among what min-p keeps: the higher one of both thresholds.
+    top-p   of what those keep, x is kept if the tokens with a larger one hold less than the share p of the
+            mass; the largest always is. That is vLLM's rule, but for equal logits across the cut, of which vLLM
+            keeps those that its sort happens to put first. Off unless p < 1.
+
+So that every device cuts at the same token, the mass of x is an integer, and sums of integers have no order:
+
+    mass(x) = int64(exp32(x - max x) * 2**40), 0 for x - max x <= LOWEST
+
+where exp32 is float32 additions and multiplications as written in `mass_of`, none fused; the comparison with p is
+float64(sum above) < float64(p) * float64(sum of all). 2**18 entries of mass 2**40 stay below 2**58.
+"""
+
+from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.coupled_sampler.noise import MAX_POSITION, Domain, gumbel
+
+MASS_BITS = 40
+LOWEST = np.float32(-27.5)
+"""Below it a mass would be less than 2."""
+MOST_ENTRIES = 1 << 22
+"""Vocabulary up to which sums of masses fit 63 bits."""
+LOG2E = np.float32(1.442695)
+LN2_HIGH = np.float32(0.693359375)
+"""ln 2 to 9 bits, so that its product with a small integer is exact."""
+LN2_LOW = np.float32(-2.1219444e-4)
+ROUND = np.float32(1.5 * 2**23)
+"""Added and taken away, it leaves the nearest integer, ties to even."""
+_OFF = np.float32(-np.inf)
+EXP_SERIES = tuple(np.float32(c) for c in (1, 1, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040))
+
+
+def floors(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return what min-p adds to the largest scaled logit, any shape: its logarithm, -inf where it is off."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logarithms = np.log(min_p.astype(np.float64)).astype(np.float32)
+    return np.where(min_p > 0, np.minimum(logarithms, np.float32(0)), np.float32(-np.inf))
+
+
+def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float, floor: np.float32 = _OFF) -> np.float32:
+    """Return the threshold of one row [V] float32 without NaN or +inf; -inf where all masks are off."""
+    largest = scaled.max()
+    if largest == -np.inf:
+        return _OFF
+    lowest = np.float32(largest + floor)
+    if 1 <= top_k < len(scaled):
+        lowest = max(lowest, np.partition(scaled, len(scaled) - top_k)[len(scaled) - top_k])
+    if not top_p < 1:
+        return lowest
+    # What has no mass is never kept: all the mass is above it.
+    ordered = np.sort(scaled[(scaled >= lowest) & (scaled - largest > LOWEST)])
+    masses = mass_of(ordered - largest)
+    from_here = np.cumsum(masses[::-1])[::-1]
+    kept = (from_here - masses).astype(np.float64) < np.float64(np.float32(top_p)) * np.float64(from_here[0])
+    kept[-1] = True
+    # Of equals the last has no equal above it: its kind is kept if any of them is.
+    return np.float32(ordered[np.argmax(kept)])
+
+
+def thresholds(
+    scaled: NDArray[np.float32],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float32],
+    floor: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
+    """Thresholds [R] of rows [R, V], a mask each; -inf for rows with NaN or +inf, which are not masked."""
+    sound = scaled.max(axis=1) < np.inf
+    own = np.full(len(scaled), _OFF) if floor is None else floor
+    rows = zip(scaled, top_k, top_p, own, sound, strict=True)
+    found = [threshold(row, int(k), float(p), f) if finite else _OFF for row, k, p, f, finite in rows]
+    return np.array(found, dtype=np.float32)
+
+
+def mass_of(below: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Mass of entries by how far they lie below the largest (<= 0, any shape)."""
+    d = np.maximum(below, LOWEST)
+    n = (d * LOG2E + ROUND) - ROUND
+    r = (d - n * LN2_HIGH) - n * LN2_LOW
+    series = np.full_like(r, EXP_SERIES[-1])
+    for coefficient in EXP_SERIES[-2::-1]:
+        series = series * r + coefficient
+    scale = ((n.astype(np.int32) + np.int32(127 + MASS_BITS)) << np.int32(23)).view(np.float32)
+    return np.where(below > LOWEST, (series * scale).astype(np.int64), 0)
+
 
 INVALID = -1
 """Token of a row that cannot be sampled, so that the engine can fail that sample alone."""
@@ -54,3 +146,41 @@ def _is_valid(row: NDArray[np.float32], position: int, temperature: np.float32) 
         and bool(temperature >= 0)
         and 0 <= position <= MAX_POSITION
     )
+
+
+UNSAMPLED = -2
+"""Token of a row behind a request's first mismatch, which nobody needed."""
+
+
+def check_ragged(rows: int, drafts: int, cu_rows: NDArray[np.int64]) -> None:
+    """ValueError unless `cu_rows` [N + 1] cuts the rows into N requests, of k >= 0 drafts and k + 1 rows."""
+    if cu_rows.ndim != 1 or len(cu_rows) < 1 or cu_rows[0] != 0 or cu_rows[-1] != rows:
+        raise ValueError(f"cu_rows must rise from 0 to the {rows} rows, got {_ends(cu_rows)}")
+    if (np.diff(cu_rows) < 1).any():
+        raise ValueError("every request needs at least one row")
+    requests = len(cu_rows) - 1
+    if drafts != rows - requests:
+        raise ValueError(f"{requests} requests of {rows} rows take {rows - requests} drafts, got {drafts}")
+
+
+def verify(tokens: Any, draft_ids: Any, cu_rows: Any) -> NDArray[np.int64]:
+    """Return how many tokens each request emits: accepted drafts + 1.
+
+    tokens [R] the target's token of every row; request n has rows cu_rows[n] : cu_rows[n + 1], row i of it
+    follows its first i drafts; draft_ids [R - N] are the drafts of all requests, one after the other.
+    A row without a token (negative) ends its request, as its last emitted token. Returns [N].
+    """
+    tokens, draft_ids, cu_rows = (np.asarray(a, dtype=np.int64) for a in (tokens, draft_ids, cu_rows))
+    check_ragged(len(tokens), len(draft_ids), cu_rows)
+    last = np.zeros(len(tokens), dtype=bool)
+    last[cu_rows[1:] - 1] = True
+    stop = last | (tokens < 0)
+    stop[~last] |= tokens[~last] != draft_ids
+    stops = np.flatnonzero(stop)
+    first = stops[np.searchsorted(stops, cu_rows[:-1])]
+    counts: NDArray[np.int64] = first - cu_rows[:-1] + 1
+    return counts
+
+
+def _ends(cu_rows: NDArray[np.int64]) -> str:
+    return f"{cu_rows.flat[0]}..{cu_rows.flat[-1]}" if cu_rows.size else "nothing"

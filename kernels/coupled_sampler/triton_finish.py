@@ -11,10 +11,8 @@ not, rows are UNSAMPLED (verify.py).
 import triton
 import triton.language as tl
 
-from kernels.coupled_sampler.masks import MASS_BITS
 from kernels.coupled_sampler.noise import MAX_POSITION
-from kernels.coupled_sampler.reference import INVALID
-from kernels.coupled_sampler.verify import UNSAMPLED
+from kernels.coupled_sampler.reference import INVALID, MASS_BITS, UNSAMPLED
 
 MOST_PIECES = 64
 """Most pieces of a row, and the distance of two rows in what the scan leaves."""

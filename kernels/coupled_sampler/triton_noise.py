@@ -9,8 +9,17 @@ Order keys are those of cpu_noise.py, but unsigned: a larger float has the large
 import triton
 import triton.language as tl
 
-from kernels.coupled_sampler.noise import EXPONENT_SHIFT, HALF, LN2, LOG_POLYNOMIAL, TWO_THIRDS_BITS, ULP_32
-from kernels.coupled_sampler.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
+from kernels.coupled_sampler.noise import (
+    EXPONENT_SHIFT,
+    HALF,
+    KEY_STEPS,
+    LN2,
+    LOG_POLYNOMIAL,
+    MULTIPLIERS,
+    ROUNDS,
+    TWO_THIRDS_BITS,
+    ULP_32,
+)
 
 _M0, _M1 = (tl.constexpr(m) for m in MULTIPLIERS)
 _W0, _W1 = (tl.constexpr(w) for w in KEY_STEPS)

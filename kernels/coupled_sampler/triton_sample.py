@@ -1,6 +1,16 @@
-"""Launches the sampler's kernels: thresholds where there are masks, the scan, and the finish."""
+"""The sampler's launches in Triton, and its scan: one pass over the logits by pieces of rows.
 
-# mypy: disable-error-code="import-untyped"
+A launch computes thresholds where there are masks, then scans, then puts the pieces together (triton_finish.py).
+
+One pass over the logits: each program takes a piece of one row and leaves the best token of it. Noise is drawn
+where it could matter, as in cpu.py: a block whose gap to the best score so far no noise bridges costs its load
+and a maximum; one whose integers all stay below the word that the gap needs costs Philox, but no logarithm. Sums
+are kept by every lane for itself, so a block makes threads wait for each other only where it decides whether
+noise is drawn. What speaks against a row's proposal (proposals.py) is summed up in the same pass. Nothing is
+written but a few numbers a piece; triton_finish.py puts pieces together.
+
+Must be launched with enable_fp_fusion=False (noise.py says why).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +21,246 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 
 from kernels.coupled_sampler import triton_threshold as search
-from kernels.coupled_sampler.bounds import WORD_THRESHOLDS
-from kernels.coupled_sampler.noise import Domain
+from kernels.coupled_sampler.noise import (
+    ABSOLUTE_SLACK,
+    CELLS_PER_UNIT,
+    LOWEST_GAP,
+    RELATIVE_SLACK,
+    UNREACHABLE,
+    WORD_THRESHOLDS,
+    Domain,
+)
+from kernels.coupled_sampler.reference import MASS_BITS
 from kernels.coupled_sampler.triton_finish import MOST_PIECES, finish
-from kernels.coupled_sampler.triton_scan import scan
+from kernels.coupled_sampler.triton_noise import gumbel_of, words_of
+from kernels.coupled_sampler.triton_threshold import mass_of
 from kernels.tuning import Tuning, multiprocessors, tuning
+
+# mypy: disable-error-code="no-untyped-def,import-untyped"
+# Triton's functions carry types that annotations cannot say.
+
+
+_CELLS, _CELLS_PER_UNIT = tl.constexpr(len(WORD_THRESHOLDS)), tl.constexpr(float(CELLS_PER_UNIT))
+_LOWEST_GAP, _UNREACHABLE = tl.constexpr(LOWEST_GAP), tl.constexpr(UNREACHABLE)
+# Twice those of the CPU, which computes the gap in float64.
+_ABSOLUTE, _RELATIVE = tl.constexpr(2 * ABSOLUTE_SLACK), tl.constexpr(2 * RELATIVE_SLACK)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+BY_RAW, RESIDUAL = 1, 2
+"""Flags of a row: its proposal is judged by the model's own logits; its request is sampled by residual noise."""
+_BY_RAW, _RESIDUAL = tl.constexpr(BY_RAW), tl.constexpr(RESIDUAL)
+_RESIDUAL_DOMAIN = tl.constexpr(int(Domain.RESIDUAL))
+_REJECTED = tl.constexpr(1 << MASS_BITS)
+
+
+@triton.jit
+def _word_needed(best, scaled, table):
+    """Return the least word with which an entry of at most `scaled` could reach `best`, int64; 0 if unknown."""
+    slack = _ABSOLUTE + _RELATIVE * (tl.abs(best) + tl.abs(scaled))
+    above = best - scaled - slack - _LOWEST_GAP
+    cell = tl.minimum(above * _CELLS_PER_UNIT, _CELLS * 1.0)
+    known = (best > -float("inf")) & (above > 0.0)
+    inside = known & (cell < _CELLS)
+    word = tl.load(table + tl.where(inside, cell, 0.0).to(tl.int32), mask=inside, other=_UNREACHABLE)
+    needed = tl.where(known, word, 0)
+    # An entry of -inf never wins, whatever the best is.
+    return tl.where(scaled == -float("inf"), _UNREACHABLE, needed)
+
+
+@triton.jit
+def _most(a, b, c, d):
+    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+
+
+@triton.jit
+def _first_of(wanted, a, b, c, d, offset):
+    """Return the lowest token that has the score; lane i of a to d has offset[i] and the three behind it."""
+    last = tl.where(d == wanted, offset + 3, _NO_TOKEN)
+    last = tl.where(c == wanted, offset + 2, last)
+    last = tl.where(b == wanted, offset + 1, last)
+    return tl.min(tl.where(a == wanted, offset, last), axis=0)
+
+
+@triton.jit
+def _sum_up(largest, total, a, b, c, d):
+    """Add to each lane's running sum of exp(value - largest); -inf entries add nothing, NaN and +inf leave NaN."""
+    new = tl.maximum(largest, _most(a, b, c, d))
+    shift = tl.where(new > -float("inf"), new, 0.0)
+    four = (tl.exp(a - shift) + tl.exp(b - shift)) + (tl.exp(c - shift) + tl.exp(d - shift))
+    return new, total * tl.exp(largest - shift) + four
+
+
+@triton.jit
+def _store_sum(largest, total, place, out_largest, out_total):
+    """Put the lanes' sums together."""
+    top = tl.max(largest, axis=0)
+    shift = tl.where(top > -float("inf"), top, 0.0)
+    tl.store(out_largest + place, top)
+    tl.store(out_total + place, tl.sum(total * tl.exp(largest - shift), axis=0))
+
+
+@triton.jit
+def _in_fours(x, BLOCK: tl.constexpr):
+    """[BLOCK] -> four of [BLOCK / 4]: entries 4 i, 4 i + 1, 4 i + 2, 4 i + 3."""
+    even, odd = tl.split(tl.reshape(x, (BLOCK // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _odds_against(own, odds, proposed, a, b, c, d, offset):
+    """Return by lane the masses of all entries but the proposed one, int64 (proposals.py)."""
+    return (
+        (_odds_of(own, odds, proposed, a, offset) + _odds_of(own, odds, proposed, b, offset + 1))
+        + (_odds_of(own, odds, proposed, c, offset + 2) + _odds_of(own, odds, proposed, d, offset + 3))
+    )  # fmt: skip
+
+
+@triton.jit
+def _odds_of(own, odds, proposed, x, offset):
+    return tl.where(offset != proposed, mass_of(tl.minimum((x - own) + odds, 0.0)), 0)
+
+
+@triton.jit
+def _without(excluded, x, offset):
+    return tl.where(offset != excluded, x, -float("inf"))
+
+
+@triton.jit
+def _quotient(value, divisor):
+    """Divide scalars as specified; the instruction takes vectors."""
+    nothing = tl.zeros((1,), tl.float32)
+    return tl.max(tl.div_rn(value + nothing, divisor + nothing), axis=0)
+
+
+@triton.jit(do_not_specialize=["blocks", "rows_stride"])
+def scan(
+    logits, stride, raw_logits, raw_stride, width, places, sources, owners, seeds, positions, temperatures,
+    first_rows, thresholds, table, domain, proposed, log_odds, flags,
+    scores, tokens, values, raw_largest, raw_total, largest, total, against, own_values, blocks, rows_stride,
+    EDITED: tl.constexpr, MASKED: tl.constexpr, PROPOSED: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Piece `program_id(1)`, of `blocks` blocks, of row places[program_id(0)] of the step.
+
+    The row is row sources[program_id(0)] of `logits`. If those are EDITED, the model's own are in `raw_logits`, by
+    the row's number in the step. Outputs are [rows, rows_stride]. scores, tokens and values: the best score, the
+    lowest token that has it, and its logit. raw_largest to total: maximum and sum of exp(entry - maximum) of the
+    model's logits, a sum of NaN if one of them is NaN or +inf, and of the scaled ones that are kept. With PROPOSED:
+    the masses against the row's proposal, and own_values [rows], its logit. EDITED and PROPOSED need MASKED.
+    """
+    which = tl.load(places + tl.program_id(0))
+    # In blocks, so that the compiler knows how loads are aligned.
+    begin = tl.program_id(1) * blocks * BLOCK
+    row = logits + tl.load(sources + tl.program_id(0)) * stride
+    raw_row = raw_logits + which * raw_stride
+    owner = tl.load(owners + which)
+    seed = tl.load(seeds + owner).to(tl.uint64, bitcast=True)
+    position = tl.load(positions + owner) + which - tl.load(first_rows + owner)
+    temperature = tl.load(temperatures + owner)
+    greedy = temperature == 0.0
+    divisor = tl.where(greedy, 1.0, temperature)
+    threshold = tl.full((), -float("inf"), tl.float32)
+    if MASKED:
+        threshold = tl.load(thresholds + which)
+    best = tl.full((), -float("inf"), tl.float32)
+    token = tl.full((), _NO_TOKEN, tl.int32)
+    lanes = 4 * tl.arange(0, BLOCK // 4)
+    nothing = tl.full((BLOCK // 4,), -float("inf"), tl.float32)
+    by = divisor + tl.zeros((BLOCK // 4,), tl.float32)
+    m_raw, s_raw = nothing, tl.zeros((BLOCK // 4,), tl.float32)
+    m, s = nothing, s_raw
+    if PROPOSED:
+        flag = tl.load(flags + which)
+        by_raw, by_kept, residual = (flag & _BY_RAW) != 0, (flag & _BY_RAW) == 0, (flag & _RESIDUAL) != 0
+        wanted, odds = tl.load(proposed + which), tl.load(log_odds + which)
+        place_of_own = tl.where(wanted < 0, 0, wanted)
+        value_of_own = tl.load(row + place_of_own).to(tl.float32)
+        own = _quotient(value_of_own, divisor)
+        allowed = (wanted >= 0) & (own > -float("inf")) & (own >= threshold) & (odds < float("inf"))
+        own = tl.where(by_raw, tl.load(raw_row + place_of_own).to(tl.float32), own)
+        allowed = allowed & (own < float("inf"))
+        excluded = tl.where(residual & (temperature != 0.0), wanted, -1)
+        domain = tl.where(residual, _RESIDUAL_DOMAIN, tl.cast(domain, tl.int32))
+        masses = tl.zeros((BLOCK // 4,), tl.int64)
+    for start in tl.range(begin, tl.minimum(begin + blocks * BLOCK, width), BLOCK, num_stages=STAGES):
+        offset = start + tl.arange(0, BLOCK)
+        x = tl.load(row + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
+        x0, x1, x2, x3 = _in_fours(x, BLOCK)
+        if EDITED:
+            r = tl.load(raw_row + offset, mask=offset < width, other=-float("inf")).to(tl.float32)
+            r0, r1, r2, r3 = _in_fours(r, BLOCK)
+            m_raw, s_raw = _sum_up(m_raw, s_raw, r0, r1, r2, r3)
+        else:
+            r0, r1, r2, r3 = x0, x1, x2, x3
+            m_raw, s_raw = _sum_up(m_raw, s_raw, x0, x1, x2, x3)
+        # Not one condition: PROPOSED is known to the compiler, and without it by_raw is not there.
+        if PROPOSED:  # noqa: SIM102
+            if by_raw & allowed:
+                masses += _odds_against(own, odds, wanted, r0, r1, r2, r3, start + lanes)
+        top = tl.max(_most(x0, x1, x2, x3), axis=0)
+        bound = _quotient(top, divisor)
+        # A block with nothing that is kept adds nothing. (NaN is in the raw sums already.)
+        if bound >= threshold:
+            if MASKED:
+                x0, x1, x2, x3 = tl.div_rn(x0, by), tl.div_rn(x1, by), tl.div_rn(x2, by), tl.div_rn(x3, by)
+                x0 = tl.where(x0 >= threshold, x0, -float("inf"))
+                x1 = tl.where(x1 >= threshold, x1, -float("inf"))
+                x2 = tl.where(x2 >= threshold, x2, -float("inf"))
+                x3 = tl.where(x3 >= threshold, x3, -float("inf"))
+                m, s = _sum_up(m, s, x0, x1, x2, x3)
+            else:
+                # Near enough for a sum; what decides is divided as specified. At 1 it is the sum of the logits.
+                if divisor != 1.0:
+                    near = 1.0 / divisor
+                    m, s = _sum_up(m, s, x0 * near, x1 * near, x2 * near, x3 * near)
+            if PROPOSED:
+                if by_kept & allowed:
+                    masses += _odds_against(own, odds, wanted, x0, x1, x2, x3, start + lanes)
+                x0, x1 = _without(excluded, x0, start + lanes), _without(excluded, x1, start + lanes + 1)
+                x2, x3 = _without(excluded, x2, start + lanes + 2), _without(excluded, x3, start + lanes + 3)
+            if greedy:
+                if top > best:
+                    best = top
+                    token = _first_of(top, x0, x1, x2, x3, start + lanes)
+            else:
+                needed = _word_needed(best, bound, table)
+                if needed < _UNREACHABLE:
+                    w0, w1, w2, w3 = words_of(seed, position, domain, start, BLOCK, WIDE)
+                    if tl.max(_most(w0, w1, w2, w3), axis=0) >= needed.to(tl.uint32):
+                        if not MASKED:
+                            x0, x1, x2, x3 = (
+                                tl.div_rn(x0, by),
+                                tl.div_rn(x1, by),
+                                tl.div_rn(x2, by),
+                                tl.div_rn(x3, by),
+                            )
+                        # Noise is finite: -inf stays -inf.
+                        x0, x1 = x0 + gumbel_of(w0), x1 + gumbel_of(w1)
+                        x2, x3 = x2 + gumbel_of(w2), x3 + gumbel_of(w3)
+                        winner = tl.max(_most(x0, x1, x2, x3), axis=0)
+                        if winner > best:
+                            best = winner
+                            token = _first_of(winner, x0, x1, x2, x3, start + lanes)
+    place = which * rows_stride + tl.program_id(1)
+    tl.store(scores + place, best)
+    tl.store(tokens + place, token)
+    tl.store(values + place, tl.load(row + tl.where(token == _NO_TOKEN, 0, token)).to(tl.float32))
+    if not MASKED:
+        same = divisor == 1.0
+        m, s = tl.where(same, m_raw, m), tl.where(same, s_raw, s)
+    _store_sum(m_raw, s_raw, place, raw_largest, raw_total)
+    _store_sum(m, s, place, largest, total)
+    if PROPOSED:
+        tl.store(against + place, tl.sum(masses, axis=0) + tl.where(allowed, 0, _REJECTED))
+        tl.store(own_values + which, value_of_own)
+
+
+# mypy: disable-error-code="import-untyped"
+
 
 MASKS = frozenset({"top_k", "top_p", "floors"})
 

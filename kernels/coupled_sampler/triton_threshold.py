@@ -17,7 +17,7 @@ of a row goes by, and `sources` their rows in that tensor.
 import triton
 import triton.language as tl
 
-from kernels.coupled_sampler.masks import EXP_SERIES, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, MASS_BITS, ROUND
+from kernels.coupled_sampler.reference import EXP_SERIES, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, MASS_BITS, ROUND
 from kernels.coupled_sampler.triton_finish import MOST_PIECES
 from kernels.coupled_sampler.triton_noise import of_order_key, order_key
 

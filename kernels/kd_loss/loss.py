@@ -1,9 +1,9 @@
-"""Reward-weighted knowledge distillation: what a drafter is trained with (ReSpec, reward-weighted KD).
+"""Reward-weighted knowledge distillation, which trains a drafter (ReSpec), and its plain reference.
 
     loss = kd_loss(student_logits, teacher_logits, rewards).sum() / rewards.sum()
     loss.backward()
 
-The vocabulary is read once forwards and once backwards, and no probability is ever in memory: beside the logits
+The vocabulary is read once forwards and once backwards, and no probability is ever in memory: besides the logits
 there is only the gradient, which the backward pass returns.
 """
 
@@ -13,9 +13,24 @@ import math
 
 import torch
 
-from kernels.backend import Backend, choose
-from kernels.checks import FLOATS, check, check_contiguous, check_device
-from kernels.kd_loss.reference import kd_loss_reference
+from kernels.backend import FLOATS, Backend, check, check_contiguous, check_device, choose
+
+
+def kd_loss_reference(
+    student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """weights * KL(teacher || student) of each row, [T] float32; see loss.kd_loss for every rule."""
+    counted = weights != 0
+    # Left out before anything is computed, so that nothing of such a row can spoil a gradient.
+    student, teacher = (
+        torch.where(counted.unsqueeze(1), logits.float() / temperature, 0.0) for logits in (student, teacher)
+    )
+    log_p, log_q = teacher.detach().log_softmax(dim=-1), student.log_softmax(dim=-1)
+    p = log_p.exp()
+    divergence = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
+    # The condition above is false for NaN as well.
+    divergence = torch.where((log_p.isnan() | log_q.isnan()).any(dim=-1), torch.nan, divergence)
+    return torch.where(counted, weights * divergence, 0.0)
 
 
 def kd_loss(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import INTEGERS
+from kernels.backend import INTEGERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""Gather the KV of a request out of its blocks into one buffer, and scatter it back: what a migration sends.
+"""Gather the KV of a request out of its blocks into one buffer, and scatter it back.
+
+A migration sends this buffer. The plain PyTorch reference, one gather a layer, is the path of the CPU as well.
 
     buffer = torch.empty(packed_shape(kv_caches, len(blocks), tokens), dtype=..., device=...)
     pack(kv_caches, blocks, buffer, tokens=tokens)
     unpack(buffer, kv_caches, blocks_there, tokens=tokens)      # elsewhere, into caches of the same layout
 
-Of a last block that is not full only the tokens that are there are carried: no stale KV of others leaves the cache,
-and what lies behind them in the destination's block stays as it is.
+Of a last block that is not full only the tokens that are there are carried: no stale KV of others leaves the
+cache, and what lies behind them in the destination's block stays as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +18,63 @@ import torch
 
 from kernels.backend import Backend, choose
 from kernels.kv_pack.layout import BlockLayout, BlockRuns, check_blocks, check_buffer, check_caches, runs
-from kernels.kv_pack.reference import pack_reference, unpack_reference
+
+
+def pack_reference(
+    kv_caches: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    layout: BlockLayout,
+    shape: BlockRuns,
+) -> None:
+    """Copy the blocks of all layers into `out`."""
+    index = blocks[: shape.full].to(out.device, torch.int64)
+    for cache, row in zip(kv_caches, out, strict=True):
+        whole, partial = _parts(row, cache, layout, shape)
+        if shape.full:
+            torch.index_select(cache, layout.block_axis, index, out=whole)
+        if shape.rest:
+            partial.copy_(_partial(cache, blocks, layout, shape))
+
+
+def unpack_reference(
+    packed: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    layout: BlockLayout,
+    shape: BlockRuns,
+) -> None:
+    """Copy `packed` into the blocks of all layers."""
+    index = blocks[: shape.full].to(packed.device, torch.int64)
+    for cache, row in zip(kv_caches, packed, strict=True):
+        whole, partial = _parts(row, cache, layout, shape)
+        if shape.full and cache.device.type == "cpu":
+            # Several times faster than index_copy_, which goes element by element there.
+            for place, block in enumerate(index.tolist()):
+                cache.select(layout.block_axis, block).copy_(whole.select(layout.block_axis, place))
+        elif shape.full:
+            cache.index_copy_(layout.block_axis, index, whole)
+        if shape.rest:
+            _partial(cache, blocks, layout, shape).copy_(partial)
+
+
+def _parts(
+    row: torch.Tensor, cache: torch.Tensor, layout: BlockLayout, shape: BlockRuns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a layer's row of the buffer as the whole blocks and the partial one, shaped like the cache's."""
+    sizes = list(cache.shape)
+    sizes[layout.block_axis] = shape.full
+    whole = row[: shape.full_elements].view(sizes)
+    del sizes[layout.block_axis]
+    sizes[layout.token_axis - 1] = shape.rest
+    return whole, row[shape.full_elements :].view(sizes)
+
+
+def _partial(
+    cache: torch.Tensor, blocks: torch.Tensor, layout: BlockLayout, shape: BlockRuns
+) -> torch.Tensor:
+    block = cache.select(layout.block_axis, int(blocks[shape.full]))
+    return block.narrow(layout.token_axis - 1, 0, shape.rest)
 
 
 def pack(

@@ -1,4 +1,7 @@
-"""The kernel: row by row, with a row of sums that stays in the cache."""
+"""Add a low-rank product to a matrix, row by row, with a row of sums that stays in the cache.
+
+The same sums in plain numpy are the reference.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kernels.jit import entry, source_fingerprint
-from kernels.lora_merge.reference import Matrix
+
+Matrix = npt.NDArray[np.floating[Any]]
+
+
+def add_product_reference(weight: Matrix, b: Matrix, a: Matrix, scale: float) -> None:
+    """Add `scale * b @ a` to `weight`, all of them float32, in place."""
+    product = np.zeros_like(weight)
+    for rank in range(b.shape[1]):
+        product += b[:, rank, None] * a[rank]
+    weight += np.float32(scale) * product
+
 
 _FINGERPRINT = source_fingerprint(Path(__file__).parent, Path(__file__).parents[1])
 

@@ -1,4 +1,4 @@
-"""Attention of a step whose requests decode one token or verify a few drafts each."""
+"""Attention of a step whose requests decode a token or verify a few drafts, and its plain reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,43 @@ import torch
 
 from kernels.backend import Backend, choose
 from kernels.short_query_attention.inputs import AttentionStep
-from kernels.short_query_attention.reference import attend_reference
+
+
+def attend_reference(step: AttentionStep, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[T, Hq, D] in the query's dtype, computed in `dtype`; a query token that sees nothing gives zeros."""
+    out = torch.zeros_like(step.query)
+    block = step.keys.shape[1]
+    starts, lengths = step.cu_queries.tolist(), step.lengths.tolist()
+    for n, length in enumerate(lengths):
+        first, end = starts[n], starts[n + 1]
+        if first == end:
+            continue
+        visible = _visible(step, first, end, length)
+        # What no query sees is not read: a window's old blocks may be gone.
+        begin = int(visible.any(dim=0).int().argmax())
+        position = torch.arange(begin, length, device=step.query.device)
+        blocks = step.block_table[n].long()[position // block]
+        keys, values = (cache[blocks, position % block].to(dtype) for cache in (step.keys, step.values))
+        query = step.query[first:end].to(dtype).unflatten(1, (-1, step.group))
+        scores = torch.einsum("lhgd,shd->hgls", query, keys) * step.scale
+        scores = scores.masked_fill(~visible[:, begin:], -torch.inf)
+        weights = scores.softmax(dim=-1).nan_to_num(0.0)
+        out[first:end] = torch.einsum("hgls,shd->lhgd", weights, values).flatten(1, 2).to(out.dtype)
+    return out
+
+
+def _visible(step: AttentionStep, first: int, end: int, length: int) -> torch.Tensor:
+    """Return which positions each query token of a request sees, [query tokens, length]."""
+    device = step.query.device
+    queries = end - first
+    position = torch.arange(length, device=device)
+    own = torch.arange(length - queries, length, device=device).unsqueeze(1)
+    if step.tree is not None:
+        bits = step.tree[first:end].unsqueeze(1) >> torch.arange(queries, device=device) & 1
+        before = torch.ones(queries, length - queries, dtype=torch.bool, device=device)
+        return torch.cat((before, bits.bool()), dim=1)
+    visible = position <= own
+    return visible if step.window is None else visible & (position > own - step.window)
 
 
 def attend(step: AttentionStep, *, backend: Backend | str | None = None) -> torch.Tensor:

@@ -1,16 +1,16 @@
-"""Short-query attention in Triton.
+"""Short-query attention in Triton: a queue of units that programs share, attention, and the sum of parts.
+
+The queue that programs share (inputs.py), as the kernels see it: the units of requests, and where one lies. Units
+are `chunk` positions of a walk; a walk is one tile of a request's rows for one key-value head.
 
 A row is a query token with one of the `group` query heads of a key-value head, so a tile of 16 holds a decoding
-request of 16 heads a group as well as four query tokens of 4. The programs share the queue that launch.py
+request of 16 heads a group as well as four query tokens of 4. The programs share the queue that inputs.py
 describes. A program that walks all of a request's positions for a tile writes the result; of those that share
 one, each leaves a part, and a second kernel sums them up in a fixed order.
 
 Nothing here waits for the device or reads a value from it, so that launches can be captured in a CUDA graph; how
 often a kernel is compiled depends on the model and on the size of the tile, not on the batch.
 """
-
-# mypy: disable-error-code="no-untyped-def,import-untyped"
-# Triton's functions carry types that annotations cannot say.
 
 from __future__ import annotations
 
@@ -20,11 +20,84 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.short_query_attention.inputs import AttentionStep
-from kernels.short_query_attention.launch import Scratch, programs_for, tile_rows
-from kernels.short_query_attention.triton_queue import find_unit, first_seen, units_before, units_of
+from kernels.short_query_attention.inputs import AttentionStep, Scratch, programs_for, tile_rows
 from kernels.triton_math import dot, narrow
 from kernels.tuning import tuning
+
+# mypy: disable-error-code="no-untyped-def,import-untyped"
+# Triton's functions carry types that annotations cannot say.
+
+
+_REQUESTS_AT_ONCE = tl.constexpr(128)
+
+
+@triton.jit
+def first_seen(length, queries, window, WINDOW: tl.constexpr):
+    """Return the first position that any query token of a request sees."""
+    if WINDOW:
+        return tl.maximum(length - queries - window + 1, 0)
+    else:
+        return length * 0
+
+
+@triton.jit
+def units_of(
+    lengths, cu_queries, request, requests, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the walks (tiles of all heads) and the chunks of requests; units are their product."""
+    there = request < requests
+    first = tl.load(cu_queries + request, mask=there, other=0)
+    queries = (tl.load(cu_queries + request + 1, mask=there, other=0) - first).to(tl.int32)
+    queries = tl.where(there, queries, 0)
+    length = tl.load(lengths + request, mask=there, other=0).to(tl.int32)
+    seen = tl.maximum(length - first_seen(length, queries, window, WINDOW), 1)
+    tiles = tl.cdiv(queries * GROUP, TILE)
+    return tiles * (HEADS // GROUP), tl.where(queries > 0, tl.cdiv(seen, CHUNK), 0)
+
+
+@triton.jit
+def units_before(
+    lengths, cu_queries, requests, limit, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the units of requests below `limit`, int64."""
+    lane = tl.arange(0, _REQUESTS_AT_ONCE)
+    total = tl.zeros((_REQUESTS_AT_ONCE,), tl.int64)
+    for start in range(0, limit, _REQUESTS_AT_ONCE):
+        walks, chunks = units_of(
+            lengths, cu_queries, start + lane, requests, window, HEADS, GROUP, WINDOW, TILE, CHUNK
+        )
+        total += tl.where(start + lane < limit, walks.to(tl.int64) * chunks, 0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def find_unit(
+    lengths, cu_queries, requests, unit, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the request that a unit belongs to, and the units before that request, int64."""
+    lane = tl.arange(0, _REQUESTS_AT_ONCE)
+    found = tl.full((), 0, tl.int32)
+    before = tl.full((), 0, tl.int64)
+    total = tl.full((), 0, tl.int64)
+    for start in range(0, requests, _REQUESTS_AT_ONCE):
+        walks, chunks = units_of(
+            lengths, cu_queries, start + lane, requests, window, HEADS, GROUP, WINDOW, TILE, CHUNK
+        )
+        units = walks.to(tl.int64) * chunks
+        behind = total + tl.cumsum(units, axis=0)
+        passed = (behind <= unit) & (start + lane < requests)
+        found += tl.sum(passed.to(tl.int32), axis=0)
+        before += tl.sum(tl.where(passed, units, 0), axis=0)
+        total += tl.sum(units, axis=0)
+    return found, before
+
+
+# mypy: disable-error-code="no-untyped-def,import-untyped"
+# Triton's functions carry types that annotations cannot say.
+
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _OF_THE_BATCH = ["window", "requests", "programs"]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.suffix_index.compiled import entry_points as compiled
-from kernels.suffix_index.compiled import recent
+from kernels.suffix_index.compiled import tables
 from kernels.suffix_index.compiled.layout import (
     CHUNK,
     CURSOR,
@@ -29,8 +29,8 @@ from kernels.suffix_index.compiled.layout import (
     STATES,
     Arrays,
 )
-from kernels.suffix_index.compiled.odds import prior_odds
-from kernels.suffix_index.compiled.shared import LEAST_ENTRIES
+from kernels.suffix_index.compiled.prediction import prior_odds
+from kernels.suffix_index.compiled.tables import LEAST_SHARED as LEAST_ENTRIES
 
 _GROWTH = 1.5
 # Rows of an array when it is first needed.
@@ -187,7 +187,7 @@ class Arena:
 
 def _recent_entries(max_tokens: int) -> int:
     """Return the size of the table of latest occurrences: one entry per token, within bounds."""
-    return min(max(recent.LEAST_ENTRIES, 1 << max_tokens.bit_length()), recent.MOST_ENTRIES)
+    return min(max(tables.LEAST_RECENT, 1 << max_tokens.bit_length()), tables.MOST_RECENT)
 
 
 def _larger(rows: int, needed: int, most: int) -> int:

@@ -1,4 +1,6 @@
-"""Prompts of an index: their automata, their cost, and their eviction.
+"""Prompts of an index: their automata, cost and eviction, and the steps of their growing rollouts.
+
+Importing this module imports numba.
 
 An automaton from which a text was removed is freed at once, and rebuilt from the other texts when next needed.
 """
@@ -6,15 +8,26 @@ An automaton from which a text was removed is freed at once, and rebuilt from th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from math import log2
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
 from kernels.suffix_index.arena import Arena, Full
-from kernels.suffix_index.compiled.layout import NOWHERE
-from kernels.suffix_index.names import Name
-from kernels.suffix_index.prompt import TEXT_COST, GrowingRollout, IndexedPrompt, IndexedRollout
+from kernels.suffix_index.compiled.entry_points import DONE, NO_ROOM, branch, step
+from kernels.suffix_index.compiled.layout import NOWHERE, RIVALS
+from kernels.suffix_index.records import (
+    TEXT_COST,
+    Branches,
+    Continuations,
+    GrowingRollout,
+    IndexedPrompt,
+    IndexedRollout,
+    IndexSettings,
+    Name,
+)
 
 # An occurrence in the prompt itself weighs next to nothing: it decides only where no rollout has been.
 _PROMPT_WEIGHT = 2.0**-100
@@ -271,3 +284,84 @@ class Prompts:
             self.set_tokens(name, entry.tokens[:0])
         else:
             raise RuntimeError(f"no room for the root of prompt {name!r}: the bound was not kept")
+
+
+@dataclass(slots=True)
+class Stepper:
+    """Steps the growing rollouts of an index."""
+
+    arena: Arena
+    prompts: Prompts
+    settings: IndexSettings
+
+    def step(
+        self,
+        handles: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        cu: npt.NDArray[np.int64],
+        window: int,
+        branches: int,
+    ) -> Continuations:
+        """Append tokens and predict continuations; see SuffixIndex.step. Shapes and ids are valid."""
+        if branches:
+            self.arena.arrays.scalars[RIVALS] = 1
+        over_bound = self.prompts.used + len(tokens) > self.settings.max_tokens
+        if over_bound or self.prompts.unbuilt:
+            names = self._prompts_of(handles)
+            if over_bound:
+                self._make_room(handles, cu)
+            self.prompts.build(names)
+        n, settings, cleared = len(handles), self.settings, False
+        found = Continuations(
+            np.zeros((n, window), np.int32),
+            np.zeros((n, window), np.float32),
+            np.zeros(n, np.int32),
+            np.zeros(n, np.int32),
+        )
+        progress = np.zeros(2, np.int64)
+        while True:
+            status = step(
+                self.arena.arrays, handles, tokens, cu, progress,
+                settings.reach, settings.min_match, np.float32(settings.floor),
+                found.tokens, found.shares, found.counts, found.matches,
+            )  # fmt: skip
+            if status == DONE:
+                self.arena.relieve()
+                return replace(found, branches=self._branch(handles, found, branches)) if branches else found
+            if status != NO_ROOM:
+                raise KeyError(int(handles[status]))
+            try:
+                self.arena.grow()
+            except Full:
+                if cleared:
+                    self.arena.halt(int(handles[progress[0]]))
+                else:
+                    names = self._prompts_of(handles)
+                    self.prompts.clear(names)
+                    self.prompts.build(names)
+                    cleared = True
+
+    def _branch(self, handles: npt.NDArray[np.int64], found: Continuations, most: int) -> Branches:
+        shape = (len(handles), most * found.tokens.shape[1])
+        made = Branches(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.full(shape, -1))
+        branch(
+            self.arena.arrays, handles, self.settings.min_match, np.float32(self.settings.floor),
+            found.tokens, found.shares, found.counts, most, made.tokens, made.parents, made.shares,
+        )  # fmt: skip
+        return made
+
+    def _make_room(self, handles: npt.NDArray[np.int64], cu: npt.NDArray[np.int64]) -> None:
+        """Make room for the new tokens, by halting rollouts from the last on if need be."""
+        lengths = np.diff(cu)
+        lengths[[self.arena.halted(handle) for handle in handles.tolist()]] = 0
+        room = self.prompts.room()
+        for i in reversed(range(len(handles))):
+            if lengths.sum() <= room:
+                break
+            if lengths[i]:
+                self.arena.halt(int(handles[i]))
+                lengths[i] = 0
+        self.prompts.make_room(int(lengths.sum()))
+
+    def _prompts_of(self, handles: npt.NDArray[np.int64]) -> set[Name]:
+        return {self.prompts.growing[handle].prompt for handle in handles.tolist()}

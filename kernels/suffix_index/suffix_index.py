@@ -17,10 +17,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kernels.suffix_index import archive
-from kernels.suffix_index.continuations import Continuations
-from kernels.suffix_index.names import Name, check_name, check_version, token_array
-from kernels.suffix_index.prompt import TEXT_COST, IndexedRollout
+from kernels.suffix_index import records
+from kernels.suffix_index.records import (
+    TEXT_COST,
+    Continuations,
+    IndexedRollout,
+    Name,
+    check_name,
+    check_version,
+    token_array,
+)
 
 if TYPE_CHECKING:
     from kernels.suffix_index.arena import Arena
@@ -74,10 +80,9 @@ class SuffixIndex:
         if not 0.0 <= floor <= 1.0:
             raise ValueError(f"floor must be in [0, 1], got {floor}")
         from kernels.suffix_index.arena import Arena
-        from kernels.suffix_index.prompts import Prompts
-        from kernels.suffix_index.stepper import Stepper
+        from kernels.suffix_index.prompts import Prompts, Stepper
 
-        self._settings = archive.IndexSettings(max_tokens, decay, reach, min_match, floor)
+        self._settings = records.IndexSettings(max_tokens, decay, reach, min_match, floor)
         self._arena: Arena = Arena(max_tokens)
         self._prompts: Prompts = Prompts(self._arena, max_tokens, decay, reach)
         self._stepper = Stepper(self._arena, self._prompts, self._settings)
@@ -208,20 +213,20 @@ class SuffixIndex:
         saved = []
         for name, entry in self._prompts:
             rollouts = [
-                archive.SavedRollout(each, rollout.version, rollout.tokens)
+                records.SavedRollout(each, rollout.version, rollout.tokens)
                 for each, rollout in entry.rollouts.items()
             ]
             rollouts += [
-                archive.SavedRollout(each, self._prompts.growing[handle].version, self._arena.text(handle))
+                records.SavedRollout(each, self._prompts.growing[handle].version, self._arena.text(handle))
                 for each, handle in entry.growing.items()
             ]
-            saved.append(archive.SavedPrompt(name, entry.tokens, rollouts))
-        return archive.write(self._settings, saved)
+            saved.append(records.SavedPrompt(name, entry.tokens, rollouts))
+        return records.write(self._settings, saved)
 
     @classmethod
     def load(cls, data: bytes) -> SuffixIndex:
         """Return the index that `dump` saved; ValueError for other data."""
-        settings, saved = archive.read(data)
+        settings, saved = records.read(data)
         index = cls(**settings.as_arguments())
         for prompt in saved:
             index.put_prompt(prompt.name, prompt.tokens)

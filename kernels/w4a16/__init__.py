@@ -9,10 +9,7 @@ Ours is the rounding, at every update of the weights. The product is vLLM's Mach
 - triton_quantise.py: the kernel that rounds
 """
 
-from kernels.w4a16.cpu_product import CpuW4Weight, for_cpu, matmul_cpu
-from kernels.w4a16.matmul import matmul
-from kernels.w4a16.quantise import quantise
-from kernels.w4a16.reference import dequantise
-from kernels.w4a16.weight import GROUPS, W4Weight
+from kernels.w4a16.linear import CpuW4Weight, for_cpu, matmul, matmul_cpu, quantise
+from kernels.w4a16.weight import GROUPS, W4Weight, dequantise
 
 __all__ = ["GROUPS", "CpuW4Weight", "W4Weight", "dequantise", "for_cpu", "matmul", "matmul_cpu", "quantise"]

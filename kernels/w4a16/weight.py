@@ -1,4 +1,4 @@
-"""A weight matrix in 4 bits."""
+"""A weight matrix in 4 bits, and W4A16 in plain PyTorch: quantise, dequantise and multiply."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import FLOATS, check, check_device
+from kernels.backend import FLOATS, check, check_device
 
 GROUPS = (32, 64, 128, 256)
 PER_WORD = 8
@@ -59,3 +59,72 @@ def check_group(group: int) -> None:
     """ValueError unless it is a group size that the kernels know."""
     if group not in GROUPS:
         raise ValueError(f"group must be one of {GROUPS}, got {group}")
+
+
+LEVELS = 15
+
+
+def quantise_reference(
+    weight: torch.Tensor, group: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Round to nearest (ties to even): (packed, scales, zeros) of a [N, K] matrix, as W4Weight has them.
+
+    Symmetric: scale = max|w| / 7.5, q = clamp(round(w / scale) + 8, 0, 15). Asymmetric, with the range widened to
+    hold 0: scale = (max - min) / 15, zero = clamp(round(-min / scale), 0, 15), q = clamp(round(w / scale) + zero,
+    0, 15). The scale is rounded to `scale_dtype` before it divides, so a weight is off by at most half a step
+    and, at the ends of the range, by what that rounding clips. A group whose scale rounds to 0 becomes 0.
+    """
+    rows, columns = weight.shape
+    width = -(-columns // group) * group
+    grouped = torch.nn.functional.pad(weight.float(), (0, width - columns)).view(rows, -1, group)
+    if symmetric:
+        scales = (grouped.abs().amax(dim=-1) / 7.5).to(scale_dtype)
+        zeros = torch.full_like(scales, MIDDLE, dtype=torch.float32)
+    else:
+        low, high = grouped.amin(dim=-1).clamp(max=0), grouped.amax(dim=-1).clamp(min=0)
+        # Halves are taken first: the range of a group may be beyond float32.
+        scales = ((high / 15) - (low / 15)).to(scale_dtype)
+        zeros = (-low / _divisor(scales)).round().clamp(0, LEVELS)
+    q = (grouped / _divisor(scales).unsqueeze(-1)).round() + zeros.unsqueeze(-1)
+    q = torch.where((scales == 0).unsqueeze(-1), zeros.unsqueeze(-1), q.clamp(0, LEVELS))
+    packed = pack(q.view(rows, width)[:, :columns].to(torch.int32))
+    return packed, scales, None if symmetric else zeros.to(torch.uint8)
+
+
+def pack(q: torch.Tensor) -> torch.Tensor:
+    """[N, K] integers in 0..15 -> [N, ceil(K / 8)] int32."""
+    rows, columns = q.shape
+    words = -(-columns // PER_WORD)
+    q = torch.nn.functional.pad(q.to(torch.int32), (0, words * PER_WORD - columns)).view(
+        rows, words, PER_WORD
+    )
+    packed = torch.zeros(rows, words, dtype=torch.int32, device=q.device)
+    for i in range(PER_WORD):
+        packed |= q[:, :, i] << (4 * i)
+    return packed
+
+
+def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """[N, ceil(K / 8)] int32 -> [N, K] int32 in 0..15."""
+    shifts = torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(1)[:, :columns]
+
+
+def dequantise(weight: W4Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the [N, K] matrix of a 4-bit weight, computed in float32; `dtype` defaults to that of the scales."""
+    q = unpack(weight.packed, weight.columns)
+    width = weight.scales.shape[1] * weight.group
+    q = torch.nn.functional.pad(q, (0, width - weight.columns)).view(weight.rows, -1, weight.group).float()
+    zeros: torch.Tensor | int = MIDDLE if weight.zeros is None else weight.zeros.unsqueeze(-1).float()
+    result = (q - zeros) * weight.scales.float().unsqueeze(-1)
+    return result.view(weight.rows, width)[:, : weight.columns].to(dtype or weight.scales.dtype)
+
+
+def matmul_reference(x: torch.Tensor, weight: W4Weight) -> torch.Tensor:
+    """x [M, K] times the transposed weight: [M, N], computed in float32, in x's dtype."""
+    return (x.float() @ dequantise(weight, torch.float32).T).to(x.dtype)
+
+
+def _divisor(scales: torch.Tensor) -> torch.Tensor:
+    scales = scales.float()
+    return torch.where(scales == 0, torch.ones_like(scales), scales)

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from paceline.calls.caller import STREAM_SECONDS
-from paceline.calls.fleet import FleetCalls
+from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
+from paceline.calls.fleet import FleetCalls, WeightUpdateCalls
 from paceline.calls.rollouts import RolloutCalls
-from paceline.calls.weights import WeightUpdateCalls
-from paceline.retry import RetryPolicy
 from paceline.shards import OpenShard, Shard, Shards
-from paceline.transport import Transport
+from paceline.transport.interface import Transport
 
 
 class GatewayCalls(RolloutCalls, WeightUpdateCalls, FleetCalls):

@@ -1,22 +1,89 @@
-"""Options that commands share, and the client that the connection options make."""
+"""Options and output that commands share.
+
+The connection options make a client; their defaults come from a profile, in a file of the user. Output is JSON,
+or tables that fit 80 columns where names do.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Column, Table
 
-from paceline.channel import Tls
-from paceline.cli.profiles import PROFILE, Profile, ProfileError, read_profile
+from paceline.calls.caller import RetryPolicy
 from paceline.client import Client
-from paceline.found_token import TOKEN_FILE, read_token
-from paceline.retry import RetryPolicy
-from paceline.tls_files import TlsFileError
+from paceline.transport.channel import Tls, TlsFileError
+from paceline.transport.options import TOKEN_FILE, read_token
+
+CONFIG, PROFILE = "PACELINE_CONFIG", "PACELINE_PROFILE"
+_MOST_NAMED = 20
+
+
+class ProfileError(ValueError):
+    """Raised for a profile that cannot be used; the message names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Options of a connection, each None where the profile leaves it out."""
+
+    address: str | None = None
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str | None = None
+    token_file: Path | None = None
+    insecure: bool | None = None
+
+    @classmethod
+    def of(cls, values: dict[str, Any], folder: Path) -> Self:
+        """Make a profile of a table of the file, which is in `folder`. ProfileError: a wrong name or type."""
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(values.keys() - set(names)):
+            raise ProfileError(f"{unknown[0]!r} is no option; options are {', '.join(names)}")
+        for name, value in values.items():
+            wanted, allowed = (bool, "true or false") if name == "insecure" else (str, "text")
+            if type(value) is not wanted:
+                raise ProfileError(f"{name} is {value!r}; must be {allowed}")
+        files = [name for name in values if name.endswith("_file")]
+        return cls(**{**values, **{name: folder / Path(values[name]).expanduser() for name in files}})
+
+
+def config_file() -> Path:
+    """Return the path of the file with profiles. RuntimeError: this user has no home folder."""
+    if named := os.environ.get(CONFIG):
+        return Path(named)
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "paceline/config.toml"
+
+
+def read_profile(name: str) -> Profile:
+    """Return a profile. ProfileError: there is none of this name, or it cannot be read."""
+    try:
+        path = config_file()
+        profiles = tomllib.loads(path.read_text()).get("profiles", {})
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ProfileError(f"profiles cannot be read: {error}") from error
+    found = profiles.get(name) if isinstance(profiles, dict) else None
+    if not isinstance(found, dict):
+        names = ", ".join(map(repr, list(profiles)[:_MOST_NAMED])) or "none"
+        raise ProfileError(f"{path} has no profile {name!r}; profiles are {names}")
+    try:
+        return Profile.of(found, path.parent)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: profile {name!r}: {error}") from error
+
 
 ADDRESS = "127.0.0.1:7400"
 P = ParamSpec("P")
@@ -160,3 +227,53 @@ def connected(command: Callable[Concatenate[GatewayOptions, P], R]) -> Callable[
     described.__signature__ = signature.replace(parameters=[*own, *added])
     described.__annotations__ = {each.name: each.annotation for each in (*own, *added)}
     return with_options
+
+
+_PADDING = 2
+_FOLDED = 10
+"""Width to which a column may shrink whose cells are folded."""
+
+
+def plain_table() -> Table:
+    """Return a table without lines. Long cells fold into several lines instead of being cut."""
+    return Table(box=None, padding=(0, _PADDING, 0, 0), header_style="bold")
+
+
+def add_columns(table: Table, *names: str, number: bool = False, whole: bool = False) -> None:
+    """Add columns. Columns of a `number` are right-aligned; these and `whole` columns are never folded."""
+    for name in names:
+        if number or whole:
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold")
+
+
+def least_width(console: Console, table: Table) -> int:
+    """Return the width that a table of `plain_table` needs, with all of what is never folded."""
+    options = console.options.update(width=10_000)
+
+    def width(column: Column) -> int:
+        cells = (column.header, *column.cells)
+        widest = max(Measurement.get(console, options, cell).maximum for cell in cells)
+        return (widest if column.no_wrap else min(widest, _FOLDED)) + _PADDING
+
+    return sum(map(width, table.columns))
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table, on lines longer than the terminal's where names are too long for these."""
+    console.width = max(console.width, least_width(console, table))
+    console.print(table)
+
+
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """Print dataclasses, and containers of them, as JSON. Without an indent on one line."""
+    typer.echo(json.dumps(value, indent=indent, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -75,7 +75,7 @@ def write_report(entries: Sequence[Decision], output: Path, run: str = "", save:
     Raises:
         typer.BadParameter: there is no step of the run that is named.
     """
-    from paceline.report.entries import read_facts
+    from paceline.report.facts import read_facts
     from paceline.report.page import render
 
     runs = runs_of(entries)
@@ -117,7 +117,7 @@ def _serve(watched: LiveReport, port: int) -> None:
 
 
 def _read(path: Path) -> list[Decision]:
-    from paceline.report.entries import parsed
+    from paceline.report.facts import parsed
 
     try:
         return parsed(path.read_text().splitlines())

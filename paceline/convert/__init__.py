@@ -1,32 +1,16 @@
 """Translate between the SDK's records and the protocol's messages. Pure; one module for each service."""
 
-from paceline.convert.fleet import decision, drafter, instance, instances, knob_change, knob_setting
-from paceline.convert.messages import message
-from paceline.convert.requests import (
-    batch_to_proto,
-    continuations_to_proto,
-    exactness_to_proto,
-    group_to_proto,
-    groups_to_proto,
-    hint_to_proto,
-    keys_to_proto,
-    opening_to_proto,
-    rewards_to_proto,
-    sample_request_to_proto,
-    sampling_to_proto,
-    tools_to_proto,
-    whole_batch,
-    whole_groups,
-    whole_rewards,
-    whole_sampling,
-)
-from paceline.convert.rollouts import batch_status, exactness, generate_events, provenance, sample, submitted
-from paceline.convert.sessions import environment_spans, sample_calls
-from paceline.convert.weights import (
+from paceline.convert.fleet import (
     collective_started,
+    decision,
+    drafter,
     in_flight_to_proto,
+    instance,
     instance_update,
     instance_updates,
+    instances,
+    knob_change,
+    knob_setting,
     staged,
     stream_started,
     target_to_proto,
@@ -34,6 +18,33 @@ from paceline.convert.weights import (
     update_started,
     versions,
 )
+from paceline.convert.rollouts import (
+    batch_status,
+    batch_to_proto,
+    continuations_to_proto,
+    environment_spans,
+    exactness,
+    exactness_to_proto,
+    generate_events,
+    group_to_proto,
+    groups_to_proto,
+    hint_to_proto,
+    keys_to_proto,
+    opening_to_proto,
+    provenance,
+    rewards_to_proto,
+    sample,
+    sample_calls,
+    sample_request_to_proto,
+    sampling_to_proto,
+    submitted,
+    tools_to_proto,
+    whole_batch,
+    whole_groups,
+    whole_rewards,
+    whole_sampling,
+)
+from paceline.convert.values import message
 
 __all__ = [
     "batch_status",

@@ -1,16 +1,71 @@
-"""Translate messages about instances, knobs, the drafter and decisions."""
+"""Translate messages about instances, weight updates, knobs, the drafter and decisions.
+
+A setting of knobs names only the knobs that it sets: `{"mode": "toggle", "ladder": {"on": True}}`. The service
+checks the values; only what has no place in a message is refused here, in the same words.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
+from google.protobuf.message import Message
 
 from paceline import types as t
-from paceline.convert.enums import EnumPair
-from paceline.knobs import knobs_from_proto
+from paceline.convert.values import EnumPair
+from paceline.errors import invalid_argument
 from paceline.times import seconds_of
-from paceline.v1 import fleet_pb2
+from paceline.v1 import fleet_pb2, knobs_pb2, weight_pb2
+
+Faults = dict[str, str]
+"""What is wrong, by the field's dotted name."""
+
+
+def knobs_to_proto(knobs: Mapping[str, Any]) -> knobs_pb2.Knobs:
+    """Return the knobs as a message; what the mapping does not name stays unset.
+
+    Raises:
+        InvalidArgumentError: a name is no knob, or a value is not of its knob's type; `violations` names it.
+    """
+    message = knobs_pb2.Knobs()
+    if not isinstance(knobs, Mapping):
+        raise invalid_argument(
+            {"knobs": f"is a {type(knobs).__name__}; must be a mapping of names to values"}
+        )
+    faults: Faults = {}
+    _fill(message, knobs, "knobs", faults)
+    if faults:
+        raise invalid_argument(faults)
+    return message
+
+
+def knobs_from_proto(message: knobs_pb2.Knobs) -> dict[str, Any]:
+    """Return the knobs that are set, by name."""
+    values: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return values
+
+
+def _fill(message: Message, values: Mapping[str, Any], path: str, faults: Faults) -> None:
+    fields = message.DESCRIPTOR.fields_by_name
+    for name, value in values.items():
+        place = f"{path}.{name}"
+        field = fields.get(name)
+        if field is None:
+            faults[place] = f"is no knob; there are {', '.join(fields)}"
+        elif field.message_type is not None and isinstance(value, Mapping):
+            group: Message = getattr(message, name)
+            group.SetInParent()
+            _fill(group, value, place, faults)
+        elif isinstance(value, list | tuple) and not value:
+            faults[place] = "is empty; leave it out to unset it"
+        else:
+            try:
+                values_by_name = {name: list(value) if isinstance(value, tuple) else value}
+                json_format.ParseDict(values_by_name, message)
+            except json_format.ParseError:
+                faults[place] = f"is {value!r}, which is not a value of this knob's type"
+
 
 _STATE = EnumPair(t.InstanceState, fleet_pb2.InstanceState, "INSTANCE_STATE")
 
@@ -102,4 +157,83 @@ def decision(answer: fleet_pb2.WatchDecisionsResponse) -> t.Decision:
     details = _values(answer.details)
     return t.Decision(
         seconds_of(answer.time), answer.kind, answer.reason, answer.predicted_gain, details, answer.run_id
+    )
+
+
+_TARGET = EnumPair(t.WeightTarget, weight_pb2.WeightTarget, "WEIGHT_TARGET")
+_IN_FLIGHT = EnumPair(t.InFlight, weight_pb2.InFlight, "IN_FLIGHT")
+
+
+def target_to_proto(target: t.WeightTarget) -> weight_pb2.WeightTarget:
+    """Return the number of a target."""
+    number: weight_pb2.WeightTarget = _TARGET.number(target, "target")
+    return number
+
+
+def in_flight_to_proto(treatment: t.InFlight) -> weight_pb2.InFlight:
+    """Return the number of a treatment of samples in flight."""
+    number: weight_pb2.InFlight = _IN_FLIGHT.number(treatment, "in_flight")
+    return number
+
+
+def instance_update(message: weight_pb2.InstanceUpdate) -> t.InstanceUpdate:
+    """Return the outcome of an update on one instance."""
+    return t.InstanceUpdate(
+        instance_id=message.instance_id,
+        applied=message.applied,
+        policy_version=message.policy_version,
+        checksum=message.checksum,
+        error=message.error,
+        stage_seconds=seconds_of(message.stage_time),
+        apply_seconds=seconds_of(message.apply_time),
+        dropped_blocks=message.dropped_blocks,
+    )
+
+
+def instance_updates(messages: Iterable[weight_pb2.InstanceUpdate]) -> tuple[t.InstanceUpdate, ...]:
+    """Return the outcomes on all instances, in the service's order."""
+    return tuple(instance_update(message) for message in messages)
+
+
+def update_started(answer: weight_pb2.StartUpdateResponse) -> t.UpdateStarted:
+    """Return a claimed update."""
+    return t.UpdateStarted(answer.update_id, answer.policy_version)
+
+
+def stream_started(answer: weight_pb2.StartUpdateResponse, version: int) -> t.StreamStarted:
+    """Return a claimed update and the instance to push to."""
+    to = answer.stream
+    return t.StreamStarted(answer.update_id, version, to.instance_id, to.address, to.ticket)
+
+
+def collective_started(answer: weight_pb2.StartUpdateResponse, version: int) -> t.CollectiveStarted:
+    """Return a claimed update and the instances that take part."""
+    return t.CollectiveStarted(answer.update_id, version, tuple(answer.collective.instance_ids))
+
+
+def staged(answer: weight_pb2.UpdateWeightsResponse) -> tuple[t.InstanceUpdate, ...]:
+    """Return the outcome of staging on each instance."""
+    return instance_updates(answer.instances)
+
+
+def update_finished(answer: weight_pb2.FinishUpdateResponse) -> t.UpdateFinished:
+    """Return a published update."""
+    return t.UpdateFinished(
+        answer.policy_version,
+        answer.drafter_version,
+        instance_updates(answer.instances),
+        answer.aborted_samples,
+        answer.continued_samples,
+    )
+
+
+def versions(answer: weight_pb2.GetVersionsResponse) -> t.Versions:
+    """Return the published versions."""
+    return t.Versions(
+        policy_version=answer.policy_version,
+        drafter_version=answer.drafter_version,
+        policy_path=answer.policy_path,
+        policy_checksum=answer.policy_checksum,
+        update_id=answer.update_id,
+        instances=instance_updates(answer.instances),
     )

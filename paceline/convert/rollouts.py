@@ -1,20 +1,310 @@
-"""Translate messages into samples, and what else answers requests for rollouts."""
+"""Translate requests for rollouts into messages, and messages into samples and other answers.
+
+Errors name fields by their paths, such as groups[3].samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
 from paceline import types as t
-from paceline.convert.enums import EnumPair
-from paceline.convert.sessions import environment_spans
-from paceline.times import seconds_of
+from paceline.convert import values
+from paceline.convert.values import EnumPair, message, record
+from paceline.times import duration, seconds_of
 from paceline.v1 import rollout_pb2, sample_pb2
 
+R = TypeVar("R")
+M = TypeVar("M", rollout_pb2.SubmitRolloutsRequest, rollout_pb2.OpenBatchRequest)
+
+_OPTIONAL_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "min_tokens",
+    "prompt_logprobs",
+    "stop_token_ids",
+    "stop",
+    "allowed_token_ids",
+    "top_logprobs",
+    "ignore_eos",
+)
+_MODE = EnumPair(t.LogprobsMode, sample_pb2.LogprobsMode, "LOGPROBS_MODE")
 _LEVEL = EnumPair(t.ExactnessLevel, sample_pb2.ExactnessLevel, "EXACTNESS_LEVEL")
+_STALE = EnumPair(t.Stale, rollout_pb2.Stale, "STALE")
+
+
+def sampling_to_proto(params: t.SamplingParams, at: str = "sampling") -> sample_pb2.SamplingParams:
+    """Return the message; fields that are None stay unset."""
+    record(params, t.SamplingParams, at)
+    return message(
+        sample_pb2.SamplingParams,
+        at,
+        **{name: getattr(params, name) for name in _OPTIONAL_SAMPLING},
+        json_schema=_json(params.json_schema, f"{at}.json_schema"),
+        logprobs_mode=_MODE.number(params.logprobs_mode, f"{at}.logprobs_mode"),
+    )
+
+
+def exactness_to_proto(exactness: t.Exactness, at: str = "exactness") -> sample_pb2.Exactness:
+    """Return the message; fields that are None stay unset."""
+    record(exactness, t.Exactness, at)
+    return message(
+        sample_pb2.Exactness,
+        at,
+        level=_LEVEL.number(exactness.level, f"{at}.level"),
+        lenience=exactness.lenience,
+        reuse_delay=exactness.reuse_delay,
+        kl_target=exactness.kl_target,
+        diversity_floor=exactness.diversity_floor,
+    )
+
+
+def tools_to_proto(tools: t.ToolUse, at: str = "tools") -> sample_pb2.ToolUse:
+    """Return the message; fields that are None stay unset."""
+    record(tools, t.ToolUse, at)
+    return message(
+        sample_pb2.ToolUse,
+        at,
+        call_token_ids=tools.call_token_ids,
+        call_strings=tools.call_strings,
+        max_calls=tools.max_calls,
+        max_wait=_seconds(tools.max_wait, f"{at}.max_wait"),
+    )
+
+
+def group_to_proto(group: t.Group, at: str = "group") -> rollout_pb2.Group:
+    """Return the message; prompt ids may be any row of integers."""
+    record(group, t.Group, at)
+    sampling = None if group.sampling is None else sampling_to_proto(group.sampling, f"{at}.sampling")
+    return message(
+        rollout_pb2.Group,
+        at,
+        prompt_id=group.prompt_id,
+        prompt_token_ids=group.prompt_token_ids,
+        samples=group.samples,
+        sampling=sampling,
+        expected_tokens=group.expected_tokens,
+    )
+
+
+def groups_to_proto(groups: Iterable[t.Group]) -> list[rollout_pb2.Group]:
+    """Return the messages of groups in their order."""
+    return [group_to_proto(each, at) for each, at in _records(groups, "groups", t.Group)]
+
+
+def whole_groups(groups: Iterable[t.Group]) -> list[t.Group]:
+    """Return groups of which every field is Python's own, so that one can count with them."""
+    return [
+        replace(
+            each,
+            prompt_id=values.text(each.prompt_id, f"{at}.prompt_id"),
+            prompt_token_ids=values.integers(each.prompt_token_ids, f"{at}.prompt_token_ids", *values.UINT32),
+            samples=values.integer(each.samples, f"{at}.samples", *values.UINT32),
+            sampling=None if each.sampling is None else whole_sampling(each.sampling, f"{at}.sampling"),
+            expected_tokens=values.integer(each.expected_tokens, f"{at}.expected_tokens", *values.UINT32),
+        )
+        for each, at in _records(groups, "groups", t.Group)
+    ]
+
+
+def whole_sampling(params: t.SamplingParams, at: str = "sampling") -> t.SamplingParams:
+    """Return parameters that can be sent more than once: a generator gives its items once."""
+    sent = sampling_to_proto(params, at)
+    return replace(
+        params,
+        stop_token_ids=tuple(sent.stop_token_ids),
+        stop=tuple(sent.stop),
+        allowed_token_ids=tuple(sent.allowed_token_ids),
+        json_schema=sent.json_schema,
+    )
+
+
+def whole_tools(tools: t.ToolUse | None) -> t.ToolUse | None:
+    """Return rules that can be sent more than once."""
+    if tools is None:
+        return None
+    sent = tools_to_proto(tools)
+    return replace(tools, call_token_ids=tuple(sent.call_token_ids), call_strings=tuple(sent.call_strings))
+
+
+def whole_batch(batch: t.Batch) -> t.Batch:
+    """Return a batch that can be counted with, and sent more than once."""
+    record(batch, t.Batch, "batch")
+    return replace(
+        batch,
+        groups=whole_groups(batch.groups),
+        sampling=whole_sampling(batch.sampling),
+        tools=whole_tools(batch.tools),
+    )
+
+
+def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
+    """Return the whole submission."""
+    request = _described(rollout_pb2.SubmitRolloutsRequest, batch)
+    request.groups.extend(groups_to_proto(batch.groups))
+    return request
+
+
+def opening_to_proto(batch: t.Batch) -> rollout_pb2.OpenBatchRequest:
+    """Return the opening of a batch, whose groups are added afterwards."""
+    return _described(rollout_pb2.OpenBatchRequest, batch)
+
+
+def hint_to_proto(hint: t.BatchHint) -> rollout_pb2.HintNextBatchRequest:
+    """Return the whole hint."""
+    record(hint, t.BatchHint, "hint")
+    return message(
+        rollout_pb2.HintNextBatchRequest,
+        run_id=hint.run_id,
+        step=hint.step,
+        policy_version=hint.policy_version,
+        groups=groups_to_proto(hint.groups),
+        sampling=sampling_to_proto(hint.sampling),
+        exactness=exactness_to_proto(hint.exactness),
+        run_seed=hint.run_seed,
+    )
+
+
+def sample_request_to_proto(request: t.SampleRequest) -> rollout_pb2.GenerateRequest:
+    """Return the whole request."""
+    record(request, t.SampleRequest, "request")
+    return message(
+        rollout_pb2.GenerateRequest,
+        run_id=request.run_id,
+        prompt_id=request.prompt_id,
+        slot=request.slot,
+        step=request.step,
+        policy_version=request.policy_version,
+        prompt_token_ids=request.prompt_token_ids,
+        prefix_token_ids=request.prefix_token_ids,
+        prefix_logprobs=request.prefix_logprobs,
+        sampling=sampling_to_proto(request.sampling),
+        exactness=exactness_to_proto(request.exactness),
+        run_seed=request.run_seed,
+    )
+
+
+def continuations_to_proto(continuations: Iterable[t.Continuation]) -> list[rollout_pb2.Continuation]:
+    """Return the messages of answers to tool calls."""
+    return [
+        message(
+            rollout_pb2.Continuation,
+            at,
+            prompt_id=each.prompt_id,
+            slot=each.slot,
+            position=each.position,
+            token_ids=each.token_ids,
+            end=each.end,
+        )
+        for each, at in _records(continuations, "continuations", t.Continuation)
+    ]
+
+
+def rewards_to_proto(rewards: Iterable[t.Reward]) -> list[rollout_pb2.Reward]:
+    """Return the messages of rewards, which are finite."""
+    return [
+        message(
+            rollout_pb2.Reward,
+            at,
+            prompt_id=each.prompt_id,
+            slot=each.slot,
+            reward=values.finite(each.reward, f"{at}.reward"),
+        )
+        for each, at in _records(rewards, "rewards", t.Reward)
+    ]
+
+
+def whole_rewards(rewards: Iterable[t.Reward]) -> list[t.Reward]:
+    """Return rewards of which every field is Python's own."""
+    return [t.Reward(each.prompt_id, each.slot, each.reward) for each in rewards_to_proto(rewards)]
+
+
+def keys_to_proto(keys: Iterable[t.SampleKey]) -> list[rollout_pb2.SampleKey]:
+    """Return the messages of names of samples."""
+    return [
+        message(rollout_pb2.SampleKey, at, prompt_id=each.prompt_id, slot=each.slot)
+        for each, at in _records(keys, "samples", t.SampleKey)
+    ]
+
+
+def _described(kind: type[M], batch: t.Batch) -> M:
+    """Return what submitting and opening a batch have in common."""
+    record(batch, t.Batch, "batch")
+    stale = _STALE.number(batch.stale, "stale")
+    return message(
+        kind,
+        run_id=batch.run_id,
+        batch_id=batch.batch_id,
+        step=batch.step,
+        policy_version=batch.policy_version,
+        sampling=sampling_to_proto(batch.sampling),
+        exactness=exactness_to_proto(batch.exactness),
+        run_seed=batch.run_seed,
+        priority=batch.priority,
+        weight=batch.weight,
+        deadline=_seconds(batch.deadline, "deadline"),
+        max_staleness=batch.max_staleness,
+        stale=0 if batch.max_staleness is None else stale,
+        tools=None if batch.tools is None else tools_to_proto(batch.tools),
+    )
+
+
+def _records(given: Iterable[R], field: str, kind: type[R]) -> Iterator[tuple[R, str]]:
+    """Yield records of one type, each with its path."""
+    if isinstance(given, kind):
+        values.refuse(field, given, f"must be a sequence of paceline.{kind.__name__}")
+    listed: Sequence[Any] = values.items(given, field, f"paceline.{kind.__name__}")
+    for number, each in enumerate(listed):
+        yield record(each, kind, f"{field}[{number}]"), f"{field}[{number}]"
+
+
+def _seconds(value: Any, field: str) -> Duration | None:
+    return None if value is None else duration(values.seconds(value, field))
+
+
+def _json(value: Any, field: str) -> str:
+    """Return a JSON schema as text."""
+    if not isinstance(value, Mapping):
+        return values.text(value, field)
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        values.refuse(field, value, f"must be JSON: {error}")
+
+
+def environment_spans(messages: Iterable[sample_pb2.EnvironmentSpan]) -> tuple[t.EnvironmentSpan, ...]:
+    """Return which tokens came from an environment."""
+    return tuple(t.EnvironmentSpan(each.begin, each.end) for each in messages)
+
+
+def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleCall]:
+    """Yield the calls of an event."""
+    for each in answer.calls:
+        yield t.SampleCall(
+            prompt_id=each.prompt_id,
+            slot=each.slot,
+            number=each.number,
+            begin=each.begin,
+            token_ids=np.array(each.token_ids, np.int64),
+            logprobs=np.array(each.logprobs, np.float32),
+            version_spans=tuple(t.VersionSpan(s.begin, s.end, s.policy_version) for s in each.version_spans),
+            environment_spans=environment_spans(each.environment_spans),
+        )
+
+
 _REASON = EnumPair(t.FinishReason, sample_pb2.FinishReason, "FINISH_REASON")
 _STATUS = EnumPair(t.SampleStatus, sample_pb2.SampleStatus, "SAMPLE_STATUS")
 

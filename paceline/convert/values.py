@@ -1,7 +1,7 @@
-"""Values as trainers have them, as those that messages take; a refusal names the field, the value and what may be.
+"""Convert the values of trainers into fields of messages.
 
-Taken are, beside Python's own types, scalars and arrays of numpy, tensors of torch, which is not imported, ranges,
-generators, and whole floats where an integer is wanted. InvalidArgumentError otherwise. Pure.
+Each value is converted by the type of its field in the protocol. A refusal names the field, the value and what is
+allowed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import math
 import operator
 import reprlib
 from array import array as unsigned
-from collections.abc import Iterable, Mapping, Set
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Set
+from enum import StrEnum
+from functools import lru_cache, partial
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
-from paceline.client_errors import invalid_argument
+from paceline.errors import invalid_argument
 
 UINT32, UINT64 = (0, 2**32 - 1), (0, 2**64 - 1)
 """Ranges of unsigned integers."""
@@ -199,3 +203,102 @@ def _numbers(row: Any) -> np.ndarray[Any, Any] | None:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
     return array if array.dtype.kind in "iuf" else None
+
+
+E = TypeVar("E", bound=StrEnum)
+
+
+class EnumPair(Generic[E]):
+    """The two sides of one enum."""
+
+    def __init__(self, kind: type[E], wrapper: Any, prefix: str) -> None:
+        pairs = {name.removeprefix(f"{prefix}_"): number for name, number in wrapper.items()}
+        self._numbers = {member: pairs[member.name] for member in kind}
+        self._members = {number: member for member, number in self._numbers.items()}
+        self._unknown = kind.__members__.get("UNSPECIFIED")
+
+    def number(self, member: E, field: str) -> Any:
+        """Return the protocol's number of a member, or of its name. InvalidArgumentError: there is none."""
+        found = self._numbers.get(member) if isinstance(member, str) else None
+        if found is None:
+            refuse(field, member, f"must be one of {', '.join(repr(each.value) for each in self._numbers)}")
+        return found
+
+    def member(self, number: int) -> E:
+        """Return the member of a number; UNSPECIFIED for one that this SDK does not know."""
+        member = self._members.get(number, self._unknown)
+        assert member is not None, f"no member for {number}"
+        return member
+
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+Convert = Callable[[Any, str], Any]
+
+_KINDS = FieldDescriptor
+_RANGES = {
+    _KINDS.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    _KINDS.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    _KINDS.CPPTYPE_UINT32: UINT32,
+    _KINDS.CPPTYPE_UINT64: UINT64,
+}
+_FLOATS = (_KINDS.CPPTYPE_DOUBLE, _KINDS.CPPTYPE_FLOAT)
+
+
+def message(kind: type[M], at: str = "", /, **given: Any) -> M:
+    """Return a message with these fields; `at` is the path of the message in the request.
+
+    None leaves a field unset that can be. Messages and enums are given as they are.
+
+    Raises:
+        InvalidArgumentError: a value is not of its field's type; its violation has the path of the field.
+    """
+    fields = _fields(cast(Any, kind))
+    converted = {}
+    for name, value in given.items():
+        optional, convert = fields[name]
+        if value is not None or not optional:
+            converted[name] = convert(value, f"{at}.{name}" if at else name)
+    return kind(**converted)
+
+
+def record(value: Any, kind: type[R], at: str) -> R:
+    """Return a value that must be one of the SDK's records."""
+    if not isinstance(value, kind):
+        refuse(at, value, f"must be a paceline.{kind.__name__}")
+    return value
+
+
+@lru_cache(maxsize=64)
+def _fields(kind: Any) -> Mapping[str, tuple[bool, Convert]]:
+    """Return for each field whether it may be unset, and how its values are converted."""
+    fields: Mapping[str, Any] = kind.DESCRIPTOR.fields_by_name
+    return {name: (field.has_presence, _converter(field)) for name, field in fields.items()}
+
+
+def _converter(field: FieldDescriptor) -> Convert:
+    kind, several = field.cpp_type, field.is_repeated
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return names
+    if kind in _RANGES:
+        low, high = _RANGES[kind]
+        return partial(integers if several else integer, low=low, high=high)
+    if kind in _FLOATS:
+        return reals if several else number
+    if kind == _KINDS.CPPTYPE_STRING:
+        return texts if several else text
+    if kind == _KINDS.CPPTYPE_BOOL:
+        return flag
+    if several or field.message_type is None:
+        return _as_it_is
+    return partial(_message_of, kind=field.message_type.full_name)
+
+
+def _as_it_is(value: Any, field: str) -> Any:
+    return value
+
+
+def _message_of(value: Any, field: str, kind: str) -> Any:
+    if not isinstance(value, Message) or value.DESCRIPTOR.full_name != kind:
+        refuse(field, value, f"must be a {kind}")
+    return value

@@ -1,9 +1,131 @@
-"""A chart of the page: its drawing at two widths, its words, and the table that says the same. Pure."""
+"""A chart of the page: its drawing as SVG at two widths, its words, its table, and the colours. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
+
+
+def element(name: str, *children: str, **attributes: float | str) -> str:
+    """Return an element. Underscores of attribute names become hyphens, numbers have at most two decimals.
+
+    Children are markup. `cls` is the attribute class.
+    """
+    told = "".join(f' {_name(key)}="{_value(value)}"' for key, value in attributes.items())
+    inside = "".join(children)
+    return f"<{name}{told}>{inside}</{name}>" if inside else f"<{name}{told}/>"
+
+
+def text(x: float, y: float, words: str, **attributes: float | str) -> str:
+    """Return a text with its baseline at y."""
+    return element("text", escape(words), x=x, y=y, **attributes)
+
+
+def title(words: str) -> str:
+    """Return what a browser shows where the pointer rests on the parent."""
+    return f"<title>{escape(words)}</title>"
+
+
+def line(x1: float, y1: float, x2: float, y2: float, **attributes: float | str) -> str:
+    """Return a straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+
+def path(points: Iterable[tuple[float, float]], **attributes: float | str) -> str:
+    """Return a line through points."""
+    steps = " ".join(f"{'L' if place else 'M'}{_value(x)} {_value(y)}" for place, (x, y) in enumerate(points))
+    return element("path", d=steps, **attributes)
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Return at most `most` + 1 round numbers from low to high; just `low` where there is nothing between."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(1, most)
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [place * step for place in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def short(value: float) -> str:
+    """Return a number of at most four digits or so."""
+    if value and abs(value) < 0.001:
+        return f"{value:.0e}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _name(key: str) -> str:
+    return "class" if key == "cls" else key.replace("_", "-")
+
+
+def _value(value: float | str) -> str:
+    if isinstance(value, str):
+        return escape(value)
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+SERIES = ("blue", "orange", "green", "red", "purple", "grey")
+"""Names of the colours of series."""
+LIGHT = {
+    "page": "#f5f6f8",
+    "card": "#ffffff",
+    "ink": "#16191f",
+    "muted": "#545d6a",
+    "line": "#d5dae1",
+    "link": "#0b57a4",
+    "blue": "#0b62a8",
+    "orange": "#b87100",
+    "green": "#009e73",
+    "red": "#c8321e",
+    "purple": "#9c4f8f",
+    "grey": "#6d7683",
+}
+"""Colours by name, as #rrggbb, where the reader prefers light."""
+DARK = {
+    "page": "#111418",
+    "card": "#1a1f26",
+    "ink": "#e9ecf1",
+    "muted": "#a5afbd",
+    "line": "#3a434f",
+    "link": "#8ec5ff",
+    "blue": "#4f95f2",
+    "orange": "#f0ac2e",
+    "green": "#3fd0a0",
+    "red": "#ff7a5c",
+    "purple": "#dc9ad0",
+    "grey": "#99a4b3",
+}
+"""The same where the reader prefers dark."""
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours, 1 to 21, as WCAG 2 defines it."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def css(colours: dict[str, str]) -> str:
+    """Return the declarations of CSS variables."""
+    return " ".join(f"--{name}: {value};" for name, value in colours.items())
+
+
+def _luminance(colour: str) -> float:
+    return sum(
+        weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), _linear(colour), strict=True)
+    )
+
+
+def _linear(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (_channel(int(colour[place : place + 2], 16) / 255) for place in (1, 3, 5))
+    return red, green, blue
+
+
+def _channel(value: float) -> float:
+    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
 
 WIDE, NARROW = 840.0, 340.0
 """Widths of drawings, in CSS pixels: on a desktop, and on a telephone."""

@@ -1,10 +1,19 @@
-"""Facts of a run: what a report shows of it. Times are unix seconds."""
+"""Facts of a run, and their reading from entries of the decision log. Pure.
+
+Times are unix seconds. A trainer that was started again, under the same run, does steps again: these are attempts
+of one step, and only the last of them counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
+from paceline.files import parse_object
 from paceline.types import BatchStatus, Decision, Instance
 
 PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
@@ -183,3 +192,195 @@ class RunFacts:
     now: FleetNow | None = None
     trouble: str = ""
     """Sentence on why the platform could not be asked for what goes on."""
+
+
+def number_attempts(steps: Sequence[RunStep]) -> None:
+    """Set `attempt` and `replaced` of each step; they are in order of their ends.
+
+    An attempt begins with a step whose number, or a higher one, was over before. Steps that overlap are of one
+    attempt, in whatever order they end, and so are several batches of a step under one policy version. An attempt
+    replaces the steps of earlier ones from its lowest number on.
+    """
+    attempt, ends, highest = 1, list[float](), list[tuple[int, int]]()
+    for step in steps:
+        before = bisect_right(ends, step.begun)
+        if before and _goes_back(step, *highest[before - 1]):
+            attempt, ends, highest = attempt + 1, [], []
+        step.attempt = attempt
+        ends.append(step.ended)
+        mine = (step.step, step.version)
+        highest.append(max(highest[-1], mine) if highest else mine)
+    lowest = float("inf")
+    for _, group in groupby(reversed(steps), key=lambda each: each.attempt):
+        members = list(group)
+        for step in members:
+            step.replaced = step.step >= lowest
+        lowest = min(lowest, *(step.step for step in members))
+
+
+def counted(steps: Sequence[RunStep]) -> list[RunStep]:
+    """Return the steps that no later attempt replaced."""
+    return [step for step in steps if not step.replaced]
+
+
+def _goes_back(step: RunStep, number: int, version: int) -> bool:
+    return step.step < number or (step.step == number and step.version != version)
+
+
+MEASURED = ("step", "weights", "reward", "pregeneration")
+"""Kinds of entries that measure and decide nothing."""
+
+
+def parsed(lines: Iterable[str]) -> list[Decision]:
+    """Return entries from lines of JSON, as `paceline policy watch --json` prints them.
+
+    ValueError names a bad line.
+    """
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(Decision(**parse_object(line)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"line {number} is no entry of the decision log: {error}") from error
+    return found
+
+
+def newest_run(entries: Iterable[Decision]) -> str:
+    """Return the run of which a step ended last; empty if there is none."""
+    steps = [entry for entry in entries if entry.kind == "step"]
+    return max(steps, key=lambda entry: entry.time).run_id if steps else ""
+
+
+def read_facts(entries: Sequence[Decision], run_id: str = "") -> RunFacts:
+    """Return the facts of a run, and of the whole fleet in its time; of the newest run if none is named."""
+    facts = RunFacts(run_id or newest_run(entries))
+    mine = sorted(
+        (entry for entry in entries if entry.run_id in ("", facts.run_id)), key=lambda each: each.time
+    )
+    _read(facts, [entry for entry in mine if entry.kind == "step"])
+    facts.steps.sort(key=lambda step: step.ended)
+    number_attempts(facts.steps)
+    # Rewards and plans of a step come after it.
+    _read(facts, [entry for entry in mine if entry.kind != "step"])
+    return facts
+
+
+def _read(facts: RunFacts, entries: Iterable[Decision]) -> None:
+    for entry in entries:
+        if entry.kind not in MEASURED:
+            facts.decisions.append(entry)
+        reader = _READERS.get(entry.kind)
+        if reader is None:
+            continue
+        try:
+            reader(facts, entry)
+        except (KeyError, TypeError, ValueError, IndexError):
+            facts.unread += 1
+
+
+def _read_step(facts: RunFacts, entry: Decision) -> None:
+    told = entry.details
+    rows = tuple(
+        InstanceRow(name, begin, end, int(samples), int(tokens), float(bubble), tuple(map(int, counts)))
+        for name, begin, end, samples, tokens, bubble, counts in told["rows"]
+    )
+    pregenerated = told["pregenerated"]
+    facts.steps.append(
+        RunStep(
+            step=int(told["step"]),
+            version=int(told["version"]),
+            begun=float(told["begun"]),
+            ended=float(told["ended"]),
+            samples=int(told["samples"]),
+            tokens=int(told["tokens"]),
+            pregenerated=None if pregenerated is None else int(pregenerated),
+            instances=int(told["instances"]),
+            bubble_seconds=float(told["bubble_seconds"]),
+            bin=float(told["bin"]),
+            rows=rows,
+            all=tuple(map(int, told["all"])),
+            last=tuple(map(_path, told["last"])),
+        )
+    )
+
+
+def _path(told: Mapping[str, Any]) -> SamplePath:
+    return SamplePath(
+        prompt_id=str(told["prompt"]),
+        slot=int(told["slot"]),
+        tokens=int(told["tokens"]),
+        accepted_at=float(told["accepted"]),
+        ended_at=float(told["ended"]),
+        parts={part: float(told["parts"][part]) for part in PARTS},
+        decode_steps=int(told["decode_steps"]),
+        verify_steps=int(told["verify_steps"]),
+        restarts=int(told["restarts"]),
+        spans=tuple(
+            InstancePart(name, begin, end, int(tokens)) for name, begin, end, tokens in told["spans"]
+        ),
+    )
+
+
+def _read_reward(facts: RunFacts, entry: Decision) -> None:
+    told, step = entry.details, _step_of(facts, entry)
+    if step is None:
+        return
+    low, high = float(told["low"]), float(told["high"])
+    if not math.isfinite(high - low):
+        raise ValueError("rewards without bounds have no place in a chart")
+    step.reward_low = min(step.reward_low, low) if step.rewards else low
+    step.reward_high = max(step.reward_high, high) if step.rewards else high
+    step.rewards += int(told["count"])
+    step.reward_sum += float(told["sum"])
+
+
+def _read_plan(facts: RunFacts, entry: Decision) -> None:
+    told, step = entry.details, _step_of(facts, entry)
+    if step is not None:
+        step.engine_steps += int(told["engine_steps"])
+        step.predicted_seconds += float(told["predicted_seconds"])
+        step.measured_seconds += float(told["measured_seconds"])
+    lengths = told.get("lengths", {})
+    for name, sums in told["drafts"].items():
+        facts.drafts.setdefault(name, DraftCounts()).add(sums, lengths.get(name, ()))
+
+
+def _step_of(facts: RunFacts, entry: Decision) -> RunStep | None:
+    """Return the step that an entry is about: of several with its number the one that had begun last by then.
+
+    None if it is not over.
+    """
+    number = int(entry.details["step"])
+    found = [step for step in facts.steps if step.step == number]
+    return next((step for step in reversed(found) if step.begun <= entry.time), found[0] if found else None)
+
+
+def _read_weights(facts: RunFacts, entry: Decision) -> None:
+    told = entry.details
+    end = float(told["published"])
+    facts.published.append(Published(int(told["version"]), float(told.get("started", end)), end))
+
+
+def _read_filled(facts: RunFacts, entry: Decision) -> None:
+    facts.filled += [
+        Filled(str(name), float(begin), float(end)) for name, begin, end in entry.details["filled"]
+    ]
+
+
+def _read_move(facts: RunFacts, entry: Decision) -> None:
+    told = entry.details
+    samples = int(told.get("moved", told["samples"]))
+    if samples:
+        facts.moves.append(MoveFact(entry.time, str(told["donor"]), str(told["receiver"]), samples))
+
+
+_READERS = {
+    "step": _read_step,
+    "reward": _read_reward,
+    "speculation": _read_plan,
+    "weights": _read_weights,
+    "pregeneration": _read_filled,
+    "migration": _read_move,
+}

@@ -13,8 +13,7 @@ from typing import Self
 
 from paceline.client import Client
 from paceline.errors import PacelineError
-from paceline.report.entries import read_facts
-from paceline.report.facts import FleetNow, RunFacts
+from paceline.report.facts import FleetNow, RunFacts, read_facts
 from paceline.report.page import render
 from paceline.types import Decision
 

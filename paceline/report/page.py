@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from paceline.report import bars, plots, timeline
-from paceline.report.attempts import counted
-from paceline.report.chart import PageChart, Table
-from paceline.report.facts import RunFacts, RunStep, SamplePath
-from paceline.report.palette import DARK, LIGHT, SERIES, css
+from paceline.report import plots, timeline
+from paceline.report import plots as bars
+from paceline.report.chart import DARK, LIGHT, SERIES, PageChart, Table, css
+from paceline.report.facts import RunFacts, RunStep, SamplePath, counted
 
 MOST_DECISIONS = 200
 """Most decisions in the page: the latest."""

@@ -1,6 +1,5 @@
 """Several deployments that serve one training job: which prompts each gets, and work on all of them at once."""
 
-from paceline.shards.assignment import Shard, assign, layout, shards_of
-from paceline.shards.members import OpenShard, Shards
+from paceline.shards.members import OpenShard, Shard, Shards, assign, layout, shards_of
 
 __all__ = ["OpenShard", "Shard", "Shards", "assign", "layout", "shards_of"]

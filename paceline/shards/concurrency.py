@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 
-from paceline.blocking import finish, iterate
+from paceline.blocking import StopSignal, finish, iterate, on_stop, stopped_by
 from paceline.errors import CancelledError
-from paceline.shards.stop_signal import StopSignal, on_stop, stopped_by
 
 R = TypeVar("R")
 

@@ -5,14 +5,22 @@ Instants are seconds since the Unix epoch, durations are seconds.
 """
 
 from paceline.types.fleet import (
+    CollectiveStarted,
     Decision,
     Drafter,
     EffectiveKnobs,
+    InFlight,
     Instance,
     InstanceLoad,
     InstanceState,
+    InstanceUpdate,
     KnobChange,
     KnobSetting,
+    StreamStarted,
+    UpdateFinished,
+    UpdateStarted,
+    Versions,
+    WeightTarget,
 )
 from paceline.types.rollouts import (
     Batch,
@@ -32,6 +40,7 @@ from paceline.types.rollouts import (
     TokenIds,
 )
 from paceline.types.samples import (
+    Continuation,
     DraftSource,
     EnvironmentSpan,
     FinishReason,
@@ -40,22 +49,14 @@ from paceline.types.samples import (
     PromptLogprobs,
     Provenance,
     Sample,
+    SampleCall,
     SampleEvent,
     SampleFailure,
     SampleStatus,
     TokenDelta,
+    ToolUse,
+    Turn,
     VersionSpan,
-)
-from paceline.types.sessions import Continuation, SampleCall, ToolUse, Turn
-from paceline.types.weights import (
-    CollectiveStarted,
-    InFlight,
-    InstanceUpdate,
-    StreamStarted,
-    UpdateFinished,
-    UpdateStarted,
-    Versions,
-    WeightTarget,
 )
 
 __all__ = [

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from paceline.types.sessions import ToolUse
+    from paceline.types.samples import ToolUse
 
 TokenIds = npt.NDArray[np.int64]
 

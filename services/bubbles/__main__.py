@@ -10,11 +10,10 @@ from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from services.bubbles.config import BubblesConfig
 from services.bubbles.metrics import BubbleMetrics
 from services.bubbles.service import BubbleService
-from services.platform.process import Shutdown, run, serve
 from services.platform.redis.connection import Keys
 from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.registry import Registry
-from services.platform.registered_server import RegisteredServer
+from services.platform.service import RegisteredServer, Shutdown, run, serve
 
 
 async def main(config: BubblesConfig, shutdown: Shutdown) -> None:

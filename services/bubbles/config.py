@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 
 class BubblesConfig(ServiceConfig):

@@ -1,24 +1,63 @@
 """Ledger of the coordinator: runs and their hints, instances and their leases.
 
+It also counts the instances that share the tasks. Times are passed in (unix seconds).
+
 Pure: times are passed in (unix seconds), nothing is sent. A task goes
 
     free -> leased(instance) -> finished
       ^________|   given back, instance silent or replaced, or the instance does not know of the lease
 
-so it has at most one lease that counts. What an instance says of a lease that does not count any more is taken in
-as far as it is worth knowing.
+so it has at most one lease that counts. What an instance says of a lease that does not count any more is used
+only where it is still informative.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.bubbles.config import BubblesConfig
-from services.bubbles.members import SharingMembers
 from services.bubbles.pool import PooledTask, StepPool
+
+
+class SharingMembers:
+    """Instances that were heard of in the last `seconds`, and those that the registry has. Each count is O(1)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        # When each was heard of, the longest silent first.
+        self._heard: dict[str, float] = {}
+        self._alive: Set[str] = frozenset()
+        # Of those alive, the ones that are not in `_heard`.
+        self._others = 0
+
+    def hear(self, instance_id: str, now: float) -> None:
+        """Take in a sign of life."""
+        known = self._heard.pop(instance_id, None) is not None
+        self._others -= not known and instance_id in self._alive
+        self._heard[instance_id] = now
+
+    def forget(self, instance_id: str) -> None:
+        """Count an instance no more, unless it is alive."""
+        if self._heard.pop(instance_id, None) is not None:
+            self._others += instance_id in self._alive
+
+    def set_alive(self, alive: Set[str]) -> None:
+        """Set the instances that the registry has."""
+        self._alive = frozenset(alive)
+        self._others = len(self._alive - self._heard.keys())
+
+    def count(self, now: float) -> int:
+        """Return the number of instances, one at least."""
+        while self._heard:
+            name, heard = next(iter(self._heard.items()))
+            if now - heard <= self._seconds:
+                break
+            self.forget(name)
+        return max(1, len(self._heard) + self._others)
+
 
 FORGET = 600.0
 """Seconds after which a silent run or instance is forgotten."""

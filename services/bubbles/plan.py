@@ -1,24 +1,68 @@
 """Decide which instance pre-generates which tasks, and when instances stop.
 
+Polls without work are held back, in groups that get an answer together.
+
 Pure: times are passed in (unix seconds), nothing is sent.
 
-Samples of a step come first. Nothing is given out while a sample waits for an instance, nor to an instance
-that has samples of a step (unless the config allows it). An instance is given no more than its share of the
-open tasks, so that those that become idle later find theirs. It begins with a later step only when
-nothing of the nearer one is left for it and it runs nothing of that any more: a larger batch would slow the
-nearer step's drafts down. Several runs share the room by the leases that they have.
+Samples of a step come first. Nothing is given out while a sample waits for an instance, nor to an instance that
+has samples of a step (unless the config allows it). An instance is given no more than its share of the open
+tasks, so that those that become idle later find theirs. It begins with a later step only when nothing of the
+nearer one is left for it and it runs nothing of that any more: a larger batch would slow the nearer step's drafts
+down. Several runs share the room by the leases that they have.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.internal.v1 import bubble_pb2 as pb
-from services.bubbles.held import PollKind
 from services.bubbles.ledger import BubbleLedger, PollingInstance, PregenerationRun, TaskLease, is_running
 from services.bubbles.pool import StepPool
+
+
+@dataclass(frozen=True, slots=True)
+class PollKind:
+    """Part of a poll that decides, with the ledger, whether an instance that runs nothing gets an answer.
+
+    `takes`: it has room, and no samples of a step or few enough. `told`: halt and sleep of its last answer.
+    """
+
+    policy_version: int
+    takes: bool
+    told: tuple[bool, bool]
+
+
+class HeldPolls:
+    """Instances whose polls are held back, by kind and in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, PollKind] = {}
+        self._groups: dict[PollKind, dict[str, None]] = {}
+
+    def __contains__(self, instance_id: str) -> bool:
+        return instance_id in self._kinds
+
+    def hold(self, instance_id: str, kind: PollKind) -> None:
+        """Hold the poll of an instance as the last of its kind; it may be held under another one so far."""
+        self.leave(instance_id)
+        self._kinds[instance_id] = kind
+        self._groups.setdefault(kind, {})[instance_id] = None
+
+    def leave(self, instance_id: str) -> None:
+        """Hold an instance's poll no more, if it is held."""
+        kind = self._kinds.pop(instance_id, None)
+        if kind is not None:
+            group = self._groups[kind]
+            del group[instance_id]
+            if not group:
+                del self._groups[kind]
+
+    def first(self, has_answer: Callable[[PollKind], bool]) -> list[str]:
+        """Return the first of each kind that has an answer. The next one is up when that has taken its own."""
+        return [next(iter(group)) for kind, group in self._groups.items() if has_answer(kind)]
+
 
 RUN_SILENCE = 10.0
 """Seconds without a word from the gateway after which nothing more of a run is given out."""

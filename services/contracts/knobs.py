@@ -1,21 +1,27 @@
-"""Knobs of speculation: their types and ranges, their scopes, and the precedence of settings. Pure.
+"""Knobs of speculation and the statistics of its steps, with their messages. Pure.
 
 A setting is a partial object of knobs that belongs to a scope. The knobs of an instance are its own
-configuration, overlaid by the settings of the fleet, its model and its pool, and for the samples of a run by
-that run's: the narrower scope wins, knob by knob. The kill switch is the exception: speculation that is off for
-a wider scope is off.
+configuration, overlaid by the settings of the fleet, its model and its pool, and for the samples of a run by that
+run's: the narrower scope wins, knob by knob. The kill switch is the exception: speculation that is off for a
+wider scope is off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, zip_longest
 from typing import Any, Literal, Self
 
+from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.convert.fleet import knobs_from_proto, knobs_to_proto
 from paceline.errors import Violation
+from paceline.internal.v1 import policy_pb2 as pb
+from paceline.times import duration, seconds_of
+from paceline.v1 import knobs_pb2
 from services.contracts.errors import InvalidArgument
 
 Mode = Literal["fixed", "adaptive", "solver", "toggle", "planner"]
@@ -28,7 +34,7 @@ _MAX_NAME = 256
 
 
 class LadderKnobs(BaseModel):
-    """Adaptive draft length at step boundaries (see services.policy.ladder)."""
+    """Adaptive draft length at step boundaries (see services.policy.steps)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -233,3 +239,167 @@ def _violation(error: Any) -> Violation:
     if error["type"] == "extra_forbidden":
         return Violation(name, f"is no knob; there are {', '.join(Knobs.model_fields)}")
     return Violation(name, str(error["msg"]).removeprefix("Value error, "))
+
+
+MOST_COUNTED = 16
+"""Longest drafts that are counted by their length."""
+StepKey = tuple[str, int]
+"""(run_id, step)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Counts over verifications: how many there were, and the tokens drafted and accepted in them."""
+
+    verifications: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_lengths: tuple[int, ...] = ()
+    """Verifications by the number of their draft tokens, from 0 to `MOST_COUNTED`, with all longer ones."""
+    accepted_lengths: tuple[int, ...] = ()
+    """The same by accepted tokens."""
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens per verification: accepted + 1; 1 without any verification."""
+        return 1.0 + self.accepted / self.verifications if self.verifications else 1.0
+
+    @property
+    def fullness(self) -> float:
+        """Block efficiency over its ceiling, in [0, 1]; 1 if nothing was drafted."""
+        ceiling = self.drafted + self.verifications
+        return (self.accepted + self.verifications) / ceiling if ceiling else 1.0
+
+    def plus(self, other: Acceptance, sign: int = 1) -> Acceptance:
+        """Return the sum of both, or their difference if `sign` is -1."""
+        return Acceptance(
+            self.verifications + sign * other.verifications,
+            self.drafted + sign * other.drafted,
+            self.accepted + sign * other.accepted,
+            _sums(self.drafted_lengths, other.drafted_lengths, sign),
+            _sums(self.accepted_lengths, other.accepted_lengths, sign),
+        )
+
+    __add__ = plus
+
+
+def _sums(one: tuple[int, ...], other: tuple[int, ...], sign: int) -> tuple[int, ...]:
+    return tuple(a + sign * b for a, b in zip_longest(one, other, fillvalue=0))
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Sums over the engine steps in which samples of a training step decoded. Times are in seconds.
+
+    `reasons` counts engine steps by the reason of their plan, `predicted_gain` sums (predicted speedup over plain
+    decoding) - 1, and `drafts` has the acceptance of each drafter.
+    """
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    planned_tokens: int = 0
+    expected_tokens: float = 0.0
+    predicted_gain: float = 0.0
+    predicted_seconds: float = 0.0
+    measured_seconds: float = 0.0
+    drafts: dict[str, Acceptance] = field(default_factory=dict)
+    mode: str = ""
+
+    @property
+    def engine_steps(self) -> int:
+        """Number of engine steps."""
+        return sum(self.reasons.values())
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Acceptance of all drafters together."""
+        return sum(self.drafts.values(), Acceptance())
+
+    def plus(self, other: StepTotals, sign: int = 1) -> StepTotals:
+        """Return the sum of both, or their difference if `sign` is -1."""
+        reasons = Counter(self.reasons)
+        for reason, count in other.reasons.items():
+            reasons[reason] += sign * count
+        nothing = Acceptance()
+        return StepTotals(
+            +reasons,
+            self.planned_tokens + sign * other.planned_tokens,
+            self.expected_tokens + sign * other.expected_tokens,
+            self.predicted_gain + sign * other.predicted_gain,
+            self.predicted_seconds + sign * other.predicted_seconds,
+            self.measured_seconds + sign * other.measured_seconds,
+            {
+                name: self.drafts.get(name, nothing).plus(other.drafts.get(name, nothing), sign)
+                for name in sorted({*self.drafts, *other.drafts})
+            },
+            self.mode or other.mode,
+        )
+
+
+def setting_of(message: knobs_pb2.Knobs, field: str = "knobs") -> dict[str, Any]:
+    """Return the knobs that a message sets, unchecked.
+
+    Raises:
+        InvalidArgument: the message sets knobs that only later versions of this service have. Passing over them
+            would report a change as made that was not.
+    """
+    for part in (message, message.ladder, message.drafters):
+        unknown = UnknownFieldSet(part)
+        if numbers := [unknown[place].field_number for place in range(len(unknown))]:
+            raise InvalidArgument(
+                [Violation(field, f"sets knobs that this service does not know (field numbers {numbers})")]
+            )
+    return knobs_from_proto(message)
+
+
+def apply_request(
+    revision: int, shared: Setting, runs: Mapping[str, Setting], caps: Mapping[str, int]
+) -> pb.ApplyKnobsRequest:
+    """Return the request that applies knobs on an instance."""
+    request = pb.ApplyKnobsRequest(revision=revision, knobs=knobs_to_proto(shared), run_caps=dict(caps))
+    for run_id, setting in runs.items():
+        request.runs[run_id].CopyFrom(knobs_to_proto(setting))
+    return request
+
+
+def tallies(messages: Iterable[pb.StepTally]) -> Iterator[tuple[StepKey, StepTotals]]:
+    """Yield the steps of a report with their totals."""
+    for message in messages:
+        drafts = {
+            each.drafter: Acceptance(
+                each.verifications,
+                each.drafted,
+                each.accepted,
+                tuple(each.drafted_lengths),
+                tuple(each.accepted_lengths),
+            )
+            for each in message.drafts
+        }
+        totals = StepTotals(
+            Counter(dict(message.reasons)),
+            message.planned_tokens,
+            message.expected_tokens,
+            message.predicted_gain,
+            seconds_of(message.predicted_time),
+            seconds_of(message.measured_time),
+            drafts,
+            message.mode,
+        )
+        yield (message.run_id, message.step), totals
+
+
+def tally_message(key: StepKey, totals: StepTotals) -> pb.StepTally:
+    """Return the message of a step's totals."""
+    return pb.StepTally(
+        run_id=key[0],
+        step=key[1],
+        reasons=dict(totals.reasons),
+        planned_tokens=totals.planned_tokens,
+        expected_tokens=totals.expected_tokens,
+        predicted_gain=totals.predicted_gain,
+        predicted_time=duration(totals.predicted_seconds),
+        measured_time=duration(totals.measured_seconds),
+        drafts=[
+            pb.DraftTally(drafter=name, **asdict(acceptance)) for name, acceptance in totals.drafts.items()
+        ],
+        mode=totals.mode,
+    )

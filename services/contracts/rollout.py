@@ -1,12 +1,17 @@
-"""Rollout record: the tokens of a sample, stored for later use as a draft. Pure."""
+"""Record of a rollout: the tokens of a sample, stored for later use as a draft, and its messages."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from paceline.errors import Violation
+from paceline.internal.v1 import draft_pb2 as pb
+from services.contracts.errors import InvalidArgument
 
 Tokens = NDArray[np.uint32]
 Logprobs = NDArray[np.float32]
@@ -55,3 +60,82 @@ class StoredRollout:
     def nbytes(self) -> int:
         """Bytes of tokens and log-probabilities."""
         return self.tokens.nbytes + self.logprobs.nbytes
+
+
+MESSAGE_BYTES = 1_000_000
+"""Rollouts are sent in messages of about this size; one that is larger goes alone."""
+
+_TOKEN, _LOGPROB = np.dtype("<u4"), np.dtype("<f4")
+_LONGEST_ID = 256
+_ENTRY_BYTES = 64
+"""Upper bound of a rollout's bytes in a message beside its ids and arrays."""
+
+KINDS = {pb.ROLLOUT_KIND_PREGENERATED: RolloutKind.PREGENERATED, pb.ROLLOUT_KIND_HISTORY: RolloutKind.HISTORY}
+_NUMBERS = {kind: number for number, kind in KINDS.items()}
+_SAME = ("run_id", "prompt_id", "slot", "step", "seed", "finished", "fork")
+
+
+def to_proto(rollout: StoredRollout) -> pb.Rollout:
+    """Return the message of a rollout."""
+    return pb.Rollout(
+        policy_version=rollout.version,
+        kind=_NUMBERS[rollout.kind],
+        token_ids=rollout.tokens.astype(_TOKEN, copy=False).tobytes(),
+        logprobs=rollout.logprobs.astype(_LOGPROB, copy=False).tobytes(),
+        **{name: getattr(rollout, name) for name in _SAME},
+    )
+
+
+def from_proto(message: pb.Rollout, field: str = "rollout") -> StoredRollout:
+    """Return the rollout of a message, with read-only arrays; InvalidArgument names the fields below `field`."""
+    tokens, logprobs = message.token_ids, message.logprobs
+    if violations := list(_violations(message, tokens, logprobs, field)):
+        raise InvalidArgument(violations)
+    return StoredRollout(
+        version=message.policy_version,
+        kind=KINDS[message.kind],
+        tokens=np.frombuffer(tokens, _TOKEN),
+        logprobs=np.frombuffer(logprobs, _LOGPROB),
+        **{name: getattr(message, name) for name in _SAME},
+    )
+
+
+def batches(rollouts: Iterable[StoredRollout]) -> Iterator[list[pb.Rollout]]:
+    """Yield the messages of rollouts, in order, in lists of at most MESSAGE_BYTES (or one rollout)."""
+    batch: list[pb.Rollout] = []
+    room = MESSAGE_BYTES
+    for rollout in rollouts:
+        size = rollout.nbytes + 4 * (len(rollout.run_id) + len(rollout.prompt_id)) + _ENTRY_BYTES
+        if batch and size > room:
+            yield batch
+            batch, room = [], MESSAGE_BYTES
+        batch.append(to_proto(rollout))
+        room -= size
+    if batch:
+        yield batch
+
+
+def _violations(message: pb.Rollout, tokens: bytes, logprobs: bytes, field: str) -> Iterator[Violation]:
+    for name, value in (("run_id", message.run_id), ("prompt_id", message.prompt_id)):
+        if not value:
+            yield Violation(f"{field}.{name}", "is empty")
+        elif len(value) > _LONGEST_ID:
+            yield Violation(f"{field}.{name}", f"has {len(value)} characters; at most {_LONGEST_ID}")
+    if message.kind not in KINDS:
+        yield Violation(f"{field}.kind", f"is {message.kind}; must be PREGENERATED or HISTORY")
+    if message.fork and message.kind == pb.ROLLOUT_KIND_HISTORY:
+        yield Violation(f"{field}.fork", f"is {message.fork}; must be 0 for HISTORY")
+    if not tokens:
+        yield Violation(f"{field}.token_ids", "is empty")
+    elif len(tokens) // 4 < message.fork:
+        yield Violation(f"{field}.fork", f"is {message.fork}; must be at most the {len(tokens) // 4} tokens")
+    for name, packed in (("token_ids", tokens), ("logprobs", logprobs)):
+        if len(packed) % 4:
+            yield Violation(f"{field}.{name}", f"has {len(packed)} bytes; must be a multiple of 4")
+            return
+    if not logprobs and message.kind == pb.ROLLOUT_KIND_HISTORY:
+        yield Violation(f"{field}.logprobs", "is empty; HISTORY needs one for each token")
+    elif logprobs and len(logprobs) != len(tokens):
+        yield Violation(f"{field}.logprobs", f"has {len(logprobs) // 4} values for {len(tokens) // 4} tokens")
+    elif np.isnan(np.frombuffer(logprobs, _LOGPROB)).any():
+        yield Violation(f"{field}.logprobs", "holds NaN")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.errors import Violation
 from paceline.v1 import sample_pb2
-from services.contracts.schemas.walk import schema_faults
+from services.contracts.schemas import schema_faults
 
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256
 """Most stop strings of a sample, and most bytes of one in UTF-8."""

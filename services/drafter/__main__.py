@@ -6,7 +6,7 @@ from prometheus_client import REGISTRY
 
 from services.drafter.config import DrafterConfig
 from services.drafter.process import DrafterProcess
-from services.platform.process import Shutdown, run, serve
+from services.platform.service import Shutdown, run, serve
 
 
 async def main(config: DrafterConfig, shutdown: Shutdown) -> None:

@@ -9,13 +9,12 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from services.drafter.learning.settings import LearningSettings, Targets
-from services.drafter.learning.weighting import Weighting
-from services.platform.config.settings import LeaderConfig
+from services.drafter.learning.data import LearningSettings, Targets, Weighting
+from services.platform.config import LeaderConfig
 
 
 class DrafterConfig(LeaderConfig):
-    """Settings of the learner; services.platform.config.settings has those that all services share."""
+    """Settings of the learner; services.platform.config has those that all services share."""
 
     port: int = 7450
     """Port of the gRPC server; 0 picks a free one."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.contracts.errors import ServiceError
-from services.drafter.learning.settings import LearningSettings
+from services.drafter.learning.data import LearningSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,12 +21,17 @@ from typing import Any
 import torch
 import transformers
 
-from paceline.foreign_json import parse_object
-from services.contracts.drafter.checkpoint import Checkpoint
-from services.drafter.learning.data import Evaluation, TrainingSample, UpdateReport
+from paceline.files import parse_object
+from services.contracts.drafter_checkpoint import Checkpoint
+from services.drafter.learning.data import (
+    Evaluation,
+    LearningSettings,
+    TrainingSample,
+    UpdateReport,
+    Weighting,
+    weights_of,
+)
 from services.drafter.learning.learner import Learner
-from services.drafter.learning.settings import LearningSettings
-from services.drafter.learning.weighting import Weighting, weights_of
 
 _TOKENS = ("prompt", "response")
 

@@ -8,14 +8,11 @@ from functools import partial
 from prometheus_client import REGISTRY
 
 from paceline.internal.v1 import draft_pb2_grpc as rpc
-from services.drafts.archive import Archive
 from services.drafts.client import SERVICE
 from services.drafts.config import DraftsConfig
-from services.drafts.metrics import DraftStoreMetrics
-from services.drafts.service import DraftService
+from services.drafts.service import Archive, DraftService, DraftStoreMetrics
 from services.drafts.store import DraftStore
-from services.platform.process import Shutdown, run
-from services.platform.registered_server import RegisteredServer
+from services.platform.service import RegisteredServer, Shutdown, run
 
 
 async def main(config: DraftsConfig, shutdown: Shutdown) -> None:

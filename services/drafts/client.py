@@ -15,13 +15,11 @@ import structlog
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.contracts.errors import InvalidArgument
-from services.contracts.rollout import StoredRollout
-from services.contracts.rollout_messages import batches, from_proto
-from services.platform.backoff import ExponentialBackoff
-from services.platform.config.settings import ServiceConfig
+from services.contracts.rollout import StoredRollout, batches, from_proto
+from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.redis.registry import InstanceRecord, Registry
-from services.platform.tasks import is_cancelled
+from services.platform.tasks import ExponentialBackoff, is_cancelled
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0
 """Seconds that a peer is not called after its first failure, doubling with each in a row up to the second."""

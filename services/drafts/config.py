@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 
 class DraftsConfig(ServiceConfig):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
+from services.facade.app import FacadeProcess
 from services.facade.config import FacadeConfig
-from services.facade.process import FacadeProcess
 from services.facade.text import leave_out_torch
-from services.platform.process import Shutdown, run, serve
+from services.platform.service import Shutdown, run, serve
 
 
 async def main(config: FacadeConfig, shutdown: Shutdown) -> None:

@@ -1,9 +1,14 @@
-"""The facade as an ASGI application, for uvicorn or whatever else serves one."""
+"""Build the facade: the ASGI application, and the process that serves it.
+
+uvicorn, Ray Serve or any other ASGI server can run the application. `FacadeProcess` runs it with the facade's own
+HTTP server, its workers and the port of probes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from importlib import metadata
 
 import structlog
@@ -15,29 +20,26 @@ from starlette.responses import JSONResponse, Response
 
 from paceline.errors import PacelineError
 from services.contracts.errors import ServiceError
-from services.facade.access import Access
+from services.facade.access import Access, Origins
 from services.facade.config import FacadeConfig, GenerationDefaults
-from services.facade.dialects.defaults import FILE, model_defaults
-from services.facade.fleet import ServedFleet
-from services.facade.forecasts import Forecasts
-from services.facade.gateway_client import GatewayClient
+from services.facade.dialects.vllm import GENERATION_CONFIG as FILE
+from services.facade.dialects.vllm import model_defaults
+from services.facade.gateway import Forecasts, GatewayClient, ServedFleet, Updates
 from services.facade.http_errors import HttpError, error_body, http_error, in_dialect, validation_error
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames
-from services.facade.origins import Origins
-from services.facade.routes.health import health_routes
-from services.facade.routes.paceline import paceline_routes
-from services.facade.routes.server import server_routes
+from services.facade.routes.paceline import health_routes, paceline_routes, server_routes
 from services.facade.routes.sglang import sglang_routes
-from services.facade.routes.tokens import tokens_routes
-from services.facade.routes.vllm import vllm_routes
+from services.facade.routes.vllm import tokens_routes, vllm_routes
 from services.facade.samples import SamplesInWork
-from services.facade.serving import Facade, names_in_body
+from services.facade.server.connections import ConnectionLimits
+from services.facade.server.http_server import HttpServer, most_connections
+from services.facade.serving import Desk, Facade, names_in_body
 from services.facade.text import FolderTokenizer, Tokenizer
-from services.facade.updates import Updates
-from services.facade.work.desk import Desk
 from services.facade.work.pool import WorkerPool
-from services.platform.config.sources import ConfigError
+from services.platform.config import ConfigError, listening_problems
+from services.platform.grpc.server import advertised
+from services.platform.observability.http_ports import ProbeServer
 from services.platform.observability.metrics import rpc_metrics
 from services.platform.security.guard import guard_of
 
@@ -172,3 +174,81 @@ async def _plain(request: Request, error: Exception) -> Response:
 def _answer(request: Request, found: HttpError) -> Response:
     found = in_dialect(request.url.path, found)
     return JSONResponse(found.body, status_code=found.status, headers=found.headers)
+
+
+_IDLE_SECONDS = 75.0
+"""Idle connections are kept longer than clients and proxies usually keep them, so that no request meets a closed
+one."""
+
+
+class FacadeProcess:
+    """Content of the process: `start`, then `run` until it is cancelled, then `stop`."""
+
+    def __init__(self, config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = True) -> None:
+        """ConfigError if the facade may not listen there, or cannot be built.
+
+        Its workers start with it; unless it is `warm`, with the first work.
+        """
+        if problems := listening_problems(config):
+            raise ConfigError(problems)
+        self._config = config
+        self._warm = warm
+        self.application = app(config, registry, warm=warm)
+        ended = self.application.state.metrics.connections_ended
+        self._server = HttpServer(
+            self.application, _limits(config), config.tls, ended=lambda reason: ended.labels(reason).inc()
+        )
+        problem = self.application.state.fleet.problem
+        self._probes = ProbeServer(
+            {
+                "/readyz": partial(problem, needs_instance=False),
+                "/health": partial(problem, needs_instance=True),
+            }
+        )
+
+    @property
+    def port(self) -> int:
+        """Port of the server, once started."""
+        return self._server.port
+
+    @property
+    def probe_port(self) -> int:
+        """Port of probes, once started; 0 if there is none."""
+        return self._probes.port
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as clients dial it, once started."""
+        return f"{advertised(self._config)}:{self.port}"
+
+    async def start(self) -> None:
+        """Open the ports and serve. OSError if one is taken; WorkersFailed if workers cannot start."""
+        config = self._config
+        if self._warm:
+            await self.application.state.workers.start()
+        await self._server.start(config.host, config.port)
+        if config.probe_port is not None:
+            self._probes.start(config.host, config.probe_port)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self._server.run()
+
+    async def stop(self, grace: float) -> None:
+        """Close the ports; requests in progress get `grace` seconds."""
+        await self._server.stop(grace)
+        await self._probes.stop()
+
+
+def _limits(config: FacadeConfig) -> ConnectionLimits:
+    total = most_connections(config.max_connections)
+    each = config.max_connections_per_address
+    return ConnectionLimits(
+        total=total,
+        # A trainer may open thousands; a quarter is left for others.
+        each_address=max(1, total * 3 // 4) if each is None else each,
+        header_seconds=config.header_seconds,
+        idle_seconds=_IDLE_SECONDS,
+        body_seconds=config.body_seconds,
+        reader_seconds=config.reader_seconds,
+    )

@@ -8,10 +8,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from paceline.address import is_loopback
 from paceline.tokens import TokenScope
+from paceline.transport.channel import is_loopback
 from paceline.types import LogprobsMode
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 
 class GenerationDefaults(StrEnum):
@@ -22,7 +22,7 @@ class GenerationDefaults(StrEnum):
 
 
 class FacadeConfig(ServiceConfig):
-    """Settings of the HTTP facade; services.platform.config.settings has those that all services share."""
+    """Settings of the HTTP facade; services.platform.config has those that all services share."""
 
     port: int = Field(default=7480, ge=0, le=65535)
     """Port of the HTTP server; 0 picks a free one."""

@@ -22,8 +22,7 @@ import numpy as np
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.asked import Ids, SamplesAsked
-from services.facade.dialects.parameters import prompt_id_of
+from services.facade.dialects.body import Ids, SamplesAsked, prompt_id_of
 from services.facade.samples import SampleOutput
 
 RUN, STEP, PROMPT, SLOT, PREFIX = (

@@ -6,7 +6,7 @@ from prometheus_client import REGISTRY
 
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
-from services.platform.process import Shutdown, run, serve
+from services.platform.service import Shutdown, run, serve
 
 
 async def main(config: GatewayConfig, shutdown: Shutdown) -> None:

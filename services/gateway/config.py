@@ -4,11 +4,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.platform.config.settings import LeaderConfig
+from services.platform.config import LeaderConfig
 
 
 class GatewayConfig(LeaderConfig):
-    """Settings of the gateway; services.platform.config.settings has those of all services."""
+    """Settings of the gateway; services.platform.config has those of all services."""
 
     port: int = 7400
     """Port of the gRPC server."""

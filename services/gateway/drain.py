@@ -12,7 +12,7 @@ from typing import Any
 
 from services.contracts.gateway_keys import GatewayKeys
 from services.gateway.config import GatewayConfig
-from services.platform.config.sources import load_config
+from services.platform.config import load_config
 from services.platform.redis.connection import connect
 
 _CHUNK = 500

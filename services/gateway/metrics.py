@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry
 
-from services.platform.observability.metered_loop import TurnSelector
+from services.platform.observability.event_loop import TurnSelector
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400)

@@ -8,44 +8,34 @@ import structlog
 from redis.asyncio import Redis
 
 from services.drafts.client import DraftStores
-from services.gateway.batches.messages import BatchBuilder
+from services.gateway.api.bubble_coordinator import BubbleLink, CoordinatorClient
+from services.gateway.api.delivery import Delivery
+from services.gateway.api.hints import HintBook, Hinting, HintStore
+from services.gateway.api.intake import BatchRecovery, RolloutIntake
+from services.gateway.api.reports import RewardBook, TrainerReports
+from services.gateway.api.run_batches import RunBatches
+from services.gateway.api.submissions import OpenBatches, Submissions
+from services.gateway.api.tool_calls import ToolCalls
 from services.gateway.config import GatewayConfig
-from services.gateway.connections.roster import Roster
-from services.gateway.connections.samples_in_flight import InFlightSamples
-from services.gateway.connections.updater import Updater
-from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.estimator import WorkEstimator
-from services.gateway.dispatch.instance_events import InstanceEvents
-from services.gateway.dispatch.placer import Placer
-from services.gateway.dispatch.running_batch import ActiveBatches
-from services.gateway.dispatch.settlement import Settlement
-from services.gateway.dispatch.turns import Turns
-from services.gateway.finished.ended_singles import EndedSingles
-from services.gateway.finished.history_writer import HistoryWriter
-from services.gateway.finished.learner_feed import LearnerFeed
-from services.gateway.finished.published_drafter import PublishedDrafterVersion
-from services.gateway.finished.reward_book import RewardBook
-from services.gateway.fleet.health import FleetHealth
-from services.gateway.fleet.update_book import UpdateBook
-from services.gateway.hints.book import HintBook
-from services.gateway.hints.bubble_link import BubbleLink, CoordinatorClient
-from services.gateway.hints.hinting import Hinting, HintStore
-from services.gateway.journal.backlog import JournalBacklog
+from services.gateway.feeds.history import HistoryWriter
+from services.gateway.feeds.learner import EndedSingles, LearnerFeed, PublishedDrafterVersion
+from services.gateway.instances.roster import Roster
+from services.gateway.instances.updater import InFlightSamples, Updater
 from services.gateway.journal.fenced_records import Fenced, Leniences, VersionStore
-from services.gateway.journal.headroom import RedisHeadroom
 from services.gateway.journal.journal import Journal
-from services.gateway.journal.journal_writer import JournalWriter
-from services.gateway.journal.recorded_batches import RecordedBatches
+from services.gateway.journal.record import RecordedBatches
+from services.gateway.journal.writer import JournalBacklog, JournalWriter, RedisHeadroom
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.rollouts.delivery import Delivery
-from services.gateway.rollouts.intake import RolloutIntake
-from services.gateway.rollouts.open_batches import OpenBatches
-from services.gateway.rollouts.recovery import BatchRecovery
-from services.gateway.rollouts.reports import TrainerReports
-from services.gateway.rollouts.run_batches import RunBatches
-from services.gateway.rollouts.submissions import Submissions
-from services.gateway.rollouts.tool_calls import ToolCalls
-from services.platform.collection import collect_between
+from services.gateway.scheduler.active_batches import ActiveBatches
+from services.gateway.scheduler.dispatcher import Dispatcher, Settlement
+from services.gateway.scheduler.estimator import WorkEstimator
+from services.gateway.scheduler.instance_events import InstanceEvents
+from services.gateway.scheduler.placer import Placer
+from services.gateway.scheduler.turns import Turns
+from services.gateway.state.fleet_health import FleetHealth
+from services.gateway.state.messages import BatchBuilder
+from services.gateway.state.update_book import UpdateBook
+from services.platform.memory import collect_between
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.registry import Registry

@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 from services.contracts.errors import Unavailable
 from services.generation.build import GenerationProcess, build
 from services.generation.config import GenerationConfig
-from services.platform.heap import keep_freed_memory
-from services.platform.process import Shutdown, begun, run
+from services.platform.memory import keep_freed_memory
 from services.platform.redis.connection import OUTAGES, connect
+from services.platform.service import Shutdown, begun, run
 from services.platform.tasks import end, is_cancelled, until_one_ends
 from services.step_time.machine import on_cpu
 

@@ -1,15 +1,21 @@
-"""Composition root of an instance: builds its engine, and every object that serves it."""
+"""Composition root of an instance: builds its engine and every object that serves it.
+
+`build` connects the parts in one place. `build_drafts` builds the drafts of the samples: the cache, the drafters
+and the planner that the configuration names.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
@@ -19,42 +25,138 @@ from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
 from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
 from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2_grpc as stream_rpc
+from services.contracts.knobs import Knobs
 from services.drafts.client import DraftStores
-from services.generation.build_drafts import build_drafts
 from services.generation.config import GenerationConfig
-from services.generation.drafters.draft_model.drafter import DraftModelDrafter
+from services.generation.draft_cache.cache import DraftCache, Shards
+from services.generation.draft_cache.fetcher import ShardFetcher
+from services.generation.draft_cache.lenient_reuse import Reuse
+from services.generation.drafters.draft_model import DraftModelDrafter
+from services.generation.drafters.reference import alignment
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.drafters.suffix import SuffixDrafter
 from services.generation.engine.model_support import Feature, ModelSupport
-from services.generation.engine.types import EAGLE3
-from services.generation.loop.checkpoints import CheckpointRules
+from services.generation.engine.types import EAGLE3, QUANTIZED
 from services.generation.loop.engine_loop import EngineLoop
-from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.metrics import EngineMetrics, PregenerationMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.samples import SampleTable
+from services.generation.loop.work_stream import CheckpointRules
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.migration import Migration
-from services.generation.pregeneration.coordinator import CoordinatorConnection
-from services.generation.pregeneration.metrics import PregenerationMetrics
-from services.generation.pregeneration.pregenerator import Pregenerator
+from services.generation.pregeneration.pregenerator import CoordinatorConnection, Pregenerator
 from services.generation.pregeneration.upload_queue import UploadQueue
-from services.generation.rollouts.cache import Shards
-from services.generation.rollouts.fetcher import ShardFetcher
 from services.generation.server.draft_model_service import DraftModelService
-from services.generation.server.generation_service import GenerationService
-from services.generation.server.instance import GenerationInstance
+from services.generation.server.generation_service import GenerationInstance, GenerationService
 from services.generation.server.knob_service import KnobService
-from services.generation.server.sample_intake import SampleIntake
-from services.generation.server.schema_checks import SchemaChecks
+from services.generation.server.sample_intake import SampleIntake, SchemaChecks
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.server.weight_updates import WeightUpdates
-from services.generation.speculation.active_knobs import OriginOf
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.weights.host_room import check_host
+from services.generation.speculation.acceptance import table as acceptance
+from services.generation.speculation.drafter import TokenDrafter
+from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.planner import KnobDrivenPlanner, OriginOf
+from services.generation.speculation.selection import selection
+from services.generation.speculation.speculation import Speculation
 from services.generation.weights.stream.metrics import WeightStreamMetrics
-from services.platform.cores import bind_ranks
+from services.generation.weights.update_room import check_host
 from services.platform.grpc.server import GrpcServer
+from services.platform.launching import bind_ranks
 from services.platform.redis.connection import OUTAGES, Keys
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
+from services.step_time.estimator import StepTimeEstimator
+from services.step_time.estimator import warm_up as warm_up_estimator
+from services.step_time.sweep import MeasuredStep, SavedSweep, SweepSubject
+
+_log = structlog.get_logger(__name__)
+
+
+def build_drafts(
+    config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
+) -> SampleDrafts:
+    """Build the drafts of an engine's samples: the cache, and the drafters and planner that the config names."""
+    cache = DraftCache(engine.limits.vocab_size, config.draft_cache_bytes)
+    # Without drafts a sample takes over a cached rollout one token a step.
+    reuse = Reuse(config.reuse_chunk if engine.support.allows(Feature.DRAFTS) else 0)
+    return SampleDrafts(metrics, cache, _speculation(config, engine, metrics, origin_of), reuse)
+
+
+def _speculation(
+    config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
+) -> Speculation | None:
+    if config.speculation == "off" or not engine.support.allows(Feature.DRAFTS):
+        return None
+    branches = config.max_branches if engine.trees else 0
+    makers: dict[str, Callable[[], TokenDrafter]] = {
+        "reference": lambda: _reference_drafter(metrics),
+        "suffix": lambda: _suffix_drafter(config, metrics, branches),
+    }
+    # These import numba, which vLLM must come before.
+    acceptance.warm_up()
+    selection.warm_up(branches > 0)
+    warm_up_estimator()
+    knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
+    fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
+    assumed = config.assumed_step_times
+    swept = _swept(config, engine) if assumed is None else SavedSweep.read(assumed).steps
+    planner = KnobDrivenPlanner(
+        knobs,
+        StepTimeEstimator(swept),
+        origin_of,
+        fixed=fixed,
+        metrics=metrics.planner,
+        graphs=engine.graph_sizes,
+        learns=assumed is None,
+    )
+    drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
+    drafters += [
+        DraftModelDrafter(
+            model, planner, metrics=metrics.quantized if model.name == QUANTIZED else metrics.eagle3
+        )
+        for model in engine.model_drafts.values()
+    ]
+    return Speculation(drafters, planner, engine.limits.vocab_size, metrics, late=config.steps_ahead)
+
+
+def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:
+    """Return the saved sweep of this engine, or measure one; nothing if step times are learned as they come."""
+    if config.calibration is not None:
+        size, dtype = config.tensor_parallel_size, engine.dtype
+        subject = SweepSubject.of(Path(config.model), engine.hardware, size, dtype)
+        if (saved := SavedSweep.load(config.calibration, subject)) is not None:
+            return saved.steps
+        _log.warning("no_saved_sweep", path=str(config.calibration), subject=subject.model_dump())
+    if not config.sweep_seconds:
+        return ()
+    from services.generation.engine.startup import measure_steps
+
+    try:
+        return measure_steps(engine, config.sweep_seconds)
+    except Exception:
+        # An engine that cannot serve says so with its first sample; one that can learns step times as they come.
+        _log.exception("sweep_failed")
+        return ()
+
+
+def _reference_drafter(metrics: EngineMetrics) -> TokenDrafter:
+    # Imports numba, which vLLM must come before.
+    alignment.warm_up()
+    return ReferenceDrafter(metrics.drafts.forks_taken.inc)
+
+
+def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics, branches: int) -> TokenDrafter:
+    # Imports numba, which vLLM must come before.
+    from kernels.suffix_index import SuffixIndex, warm_up
+
+    warm_up(branches)
+    index = SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor)
+    return SuffixDrafter(
+        index,
+        capacity=config.draft_index_tokens,
+        branches=branches,
+        tokens_per_step=config.draft_index_step_tokens,
+        metrics=metrics.rollouts,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +301,12 @@ def build_engine(
     binding = bind_ranks(config.threads_bind, config.tensor_parallel_size)
     if binding is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding
-    from services.generation.engine.batch_invariance import choose_invariance
-    from services.generation.engine.runner_choice import choose_runner
+    from services.generation.engine.environment import choose_invariance, choose_runner
 
     choose_runner(config.engine)
     choose_invariance(config.batch_invariant)
     from services.generation.engine.core import Engine
-    from services.generation.engine.draft_check import check_drafts
-    from services.generation.engine.warmup import warm_up
+    from services.generation.engine.startup import check_drafts, warm_up
 
     engine = Engine(config.engine_options())
     warm_up(engine)

@@ -9,9 +9,9 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from services.generation.engine.parallelism import parallelism_refusal
+from services.generation.engine.environment import parallelism_refusal
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 _W4_GROUPS = (32, 64, 128, 256)
 

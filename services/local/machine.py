@@ -1,4 +1,4 @@
-"""Facts about this machine that decide whether a platform runs on it."""
+"""Facts about this machine that decide whether a platform runs on it, and shares of its cores and GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -17,7 +17,9 @@ from typing import Literal
 
 import psutil
 
-from services.platform.memory_limits import own_memory_limits
+from services.local.config import PlatformConfig
+from services.platform.launching import cpu_list, share_cores
+from services.platform.memory import own_memory_limits
 from services.step_time.machine import driver_gpus
 
 _DRIVER = Path("/proc/driver/nvidia")
@@ -115,3 +117,44 @@ def _driver(version: Path) -> str:
         re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", version.read_text()) if version.is_file() else None
     )
     return found[1] if found else ""
+
+
+# Runs before the real program: threads that it starts inherit the cores.
+_PIN = """
+import os, sys
+os.sched_setaffinity(0, {int(core) for core in sys.argv[1].split(",")})
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def pinned(command: Sequence[str], cores: Sequence[int]) -> list[str]:
+    """Return the command that runs `command` on these cores only; without cores, on all.
+
+    Its first word must be a path. Linux only; elsewhere `command` is returned unchanged.
+    """
+    if not cores or sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _PIN, cpu_list(cores), *command]
+
+
+def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
+    """Return the variables that bind the threads of an instance to its cores."""
+    return {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": cpu_list(cores)}
+
+
+def cuda_environment(visible: str | None, gpus: int, index: int) -> dict[str, str]:
+    """Return the variable that gives an instance one GPU of those visible to the launcher."""
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(gpus)]
+    return {"CUDA_VISIBLE_DEVICES": names[index % len(names)]}
+
+
+def share_of_machine(config: PlatformConfig, index: int) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Return environment and cores that give an instance its share of this machine."""
+    gpus = driver_gpus()
+    if chooses_cuda(config.device, gpus):
+        return cuda_environment(os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, gpus), index), ()
+    if not config.pin:
+        return {}, ()
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = share_cores(sorted(affinity), config.instances, index)
+    return cpu_environment(cores), cores

@@ -3,38 +3,203 @@
     with Platform(PlatformConfig(model=Path("examples/tinymath/model"))) as platform:
         client = platform.client()
 
-Start it from the main thread. When the launcher dies, by whatever signal, its processes die with it.
+Start it from the main thread. When the launcher dies, by whatever signal, its processes die with it. Every
+process asks for the platform's token, so that other users of this machine can neither read samples nor change
+weights. The token is new at every start unless the environment or the caller gives one. Callers find it in a
+file, and Prometheus finds the processes in another (deploy/prometheus/prometheus.yml).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from paceline import Client, PacelineError, RetryPolicy
-from paceline.private_files import NotPrivateError, private_folder
+from paceline.files import NotPrivateError, private_folder, write_private
+from paceline.tokens import new_token
+from paceline.transport.options import TOKEN, TOKEN_FILE, token_file_of, token_of_environment
 from paceline.types import InstanceState
-from services.local import pinning
-from services.local.child import Child, ChildSpec, Launch, PlatformError, stop_together
+from services.local import machine
+from services.local.child import Child, ChildSpec, Keeper, Launch, LogRotation, PlatformError, stop_together
 from services.local.config import PlatformConfig
-from services.local.first_drafter import first_drafter
-from services.local.forks import Forks
-from services.local.keeper import Keeper
-from services.local.log_rotation import LogRotation
+from services.local.launch import Forks, Specs, first_drafter
 from services.local.machine import is_taken
-from services.local.platform_token import TokenFiles, with_token
-from services.local.specs import Specs
-from services.local.start_watch import StartWatch, WatchedStart
-from services.local.targets_file import TargetsFile
 from services.platform.redis.embedded import EmbeddedRedis
+
+_REPORT_SECONDS = 10.0
+_LOOK_SECONDS = 0.2
+
+
+class StartWatch:
+    """Lines about a start, as its processes become ready. `tell` gets each line."""
+
+    def __init__(self, tell: Callable[[str], None], began: float) -> None:
+        self._tell = tell
+        self._began = self._told_at = began
+        self._ready: set[str] = set()
+
+    def look(self, now: float, ready: Iterable[str], awaited: Iterable[str]) -> None:
+        """Say which processes have become ready, and name the others after ten seconds of silence.
+
+        Args:
+            now: on the clock of `began`, in seconds.
+            ready: names of all processes that are ready.
+            awaited: what is not.
+        """
+        gone = f"{now - self._began:.0f} s"
+        for name in ready:
+            if name not in self._ready:
+                self._ready.add(name)
+                self._say(now, f"{name} is ready after {gone}")
+        waiting = ", ".join(awaited)
+        if waiting and now - self._told_at >= _REPORT_SECONDS:
+            self._say(now, f"{gone} gone, waiting for {waiting}")
+
+    def _say(self, now: float, line: str) -> None:
+        self._told_at = now
+        self._tell(line)
+
+
+class WatchedStart:
+    """A thread that looks at a start until the block ends."""
+
+    def __init__(
+        self, watch: StartWatch, ready: Callable[[], list[str]], awaited: Callable[[], list[str]]
+    ) -> None:
+        self._watch, self._names, self._awaited = watch, ready, awaited
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="start-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(_LOOK_SECONDS)
+            self._watch.look(time.monotonic(), self._names(), [] if over else self._awaited())
+
+
+TARGETS_FILE = "targets.json"
+"""Name of the file in the platform's folder."""
+
+
+def targets(children: Iterable[Child], *, tls: bool) -> str:
+    """Return the contents of the file: the processes that are ready, labelled with their names."""
+    scheme = {"__scheme__": "https"} if tls else {}
+    listed = [
+        {
+            "targets": [f"{child.ready.address.rpartition(':')[0]}:{child.ready.metrics_port}"],
+            "labels": {"instance": child.spec.name, **scheme},
+        }
+        for child in children
+        if child.ready is not None
+    ]
+    return json.dumps(listed, indent=1) + "\n"
+
+
+class TargetsFile:
+    """Targets file of one platform, written by any thread; a reader never sees a part of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / TARGETS_FILE
+        self._written = ""
+        self._lock = threading.Lock()
+
+    def write(self, children: Iterable[Child], *, tls: bool) -> None:
+        """Write the file if its contents have changed."""
+        with self._lock:
+            text = targets(children, tls=tls)
+            if text != self._written:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                part = self.path.with_suffix(".part")
+                part.write_text(text)
+                part.replace(self.path)
+                self._written = text
+
+
+TOKEN_NAME = "token"
+"""Name of the file in the platform's folder."""
+
+
+def with_token(config: PlatformConfig, environment: Mapping[str, str]) -> PlatformConfig:
+    """Return the configuration with the token that its processes ask for.
+
+    PlatformError: there is to be none, but one is given; or the file that is named has none.
+    """
+    given = [name for name in (TOKEN, TOKEN_FILE) if environment.get(name)]
+    if config.no_token:
+        if config.token or given:
+            raise PlatformError(f"no_token: {'token' if config.token else given[0]} is given, too; unset one")
+        return config
+    if config.token:
+        return config
+    # Callers are told to name this platform's own file, which is not there yet, or is that of the last one.
+    if (
+        given == [TOKEN_FILE]
+        and Path(environment[TOKEN_FILE]).absolute() == (config.folder / TOKEN_NAME).absolute()
+    ):
+        return replace(config, token=new_token())
+    try:
+        return replace(config, token=token_of_environment(environment) or new_token())
+    except ValueError as error:
+        raise PlatformError(str(error)) from error
+
+
+class TokenFiles:
+    """Files with the token of one platform, each for this user alone, from its start to its end."""
+
+    def __init__(self, folder: Path, token: str | None) -> None:
+        self.path = folder / TOKEN_NAME
+        """The one in the platform's folder, for Prometheus and for clients over HTTP; empty without a token."""
+        self._token = token or ""
+        self._written: list[Path] = []
+
+    def write(self) -> None:
+        """Write the file in the platform's folder."""
+        self._write(self.path)
+
+    def announce(self, ports: Iterable[int]) -> None:
+        """Write the files in which clients look that call these ports.
+
+        Where this user has no home folder to write to, clients have to be told.
+        """
+        if not self._token:
+            return
+        for port in ports:
+            with suppress(OSError, RuntimeError):
+                path = token_file_of(port)
+                if path not in self._written:
+                    private_folder(path.parent)
+                    self._write(path)
+
+    def remove(self) -> None:
+        """Remove what was written and is still this platform's."""
+        for path in self._written:
+            with suppress(OSError):
+                if path.read_text().strip() == self._token:
+                    path.unlink()
+        self._written.clear()
+
+    def _write(self, path: Path) -> None:
+        write_private(path, f"{self._token}\n" if self._token else "")
+        self._written.append(path)
+
 
 __all__ = ["Platform", "PlatformError"]
 
@@ -292,7 +457,7 @@ class Platform:
             head = config.drafter or first_drafter(config.model, config.drafters / "first")
             found.append(specs.learner(head))
         for index in range(config.instances):
-            environment, cores = pinning.share_of_machine(config, index)
+            environment, cores = machine.share_of_machine(config, index)
             found.append(specs.instance(index, environment, cores, head))
         return found
 

@@ -16,13 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import PacelineError, RetryPolicy
-from paceline.cli.options import Token
-from paceline.cli.output import add_columns, plain_table
+from paceline.cli.options import Token, add_columns, plain_table
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.config import LOG_BYTES, RestartPolicy
-from services.local.doctor import examine, findings_table
-from services.local.findings import FindingState
+from services.local.doctor import FindingState, examine, findings_table
 from services.models.download import DownloadError
 from services.models.local_model import hub_name, local_model
 from services.models.source import SourceError

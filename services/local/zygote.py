@@ -30,7 +30,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 
 STATUS = struct.Struct("<i")
 """An exit status on the socket of a fork; before it is said, the socket has the process's PID."""

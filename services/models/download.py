@@ -1,22 +1,107 @@
-"""Download of a model: resumable, checked, and complete only when its receipt is there."""
+"""Download a model: resumable, checked, and complete only when its receipt is in the folder."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from services.models.listing import CONFIGURATION, RemoteFile
-from services.models.progress import DownloadProgress, Report
-from services.models.receipt import Receipt, read_receipt
-from services.models.source import Source
-from services.platform.backoff import ExponentialBackoff
+from paceline.files import read_object
+from services.contracts.files import write_durably
+from services.models.source import CONFIGURATION, RemoteFile, Source
+from services.platform.tasks import ExponentialBackoff
+
+Report = Callable[[str], None]
+"""Takes a line for a person."""
+
+
+class DownloadProgress:
+    """Bytes and files that have come, of all threads; a line every `interval` seconds at most, and at the end."""
+
+    def __init__(self, total: int, files: int, report: Report, interval: float) -> None:
+        self._total = total
+        self._files = files
+        self._report = report
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._began = self._said = time.monotonic()
+        self._here = self._come = self._done = 0
+
+    def found(self, size: int) -> None:
+        """Count bytes that were there already."""
+        with self._lock:
+            self._here += size
+
+    def received(self, size: int) -> None:
+        """Count bytes that have come."""
+        with self._lock:
+            self._here += size
+            self._come += size
+            now = time.monotonic()
+            if now - self._said >= self._interval:
+                self._said = now
+                self._report(self._line(now))
+
+    def lost(self, size: int) -> None:
+        """Take back bytes that have to come again."""
+        with self._lock:
+            self._here -= size
+
+    def finished_file(self) -> None:
+        """Count a file that is complete."""
+        with self._lock:
+            self._done += 1
+            if self._done == self._files:
+                self._report(self._line(time.monotonic()))
+
+    def _line(self, now: float) -> str:
+        share = f" ({self._here / self._total:.0%})" if self._total else ""
+        rate = self._come / max(now - self._began, 1e-9)
+        return (
+            f"{self._here / 1e9:.2f} of {self._total / 1e9:.2f} GB{share}, {rate / 1e6:.0f} MB/s, "
+            f"{self._done} of {self._files} files"
+        )
+
+
+NAME = ".paceline-model.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Source of a model as it was given and as it was resolved, and the sizes of its files in bytes."""
+
+    source: str
+    resolved: str
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it to the model's folder."""
+        write_durably(folder / NAME, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+    def holds(self, folder: Path) -> bool:
+        """Return True if all files are in the folder, in their sizes."""
+        try:
+            return all((folder / path).stat().st_size == size for path, size in self.sizes.items())
+        except OSError:
+            return False
+
+
+def read_receipt(folder: Path) -> Receipt | None:
+    """Return the receipt in a folder; None if there is none that can be read."""
+    try:
+        return Receipt(**read_object(folder / NAME))
+    except (OSError, ValueError, TypeError):
+        return None
+
 
 WORK = ".paceline-download"
 """Folder in the model's for what is not complete."""

@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 
 from paceline.installation import CHECKOUT
-from services.models.download import download, present
-from services.models.progress import Report
+from services.models.download import Report, download, present
 from services.models.source import Source, SourceError, as_source
 
 _CHECKOUT = Path(__file__).parents[2]

@@ -1,4 +1,8 @@
-"""Waiting for tasks, and cancelling them reliably."""
+"""Wait for tasks, for changes of state, and between attempts.
+
+`end` and its relatives cancel tasks reliably, `Notifier` wakes all tasks that wait for a change, and
+`ExponentialBackoff` computes delays; it neither waits nor reads a clock.
+"""
 
 from __future__ import annotations
 
@@ -83,3 +87,57 @@ def is_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class Notifier:
+    """A condition without a lock, for tasks of one event loop.
+
+    Usage: examine the state; if it is not as desired, `await notifier.wait()` and examine it again. There must be
+    no await between examining and waiting, so that no change is missed.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake every task that waits."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def next_change(self) -> asyncio.Event:
+        """Return the event that the next `notify` sets, for tasks that await between examining and waiting."""
+        return self._event
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`."""
+        await self._event.wait()
+
+
+# Keeps the power finite; the longest delay is reached long before.
+_MAX_DOUBLINGS = 64
+
+
+class ExponentialBackoff:
+    """Delays of one peer or operation: `first` seconds after a failure, at most `longest` after many in a row."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self.failures = 0
+        """Failures since the last success."""
+        self._first = first
+        self._longest = longest
+
+    @property
+    def delay(self) -> float:
+        """Seconds to wait after the failures so far; 0 when there was none."""
+        if not self.failures:
+            return 0.0
+        return min(self._longest, self._first * 2.0 ** min(self.failures - 1, _MAX_DOUBLINGS))
+
+    def failed(self) -> float:
+        """Count a failure and return the seconds to wait before the next attempt."""
+        self.failures += 1
+        return self.delay
+
+    def succeeded(self) -> None:
+        """Start over: the next failure costs the first delay again."""
+        self.failures = 0

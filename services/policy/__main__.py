@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
-from services.platform.process import Shutdown, run, serve
+from services.platform.service import Shutdown, run, serve
 from services.policy.config import PolicyConfig
 from services.policy.process import PolicyProcess
 

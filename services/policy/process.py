@@ -1,29 +1,260 @@
-"""Process of the policy service: a registered server with its servicer, and the knob controller while it leads."""
+"""Process of the policy service: a registered server with its servicer, and the knob controller while it leads.
+
+The controller sends knobs to instances, takes their reports, climbs the ladders at step boundaries, and explains
+its decisions.
+
+Work of the leading policy service: knobs, reports of instances, ladders, and the decisions it explains. A link to
+each instance sends it the knobs in force and fetches its reports.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import structlog
 from prometheus_client import CollectorRegistry
+from redis.exceptions import RedisError
 
+from paceline.convert.fleet import knobs_to_proto
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from paceline.knobs import knobs_to_proto
-from services.contracts.errors import Unavailable
-from services.contracts.knob_messages import setting_of
+from paceline.v1 import knobs_pb2
+from services.contracts.errors import ServiceError, Unavailable
 from services.contracts.knob_store import KnobStore, lease_key
-from services.contracts.knobs import KnobScope
+from services.contracts.knobs import KnobScope, Setting, check, setting_of, tallies
+from services.platform.grpc.channel import Link, Links
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
-from services.platform.redis.registry import Registry
-from services.platform.registered_server import LeadingServer
+from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.service import LeadingServer
+from services.platform.tasks import until_one_ends
+from services.policy import steps
 from services.policy.config import PolicyConfig
-from services.policy.controller import KnobController
-from services.policy.in_force import KnobsInForce
+from services.policy.knobs_in_force import KnobsInForce, effective, is_of
 from services.policy.metrics import PolicyMetrics
 from services.policy.scaling.scaler import Scaler
+from services.policy.steps import StepBook, StepEnd, climb, start
+
+log = structlog.get_logger(__name__)
+
+_TICK_SECONDS = 0.25
+
+
+TakeReport = Callable[[InstanceRecord, pb.GetSpeculationReportResponse], None]
+
+
+class KnobLink(Link):
+    """Link to one process of an instance.
+
+    `applied` is the latest revision that the process is known to use, -1 before it has taken any. `report` is its
+    latest report, None before the first.
+    """
+
+    def __init__(
+        self,
+        record: InstanceRecord,
+        config: PolicyConfig,
+        knobs: KnobsInForce,
+        take_report: TakeReport,
+        metrics: PolicyMetrics,
+    ) -> None:
+        super().__init__(record, config, knobs.changed, metrics.pushes.labels("failed"))
+        self.applied = -1
+        self._config = config
+        self._knobs = knobs
+        self._take_report = take_report
+        self._metrics = metrics
+        self._stub: Any = rpc.KnobServiceStub(self._channel)
+        self.report: pb.GetSpeculationReportResponse | None = None
+        self._switch = 0
+        self._due = 0.0
+        self._loop = asyncio.get_running_loop()
+
+    async def call(self) -> float:
+        """Fetch a report when it is due, and push a new revision. Returns the seconds until the next report."""
+        now = self._loop.time()
+        if self.report is None or now >= self._due:
+            self.report = await self._fetch_report()
+            self._due = now + self._config.report_seconds
+        if self.applied < self._knobs.revision:
+            await self._push(self.report)
+        return max(0.0, self._due - self._loop.time())
+
+    async def _fetch_report(self) -> pb.GetSpeculationReportResponse:
+        request = pb.GetSpeculationReportRequest(after_switch=self._switch)
+        report = await self._stub.GetSpeculationReport(request, timeout=self._config.push_timeout_seconds)
+        self._switch = max([self._switch, *(each.serial for each in report.switches)])
+        if self.report is None and report.revision:
+            # Knobs of an earlier leader, or those that the instance read when it started.
+            log.info("instance_has_knobs", instance=self.record.instance_id, revision=report.revision)
+        self._take_report(self.record, report)
+        return report
+
+    async def _push(self, report: pb.GetSpeculationReportResponse) -> None:
+        request = self._knobs.request_for(report)
+        answer = await self._stub.ApplyKnobs(request, timeout=self._config.push_timeout_seconds)
+        if answer.revision > request.revision:
+            # The instance has a later change than Redis, which has lost something.
+            self._metrics.pushes.labels("behind").inc()
+            await self._knobs.exceed(answer.revision)
+            return
+        self.applied = answer.revision
+        self._knobs.answered.notify()
+        self._metrics.pushes.labels("applied").inc()
+        self._metrics.push_seconds.observe(self._knobs.seconds_since(request.revision))
+        log.info("knobs_pushed", instance=self.record.instance_id, revision=answer.revision)
+
+
+class KnobLinks(Links[KnobLink]):
+    """Links to all registered instances. `run` until cancelled."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        registry: Registry,
+        knobs: KnobsInForce,
+        take_report: TakeReport,
+        metrics: PolicyMetrics,
+    ) -> None:
+        def dial(record: InstanceRecord) -> KnobLink:
+            return KnobLink(record, config, knobs, take_report, metrics)
+
+        super().__init__(registry, dial, self._show)
+        self._knobs = knobs
+        self._metrics = metrics
+
+    async def applied(self, revision: int, seconds: float) -> tuple[list[str], list[str]]:
+        """Wait until every instance uses a revision, at most `seconds`: ids of those that do, and of the others."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self._split(revision)[1]:
+                    await self._knobs.answered.wait()
+        except TimeoutError:
+            pass
+        return self._split(revision)
+
+    def used(self, scope: KnobScope) -> tuple[list[knobs_pb2.EffectiveKnobs], list[str]]:
+        """Return what the instances of a scope use, and the ids of those of which that is not known."""
+        reports, pending = {}, []
+        for instance_id, link in self.known.items():
+            if link.report is None:
+                # It may be of any scope.
+                pending.append(instance_id)
+            elif not is_of(link.report, scope):
+                continue
+            elif link.applied < self._knobs.revision:
+                pending.append(instance_id)
+            else:
+                reports[instance_id] = link.report
+        if pending and not reports:
+            return [], sorted(pending)
+        found, untold = effective(self._knobs.records, scope, reports)
+        return found, sorted([*pending, *untold])
+
+    def _split(self, revision: int) -> tuple[list[str], list[str]]:
+        names = sorted(self.known)
+        done = [name for name in names if self.known[name].applied >= revision]
+        return done, [name for name in names if name not in done]
+
+    def _show(self, _: dict[str, InstanceRecord] | None) -> None:
+        # Nobody should wait for an instance that is gone.
+        self._knobs.answered.notify()
+        done, others = self._split(self._knobs.revision)
+        self._metrics.instances.labels("current").set(len(done))
+        self._metrics.instances.labels("behind").set(len(others))
+
+
+class KnobController:
+    """One term of leadership: `run` it until it is cancelled."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        knobs: KnobsInForce,
+        registry: Registry,
+        decisions: DecisionLog,
+        metrics: PolicyMetrics,
+    ) -> None:
+        self.knobs = knobs
+        self.links = KnobLinks(config, registry, knobs, self._take_report, metrics)
+        self._config = config
+        self._decisions = decisions
+        self._metrics = metrics
+        self._book = StepBook(config.settle_seconds)
+        # The latest step for which the ladder of a run was climbed.
+        self._climbed: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Keep instances up to date and follow their steps until cancelled."""
+        await until_one_ends(
+            [
+                asyncio.create_task(self.links.run(), name="links"),
+                asyncio.create_task(self._watch_steps(), name="steps"),
+            ]
+        )
+
+    async def set(
+        self, scope: KnobScope, revision: int, setting: Setting
+    ) -> tuple[int, list[str], list[str]]:
+        """Store a setting and send it to the instances.
+
+        Returns:
+            The new revision, the instances that use it, and those that have not answered in time.
+
+        Raises:
+            InvalidArgument: a knob or value that is not allowed.
+            Aborted: the scope was changed since that revision.
+            ResourceExhausted: too many scopes have settings.
+            Unavailable: another process leads, or Redis cannot be reached.
+        """
+        knobs, before = check(setting), self.knobs.setting(scope)
+        made = await self.knobs.set(scope, revision, knobs)
+        applied, pending = await self.links.applied(self.knobs.revision, self._config.answer_seconds)
+        log.info("knobs_set", scope=scope.key, revision=made, knobs=knobs, pending=pending)
+        self._explain(steps.knobs_set(scope, before.knobs, knobs, made, pending, time.time()))
+        return made, applied, pending
+
+    def _take_report(self, instance: InstanceRecord, report: pb.GetSpeculationReportResponse) -> None:
+        self._book.report((instance.instance_id, report.epoch), tallies(report.steps), time.time())
+        for switch in report.switches:
+            self._explain(steps.switched(switch, instance.instance_id))
+
+    async def _watch_steps(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            for ended in self._book.ended(time.time()):
+                self._explain(steps.step_ended(ended, time.time()))
+                if ended.totals.acceptance.verifications:
+                    self._metrics.block_efficiency.set(ended.totals.acceptance.block_efficiency)
+                try:
+                    await self._climb(ended)
+                except (ServiceError, RedisError) as error:
+                    # The ladder keeps its position; the next step will move it.
+                    log.warning("ladder_not_kept", run_id=ended.run_id, error=str(error))
+
+    async def _climb(self, ended: StepEnd) -> None:
+        run_id, records = ended.run_id, self.knobs.records
+        knobs = records.knobs_of(run_id)
+        # Once per step, even if more of the step becomes known later.
+        if not knobs.ladder.on or not run_id or self._climbed.get(run_id, -1) >= ended.step:
+            return
+        first = run_id not in records.rungs
+        before = records.rungs.get(run_id) or start(knobs.ladder, knobs.draft_cap)
+        move = climb(knobs.ladder, before, ended.totals.acceptance)
+        await self.knobs.climb(run_id, move.rung, move.moved or first)
+        self._climbed[run_id] = ended.step
+        self._climbed = {each: step for each, step in self._climbed.items() if each in records.rungs}
+        if move.moved:
+            self._explain(steps.cap_moved(ended, before, move, time.time()))
+
+    def _explain(self, decision: DecisionRecord) -> None:
+        self._metrics.decisions.labels(decision.kind).inc()
+        self._decisions.post(decision)
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = "policy"

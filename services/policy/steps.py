@@ -1,17 +1,29 @@
-"""Statistics of each training step of each run, merged from the reports of instances. Pure.
+"""Training steps of runs: merged statistics, the adaptive cap on draft lengths, and explanations. Pure.
 
-An instance reports totals since it began a step, so lost and repeated reports do no harm. A step ends when a later
-one of its run is reported, or when nothing has changed for a while. Totals that arrive after that, of an instance
-that was paused for example, make one more end of the same step.
+An instance reports totals since it began a step, so lost and repeated reports do no harm. A step ends when a
+later one of its run is reported, or when nothing has changed for a while. Totals that arrive after that, of an
+instance that was paused for example, make one more end of the same step.
+
+Adaptive cap on draft length at step boundaries, after EfficientRollout (section 4.3). Pure. The cap moves along a
+ladder of lengths. The measured block efficiency of a step is compared with its ceiling, drafted + 1 per
+verification: close to the ceiling the cap rises, far below it falls, each after `patience` steps in a row that
+agree.
+
+The ceiling of the paper is the cap + 1, because it always drafts that many tokens. A planner drafts fewer where
+fewer pay, so here the ceiling is what was drafted, and a cap that drafts do not come close to is not raised.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from services.contracts.step_totals import StepKey, StepTotals
+from paceline.internal.v1 import policy_pb2 as pb
+from services.contracts.knob_store import Rung
+from services.contracts.knobs import Acceptance, KnobScope, LadderKnobs, Setting, StepKey, StepTotals, changes
+from services.platform.redis.decision_log import DecisionRecord
 
 MAX_STEPS = 64
 """Most steps that are remembered, over all runs."""
@@ -81,3 +93,157 @@ class StepBook:
                 entry.returned = totals
                 found.append(StepEnd(run_id, step, new, len(entry.by_instance)))
         return sorted(found, key=lambda each: (each.run_id, each.step))
+
+
+LEAST_VERIFICATIONS = 16
+"""Fewest verifications of a step for it to count."""
+# The cap binds if drafts have at least this share of its length on average.
+_BINDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LadderMove:
+    """Outcome of a step for the ladder, with the reason."""
+
+    rung: Rung
+    moved: bool
+    reason: str
+
+
+def start(knobs: LadderKnobs, draft_cap: int) -> Rung:
+    """Return the first rung: the greatest length that is not above the cap, or else the least."""
+    return Rung(max((each for each in knobs.lengths if each <= draft_cap), default=knobs.lengths[0]))
+
+
+def climb(knobs: LadderKnobs, rung: Rung, step: Acceptance) -> LadderMove:
+    """Move a run on its ladder by the acceptance of a finished step.
+
+    Args:
+        knobs: the ladder; a cap that is not on it, because it was changed, is moved onto it first.
+        rung: position of the run.
+        step: acceptance of the step's drafts.
+    """
+    if rung.cap not in knobs.lengths:
+        rung = start(knobs, rung.cap)
+    if step.verifications < LEAST_VERIFICATIONS:
+        return LadderMove(rung, False, f"{step.verifications} verifications say nothing")
+    place, full = knobs.lengths.index(rung.cap), step.fullness
+    said = f"block efficiency {step.block_efficiency:.2f} is {full:.0%} of its ceiling"
+    side = _side(knobs, rung, step)
+    if side == 0:
+        return LadderMove(replace(rung, streak=0), False, said)
+    streak = rung.streak + side if rung.streak * side > 0 else side
+    to = place + side
+    if not 0 <= to < len(knobs.lengths):
+        return LadderMove(replace(rung, streak=0), False, f"{said}; the ladder ends at {rung.cap}")
+    if abs(streak) < knobs.patience:
+        return LadderMove(
+            replace(rung, streak=streak), False, f"{said}; {abs(streak)} of {knobs.patience} steps"
+        )
+    return LadderMove(Rung(knobs.lengths[to]), True, f"{said} in {abs(streak)} steps")
+
+
+def _side(knobs: LadderKnobs, rung: Rung, step: Acceptance) -> int:
+    binds = step.drafted >= _BINDS * rung.cap * step.verifications
+    if step.fullness >= knobs.up and binds:
+        return 1
+    return -1 if step.fullness <= knobs.down else 0
+
+
+KNOBS, SPECULATION, DRAFT_CAP, TOGGLE = "knobs", "speculation", "draft_cap", "toggle"
+"""Kinds of decision of this service."""
+DRAFTED = ("drafts", "fixed", "adaptive", "toggled_on", "table", "explored")
+"""Reasons of engine steps that verified drafts."""
+WORDS = {
+    "drafts": "drafts paid",
+    "backoff": "drafters were not queried, because drafting had not paid for its overhead",
+    "plain_is_best": "no draft would have paid",
+    "within_margin": "the gain was within the margin",
+    "explored": "exploration: drafts that were predicted not to pay were measured",
+    "explored_plain": "exploration: a plain step was measured",
+    "no_proposals": "no drafter proposed a token",
+    "fixed": "drafts of fixed length",
+    "adaptive": "drafts of the length that acceptance suggests",
+    "toggled_on": "drafts of the given length paid",
+    "toggled_off": "drafts of the given length would not have paid",
+    "table": "the table has drafts for the batch",
+    "table_plain": "the table has none for the batch",
+    "off": "speculation is switched off",
+}
+"""Reasons of engine steps in words."""
+
+
+def knobs_set(
+    scope: KnobScope, before: Setting, after: Setting, revision: int, pending: Sequence[str], now: float
+) -> DecisionRecord:
+    """Explain a change of knobs."""
+    changed = list(changes(before, after))
+    words = ", ".join(f"{name} {_shown(old)} -> {_shown(new)}" for name, old, new in changed)
+    details: dict[str, Any] = {
+        "scope": scope.key,
+        "revision": revision,
+        "knobs": dict(after),
+        "pending": list(pending),
+    }
+    run_id = scope.name if scope.kind == "run" else ""
+    return DecisionRecord(KNOBS, f"{scope}: {words or 'nothing changed'}", 0.0, details, now, run_id)
+
+
+def step_ended(end: StepEnd, now: float) -> DecisionRecord:
+    """Explain how a step was speculated. The gain is the mean of those predicted over plain decoding."""
+    totals = end.totals
+    steps, acceptance = totals.engine_steps, totals.acceptance
+    drafted = sum(totals.reasons[reason] for reason in DRAFTED)
+    others = [
+        f"{WORDS.get(reason, reason)} in {count}"
+        for reason, count in totals.reasons.most_common()
+        if reason not in DRAFTED
+    ]
+    words = f"step {end.step}: {drafted} of {steps} engine steps verified drafts"
+    if acceptance.verifications:
+        words += f", {acceptance.block_efficiency:.2f} tokens a verification"
+    details = {
+        "step": end.step,
+        "mode": totals.mode,
+        "instances": end.instances,
+        "engine_steps": steps,
+        "reasons": dict(totals.reasons),
+        "planned_tokens": totals.planned_tokens,
+        "expected_tokens": round(totals.expected_tokens, 1),
+        "predicted_seconds": round(totals.predicted_seconds, 4),
+        "measured_seconds": round(totals.measured_seconds, 4),
+        "block_efficiency": round(acceptance.block_efficiency, 3),
+        "drafts": {
+            name: [each.verifications, each.drafted, each.accepted] for name, each in totals.drafts.items()
+        },
+        "lengths": {
+            name: [each.drafted_lengths, each.accepted_lengths] for name, each in totals.drafts.items()
+        },
+    }
+    gain = totals.predicted_gain / steps if steps else 0.0
+    return DecisionRecord(SPECULATION, "; ".join([words, *others]), gain, details, now, end.run_id)
+
+
+def cap_moved(end: StepEnd, before: Rung, move: LadderMove, now: float) -> DecisionRecord:
+    """Explain a move on a ladder. The gain is that of tokens per verification if acceptance stays as it was."""
+    cap, acceptance = move.rung.cap, end.totals.acceptance
+    words = f"step {end.step}: cap {before.cap} -> {cap} tokens: {move.reason}"
+    details = {"step": end.step, "from": before.cap, "to": cap, "fullness": round(acceptance.fullness, 4)}
+    per_token = acceptance.accepted / acceptance.drafted if acceptance.drafted else 0.0
+    gain = (cap - before.cap) * per_token / acceptance.block_efficiency if cap > before.cap else 0.0
+    return DecisionRecord(DRAFT_CAP, words, gain, details, now, end.run_id)
+
+
+def switched(switch: pb.Switch, instance_id: str) -> DecisionRecord:
+    """Explain that speculation was switched on or off on an instance."""
+    words = (
+        f"step {switch.step}: {'on' if switch.on else 'off'} at {switch.requests} samples: "
+        f"predicted {switch.predicted_speedup:.2f} of plain decoding"
+    )
+    details = {"step": switch.step, "on": switch.on, "requests": switch.requests, "instance": instance_id}
+    at = switch.time.ToNanoseconds() / 1e9
+    return DecisionRecord(TOGGLE, words, switch.predicted_speedup - 1.0, details, at, switch.run_id)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

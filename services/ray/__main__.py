@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from services.platform.config.sources import load_config
+from services.platform.config import load_config
 from services.ray.config import RayConfig
 from services.ray.platform import RayPlatform, RayPlatformError, attached
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 _SHARED = (
     *("redis_url", "namespace", "log_level", "log_format", "host"),

@@ -19,7 +19,7 @@ from ray import serve
 
 from services.facade.app import app
 from services.facade.config import FacadeConfig
-from services.platform.config.sources import ConfigError
+from services.platform.config import ConfigError
 
 DEPLOYMENT = "facade"
 """Name of the deployment in the application."""

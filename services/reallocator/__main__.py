@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
-from services.platform.process import Shutdown, run, serve
 from services.platform.redis.connection import Keys
 from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.leadership import Leadership
 from services.platform.redis.registry import Registry
-from services.platform.registered_server import RegisteredServer
+from services.platform.service import RegisteredServer, Shutdown, run, serve
 from services.reallocator.config import ReallocatorConfig
+from services.reallocator.members import Rooflines
 from services.reallocator.metrics import ReallocatorMetrics
-from services.reallocator.models import Rooflines
 from services.reallocator.planning.learned_costs import LearnedCosts, MoveCosts
 from services.reallocator.reallocator import Reallocator
 

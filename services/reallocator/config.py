@@ -7,16 +7,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.platform.config.settings import LeaderConfig
+from services.platform.config import LeaderConfig
 from services.reallocator.planning.learned_costs import LearnedCosts
-from services.reallocator.planning.price import MoveBy, MoveCost
-from services.reallocator.planning.records import ReallocationRules
+from services.reallocator.planning.records import MoveBy, MoveCost, ReallocationRules
 
 _FREE = MoveCost(stall_steps=0.0)
 
 
 class ReallocatorConfig(LeaderConfig):
-    """Settings of the reallocator, beside those that all services share (services.platform.config.settings).
+    """Settings of the reallocator, beside those that all services share (services.platform.config).
 
     Times are in seconds.
     """

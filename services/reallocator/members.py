@@ -1,4 +1,8 @@
-"""Track the instances that are found in the registry, by polling their status."""
+"""Track the instances that are found in the registry, by polling their status.
+
+Each instance has a throughput curve. It starts from a step-time model and is shared by all instances of one model
+and device.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,14 +19,55 @@ import structlog
 
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, migration_pb2, migration_pb2_grpc
 from paceline.v1 import fleet_pb2
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 from services.platform.tasks import is_cancelled
-from services.reallocator.planning.measured_speed import InstanceReport
-from services.reallocator.planning.throughput import Roofline
+from services.reallocator.config import ReallocatorConfig
+from services.reallocator.planning.throughput import (
+    Architecture,
+    InstanceReport,
+    Roofline,
+    StepTime,
+    UnsupportedArchitecture,
+    architecture_of,
+)
 
 log = structlog.get_logger(__name__)
+
+# Architecture of an unreadable model: small, so that measured steps soon dominate.
+_UNKNOWN = Architecture(weight_bytes=1e8, kv_bytes=1e4, dense_flops=1e8, attention_flops=1e4)
+
+
+class Rooflines:
+    """Throughput curves of instances, one per model and device.
+
+    Equal instances share a curve, so that each measurement counts for all of them and noise does not make them
+    differ.
+    """
+
+    def __init__(self, config: ReallocatorConfig) -> None:
+        self._config = config
+        self._told: set[str] = set()
+        self._shared: dict[tuple[str, str, int], Roofline] = {}
+
+    def __call__(self, record: InstanceRecord) -> Roofline:
+        kind = (record.model, record.device, record.max_running)
+        if kind not in self._shared:
+            self._shared[kind] = Roofline(
+                self._model(record.model), record.max_running, self._config.flatness
+            )
+        return self._shared[kind]
+
+    def _model(self, model: str) -> StepTime:
+        try:
+            return StepTime(architecture=architecture_of(Path(model), self._config.dtype))
+        except UnsupportedArchitecture as error:
+            if model not in self._told:
+                log.warning("no_step_time_model", reason=str(error))
+            self._told.add(model)
+            return StepTime(architecture=_UNKNOWN)
+
 
 CALL_SECONDS = 1.0
 """Deadline of questions to instances."""

@@ -6,8 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.reallocator.planning.learned_costs import LearnedCosts
-from services.reallocator.planning.price import MoveBy
-from services.reallocator.planning.records import Rule
+from services.reallocator.planning.records import MoveBy, Rule
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _STEPS = (0.5, 1, 2, 3, 5, 8, 13, 21, 50)

@@ -1,14 +1,48 @@
-"""Number of instances with which a step meets a deadline, found by simulating steps. Deterministic."""
+"""Number of instances with which a step meets a deadline, found by simulating steps. Deterministic.
+
+Simulations that take longer than ten seconds report their progress.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import sqrt
+from typing import TextIO
 
 from services.simulator.cluster_simulation import ClusterSimulation
-from services.simulator.simulated_step import SimulatedStep
+from services.simulator.modelled_instance import SimulatedStep
 from services.simulator.simulation_setup import SimulationSetup
+
+_EVERY = 10.0
+
+
+class SimulationProgress:
+    """Lines on stderr, one every ten seconds. `samples` of all steps are expected in all; 0 is unknown."""
+
+    def __init__(
+        self, samples: int, clock: Callable[[], float] = time.monotonic, out: TextIO | None = None
+    ) -> None:
+        self._expected = samples
+        self._clock = clock
+        self._out = sys.stderr if out is None else out
+        self._began = self._shown = clock()
+        self._ended = 0
+
+    def __call__(self, ended: int, left: int) -> None:
+        """Count samples that have ended."""
+        self._ended += ended
+        now = self._clock()
+        if now - self._shown < _EVERY:
+            return
+        self._shown, took = now, now - self._began
+        line = f"{self._ended:,} samples simulated in {took:.0f} s"
+        if self._expected > self._ended:
+            line += f", about {took / self._ended * (self._expected - self._ended):.0f} s left"
+        print(line, file=self._out, flush=True)
+
 
 # The answer is this close to the fewest instances, as a share.
 _CLOSE = 0.01

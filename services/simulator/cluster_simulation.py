@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
-from services.gateway.dispatch.estimator import DraftCoverage, LengthPredictor, remaining_work
-from services.gateway.dispatch.placement import InstancePool, InstanceSlots
-from services.gateway.dispatch.waiting_queue import WaitingQueue, WaitingSample
-from services.reallocator.planning.price import MoveBy
-from services.reallocator.planning.records import Move
+from services.gateway.scheduler.estimator import DraftCoverage, LengthPredictor, remaining_work
+from services.gateway.scheduler.placement import InstancePool, InstanceSlots, WaitingQueue, WaitingSample
+from services.reallocator.planning.records import Move, MoveBy
 from services.simulator.idle_work import IdleWork
-from services.simulator.modelled_instance import DecodingTotals, ModelledInstance
-from services.simulator.sample_batch import SimulatedSample
+from services.simulator.modelled_instance import (
+    DecodingTotals,
+    ModelledInstance,
+    SimulatedSample,
+    SimulatedStep,
+    summary,
+)
 from services.simulator.sample_moves import SampleMoves
-from services.simulator.simulated_step import SimulatedStep, summary
-from services.simulator.simulation_setup import SimulationSetup
+from services.simulator.simulation_setup import Ints, SimulationSetup
 from services.simulator.step_decider import StepDecider
-from services.simulator.workload import Ints
 
 _RUN = "run"
 

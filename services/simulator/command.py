@@ -9,20 +9,22 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from paceline.cli.options import Json
-from paceline.cli.output import add_columns, plain_table, print_json
+from paceline.cli.options import Json, add_columns, plain_table, print_json
 from paceline.installation import how_to_install
 from services.bubbles.config import BubblesConfig
 from services.contracts.knobs import Knobs
 from services.reallocator.config import ReallocatorConfig
-from services.simulator.capacity import instances_for
+from services.simulator.capacity import SimulationProgress, instances_for
 from services.simulator.cluster_simulation import ClusterSimulation
-from services.simulator.device_file import known_devices, read_device
-from services.simulator.device_tables import DeviceTable
-from services.simulator.progress import SimulationProgress
-from services.simulator.simulated_source import PREGENERATED, SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload, read_trace
+from services.simulator.device_tables import DeviceTable, known_devices, read_device
+from services.simulator.simulation_setup import (
+    PREGENERATED,
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+    read_trace,
+)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 Mode = Literal["planner", "toggle", "solver", "adaptive", "fixed"]

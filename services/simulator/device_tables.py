@@ -1,8 +1,8 @@
-"""Tables of step times of devices that are not at hand, for simulations.
+"""Tables of step times of devices, from data sheets or from files of measurements, and their sweep.
 
-A table has the milliseconds of a step by verified tokens (rows), at the sizes for which graphs are captured and at
-larger ones, and what context and samples add. The estimator knows none of it; it sees the times of simulated steps.
-Tables are made from data sheets by rooflines, and checked against published decoding speeds:
+A table has the milliseconds of a step by verified tokens (rows), at the sizes for which graphs are captured and
+at larger ones, and what context and samples add. The estimator knows none of it; it sees the times of simulated
+steps. Tables are made from data sheets by rooflines, and checked against published decoding speeds:
 
 - H100 SXM: 989 TFLOP/s dense bfloat16, 3.35 TB/s, 80 GB (NVIDIA H100 data sheet). Kernels reach 0.65 and 0.8 of
   that. A decoding step of 8B then takes 6.7 ms; vLLM's published single-stream speeds are 130 to 150 tokens/s.
@@ -20,18 +20,27 @@ Tables are made from data sheets by rooflines, and checked against published dec
   by row and by the context that rows attend to.
 
 A device that halves its clock does everything except reading memory in twice the time.
+
+Tables of step times in files, of devices that were measured. JSON, with the names of `DeviceTable`. The files in
+`measured` are devices by name, in addition to those made from data sheets. There are none yet: `python -m
+bench.gpu.device_table` makes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Annotated, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.generation.engine.graph_sizes import graph_sizes
-from services.generation.engine.step_memory import row_capacity
+from services.generation.engine.step_sizes import graph_sizes, row_capacity
+from services.step_time.sweep import SWEEP_SECONDS, MeasuredStep, swept_batches
 
 Floats = NDArray[np.float64]
 # Sizes that vLLM itself captures on an H100 for 256 samples or more; an instance adds those of verifying steps.
@@ -201,3 +210,87 @@ def devices() -> Sequence[DeviceTable]:
         decoding_table("8B B200", QWEN3_8B, B200),
         replace(h100, name="8B H100, clock halved", slowed=halved),
     )
+
+
+MEASURED = Path(__file__).parent / "measured"
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class DeviceFile(BaseModel):
+    """Milliseconds of steps by verified tokens, and what samples and context add; see `DeviceTable`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = "measured"
+    source: str = "measured"
+    kv_tokens: Annotated[int, Field(ge=1)]
+    rows: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    milliseconds: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    per_sample: Milliseconds = 0.0
+    per_context: Milliseconds = 0.0
+    attended: Milliseconds = 0.0
+    attending: Milliseconds = 0.0
+    graphs: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    most_rows: Annotated[int, Field(ge=1)] = 16384
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if len(self.rows) != len(self.milliseconds):
+            raise ValueError(f"{len(self.rows)} rows have {len(self.milliseconds)} milliseconds")
+        for name in ("rows", "graphs"):
+            if any(b <= a for a, b in pairwise(getattr(self, name))):
+                raise ValueError(f"{name} must rise")
+        if any(b < a for a, b in pairwise(self.milliseconds)):
+            raise ValueError("milliseconds must not fall as rows rise")
+        return self
+
+
+def read_device(path: Path) -> DeviceTable:
+    """Return the table of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no table; the message names the field.
+    """
+    found = DeviceFile.model_validate_json(path.read_bytes())
+    rows, milliseconds = np.array(found.rows, np.float64), np.array(found.milliseconds, np.float64)
+    added = found.model_dump(include={"per_sample", "per_context", "attended", "attending", "most_rows"})
+    return DeviceTable(
+        found.name,
+        found.kv_tokens,
+        rows,
+        milliseconds,
+        graphs=tuple(found.graphs),
+        source=found.source,
+        **added,
+    )
+
+
+def known_devices(measured: Path = MEASURED) -> Sequence[DeviceTable]:
+    """Return the tables from data sheets, and those in the files of a folder.
+
+    Raises:
+        ValueError: one of the files is no table.
+    """
+    return (*devices(), *(read_device(path) for path in sorted(measured.glob("*.json"))))
+
+
+NOISE = 0.03
+"""Standard deviation of measured step times, as a share."""
+
+
+def swept(
+    device: DeviceTable, max_samples: int, seed: int = 0, *, noise: float = NOISE
+) -> list[MeasuredStep]:
+    """Return the steps that a sweep of the device measures, with such noise, before its time is over."""
+    random, found, left = Random(seed), list[MeasuredStep](), SWEEP_SECONDS
+    for batch in swept_batches(max_samples, device.most_rows, 1 << 16, device.graphs):
+        for rows in batch.rows:
+            if left <= 0:
+                return found
+            context = batch.samples * batch.prompt
+            seconds = device.seconds(batch.samples, rows, context)
+            left -= 2 * seconds
+            measured = seconds * random.lognormvariate(0, noise)
+            found.append(MeasuredStep(samples=batch.samples, rows=rows, context=context, seconds=measured))
+    return found

@@ -10,8 +10,8 @@ from paceline.internal.v1 import bubble_pb2 as pb
 from services.bubbles.config import BubblesConfig
 from services.bubbles.ledger import BubbleLedger, TaskLease
 from services.bubbles.plan import PregenerationPlan
-from services.simulator.sample_batch import SimulatedSample
-from services.simulator.workload import Ints
+from services.simulator.modelled_instance import SimulatedSample
+from services.simulator.simulation_setup import Ints
 
 _RUN = "run"
 _FRESH = 5.0

@@ -9,17 +9,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.planning.cooldown import Cooldown
+from services.reallocator.planning.decision_scope import Cooldown, ListingChoice, Name, Trigger
 from services.reallocator.planning.learned_costs import LearnedCosts
-from services.reallocator.planning.listing import ListingChoice
 from services.reallocator.planning.plan import plan
-from services.reallocator.planning.price import MovePrice, price
-from services.reallocator.planning.records import Candidate, InstanceView, LoadView, Move, Transfer
+from services.reallocator.planning.records import (
+    Candidate,
+    InstanceView,
+    LoadView,
+    Move,
+    MovePrice,
+    Transfer,
+    price,
+)
 from services.reallocator.planning.throughput import Roofline, ThroughputCurve
-from services.reallocator.planning.trigger import Name, Trigger
 from services.simulator.device_tables import DeviceTable
-from services.simulator.modelled_instance import ModelledInstance
-from services.simulator.sample_batch import SimulatedSample
+from services.simulator.modelled_instance import ModelledInstance, SimulatedSample
 
 _MODEL, _BLOCK = "model", 16
 # Longest interval between polls, in multiples of the configured one, as in the service.

@@ -16,14 +16,12 @@ import numpy as np
 
 from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.draft_lengths import DraftableBatch
+from services.generation.speculation.decision import Exploration
 from services.generation.speculation.drafter import Proposals
-from services.generation.speculation.exploration import Exploration
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.speculation.plan import StepShape
-from services.simulator.device_tables import DeviceTable
-from services.simulator.simulated_source import Floats, SimulatedSource
-from services.simulator.simulated_sweep import swept
+from services.generation.speculation.plan import DraftableBatch, StepShape
+from services.generation.speculation.planner import KnobDrivenPlanner
+from services.simulator.device_tables import DeviceTable, swept
+from services.simulator.simulation_setup import Floats, SimulatedSource
 from services.step_time.estimator import StepTimeEstimator
 
 # Decisions about a batch until the last one counts.

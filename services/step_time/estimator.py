@@ -25,8 +25,7 @@ from math import isfinite, log2
 import numpy as np
 from numpy.typing import ArrayLike
 
-from services.step_time.prior import Floats, MeasuredStep, StepTimePrior
-from services.step_time.sweep import SHORT_CONTEXT
+from services.step_time.sweep import SHORT_CONTEXT, Floats, MeasuredStep, StepTimePrior
 
 # Cells to an octave: rows, samples, context of a sample. And the most cells, the least recently measured going
 # first.

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from paceline import Client, Sample, SampleRequest, SamplingParams
-from services.facade.dialects.parameters import prompt_id_of
+from services.facade.dialects.body import prompt_id_of
 from services.local import Platform
 from tests.e2e.conftest import http_client
 

@@ -12,8 +12,7 @@ import pytest
 from redis import Redis
 
 from paceline import Client, Group, KnobSetting, Reward, Run, Sample, SampleKey, SamplingParams
-from services.contracts.drafter.keys import DrafterKeys
-from services.contracts.drafter.record import DrafterHistory
+from services.contracts.learner import DrafterHistory, DrafterKeys
 from services.local import Platform, PlatformConfig
 from tests.e2e.conftest import UNDER_TLS, certificates, scrape
 from tests.support.zygote import launch

@@ -24,9 +24,9 @@ from paceline import (
     WeightFolder,
     WeightStream,
 )
-from paceline.channel import call_metadata, open_channel
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc, weight_peer_pb2, weight_peer_pb2_grpc
 from paceline.tokens import hash_token
+from paceline.transport.channel import call_metadata, open_channel
 from paceline.v1 import weight_stream_pb2, weight_stream_pb2_grpc
 from services.local import Platform, PlatformConfig
 from tests.support.certificates import DAY, Authority

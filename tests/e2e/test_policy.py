@@ -22,8 +22,7 @@ from paceline import (
     UnavailableError,
 )
 from paceline.cli.app import run as command
-from paceline.report.entries import read_facts
-from paceline.report.facts import RunFacts
+from paceline.report.facts import RunFacts, read_facts
 from services.local import Platform
 from services.local.up import leave_report
 from tests.e2e.conftest import scrape

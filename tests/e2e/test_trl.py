@@ -15,7 +15,7 @@ import pytest
 
 from paceline import Client, Group, PolicyMismatchError, SampleStatus, WeightFolder
 from paceline.integrations.trl import PacelineRollout
-from paceline.integrations.trl.grouping import group_repeated
+from paceline.integrations.trl.requests import group_repeated
 from services.contracts.seeds import sample_seed
 from services.generation.engine.types import EngineRequest, Sampling
 from services.local import Platform

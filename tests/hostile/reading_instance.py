@@ -17,8 +17,8 @@ from paceline.times import duration
 from services.generation.server.weight_updates import read_in_thread
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.manifest import read_manifest
-from services.platform.ready_file import write_ready_file
+from services.generation.weights.staging import read_manifest
+from services.platform.launching import write_ready_file
 from tests.support.fake_instance import FakeInstance
 
 TENSOR, SHAPE = "model.embed_tokens.weight", (6, 4)

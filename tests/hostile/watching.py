@@ -19,7 +19,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline import Client, Group, SamplingParams
-from paceline.retry import RetryPolicy
+from paceline.calls.caller import RetryPolicy
 from services.contracts.seeds import sample_seed
 from tests.support.fake_instance import response_of
 

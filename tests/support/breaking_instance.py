@@ -10,7 +10,7 @@ from services.generation.__main__ import serve
 from services.generation.config import GenerationConfig
 from services.generation.engine.core import Engine
 from services.generation.engine.types import SampleStep
-from services.platform.process import run
+from services.platform.service import run
 from tests.support.instances import BREAKS_AT
 
 _step = Engine.step

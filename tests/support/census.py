@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.contracts.sampling import Sampling
-from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.draft_cache.lenient_reuse import Reuse
 from services.generation.engine.types import EngineRequest, EngineSampleState, Verifier
 
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from services.platform.config.settings import TlsConfig
+from services.platform.config import TlsConfig
 
 DAY = datetime.timedelta(days=1)
 

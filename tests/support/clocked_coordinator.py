@@ -15,7 +15,7 @@ from unittest.mock import patch
 from services.bubbles import service
 from services.bubbles.__main__ import main
 from services.bubbles.config import BubblesConfig
-from services.platform.process import run
+from services.platform.service import run
 
 CLOCK_FILE = "CLOCK_FILE"
 """Environment variable with the path of the file."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from services.contracts.errors import FailedPrecondition
-from services.generation.engine.draft_check import check_drafts
 from services.generation.engine.model_support import ModelSupport
+from services.generation.engine.startup import check_drafts
 from services.generation.engine.types import EngineRequest
 
 

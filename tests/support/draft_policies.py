@@ -8,7 +8,7 @@ from random import Random
 
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import Proposal, Proposals
-from services.generation.speculation.modes.planner import PlannerMode
+from services.generation.speculation.modes import PlannerMode
 from tests.support.draft_trees import random_tree
 from tests.support.step_times import planner_mode
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kernels.coupled_sampler.noise import gumbel
-from services.contracts.drafter import checkpoint
-from services.contracts.drafter.checkpoint import Checkpoint
+from services.contracts import drafter_checkpoint
+from services.contracts.drafter_checkpoint import Checkpoint
 from services.drafter.learning.head import Eagle3Head, HeadShape
 from services.generation.engine.types import EngineRequest
 
@@ -59,7 +59,7 @@ def random_head(shape: HeadShape, seed: int, scale: float = 1.0) -> Eagle3Head:
 
 def save_head(head: Eagle3Head, parent: Path, version: int) -> Checkpoint:
     """As a checkpoint."""
-    return checkpoint.save(parent, version, head.shape.config(), head.tensors())
+    return drafter_checkpoint.save(parent, version, head.shape.config(), head.tensors())
 
 
 class DraftOracle:

@@ -9,7 +9,7 @@ import torch
 
 from services.generation.engine.kv_types import Exported, Reserved
 from services.generation.engine.types import EAGLE3, Eagle3Options, EngineRequest
-from services.generation.kv_transfer.outgoing import KvPart
+from services.generation.kv_transfer.transfers import KvPart
 
 TOKEN = b"t" * 32
 WAIT = 20.0
@@ -48,7 +48,7 @@ def fail_to_swap(engine: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[bool
 
 
 def _make(worker: Any, checkpoint: str) -> None:
-    from services.generation.engine.draft_models.eagle3_model import Eagle3Model
+    from services.generation.engine.draft_models.eagle3 import Eagle3Model
 
     Eagle3Model(worker.model_runner, Eagle3Options(checkpoint))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from services.generation.engine.runner_choice import V2
+from services.generation.engine.environment import V2
 from services.generation.engine.types import EngineOptions
 from tests.support.engine_process import EngineProcess
 

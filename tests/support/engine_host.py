@@ -20,16 +20,16 @@ from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
 from services.contracts.rollout import RolloutKind, StoredRollout
-from services.generation.drafters.reference.lenient_reuse import Reuse
-from services.generation.engine.prompt_scores import PromptScores
-from services.generation.engine.runner_choice import V2
+from services.generation.draft_cache.lenient_reuse import Reuse
+from services.generation.draft_cache.origin import NOWHERE
+from services.generation.engine.environment import V2
+from services.generation.engine.sampling.outputs import PromptScores
 from services.generation.engine.types import EngineOptions, EngineRequest, Finish
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.rollouts.origin import NOWHERE
 from services.generation.speculation.drafter import DraftContext, NewRollouts
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.planner import KnobDrivenPlanner
 from services.generation.speculation.speculation import Speculation
 from tests.support.census import Census, Sequences, take_census
 from tests.support.draft_policies import Drafting, Drafts
@@ -149,7 +149,7 @@ def _branching(scenario: Scenario, vocab_size: int, metrics: EngineMetrics) -> S
     """Return the suffix drafter with branches, in mode planner."""
     # Import numba, which vLLM must come before.
     from kernels.suffix_index import SuffixIndex
-    from services.generation.drafters.suffix.drafter import SuffixDrafter
+    from services.generation.drafters.suffix import SuffixDrafter
 
     drafter = SuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=0.02), branches=scenario.branches or 0)
     planner = KnobDrivenPlanner(

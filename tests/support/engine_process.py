@@ -15,7 +15,7 @@ from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from services.generation.engine.runner_choice import RUNNER_VARIABLE
+from services.generation.engine.environment import RUNNER_VARIABLE
 from tests.support.zygote import forked
 
 _END_SECONDS = 20

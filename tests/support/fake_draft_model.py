@@ -18,11 +18,10 @@ from paceline.errors import Violation
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
 from services.contracts.errors import InvalidArgument
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
 
 

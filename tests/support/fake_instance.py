@@ -37,11 +37,10 @@ from paceline.internal.v1.weight_peer_pb2 import PeerWeights
 from paceline.times import duration
 from paceline.v1 import fleet_pb2, sample_pb2, weight_pb2
 from services.contracts.errors import FailedPrecondition, ServiceError
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
 
 _STATES = {

@@ -19,9 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from services.contracts.drafter.checkpoint import Checkpoint, CorruptCheckpoint, folder_of
-from services.drafter.learning.data import TrainingSample
-from services.drafter.learning.settings import LearningSettings
+from services.contracts.drafter_checkpoint import Checkpoint, CorruptCheckpoint, folder_of
+from services.drafter.learning.data import LearningSettings, TrainingSample
 
 FACTORY = "tests.support.fake_learner:FakeLearner"
 FRESH, GAIN = 1.0, 0.05

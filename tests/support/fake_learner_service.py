@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from services.drafter.config import DrafterConfig
 from services.drafter.process import DrafterProcess
-from services.platform.process import Shutdown, run
+from services.platform.service import Shutdown, run
 from services.platform.tasks import end
 from tests.support.fake_learner import FACTORY
 

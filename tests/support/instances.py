@@ -27,7 +27,7 @@ import grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.v1 import sample_pb2
-from services.generation.engine.runner_choice import RUNNER_VARIABLE
+from services.generation.engine.environment import RUNNER_VARIABLE
 from tests.support.zygote import Forked, forked
 
 CALL = 60.0

@@ -7,15 +7,21 @@ from typing import Any
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKeys
-from services.gateway.batches.messages import BatchBuilder, grown
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import Likeliest, SamplePhase
-from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
-from services.gateway.journal.journal import Journal
-from services.gateway.journal.journal_write import JournalWrite, collect, settle, undo
-from services.gateway.journal.recorded_batches import RecordedBatches
-from services.gateway.journal.replies import JournalHole
-from services.gateway.rollouts.recovery import _rebuild
+from services.gateway.api.intake import _rebuild
+from services.gateway.journal.journal import Journal, JournalHole
+from services.gateway.journal.record import (
+    BatchHead,
+    BatchRecord,
+    JournalWrite,
+    RecordedBatches,
+    StoredBatch,
+    collect,
+    settle,
+    undo,
+)
+from services.gateway.state.messages import BatchBuilder, grown
+from services.gateway.state.rollout_batch import RolloutBatch
+from services.gateway.state.sample import Likeliest, SamplePhase
 
 KEY = ("run", "b")
 _STOPPED = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)

@@ -20,7 +20,7 @@ import requests
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
 

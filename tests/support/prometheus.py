@@ -17,7 +17,7 @@ from typing import Any, Self
 import pytest
 import yaml
 
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from services.contracts.knobs import Knobs
-from services.generation.drafters.draft_model.drafter import DraftModelDrafter
+from services.generation.drafters.draft_model import DraftModelDrafter
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import QUANTIZED, EngineRequest, Finish
 from services.generation.speculation.drafter import DraftContext
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.planner import KnobDrivenPlanner
 from services.generation.speculation.speculation import Speculation
 from services.step_time.estimator import StepTimeEstimator
 
@@ -116,7 +116,7 @@ def roll(engine: Any, requests: Sequence[EngineRequest], how: Rolling = Rolling(
 def speculate(engine: Any, requests: Sequence[EngineRequest], window: int) -> Rolled:
     """Generate samples with all drafters under the plan of fixed length: given, suffix and the quantized copy."""
     # Imports numba, which vLLM must come before.
-    from services.generation.drafters.suffix.drafter import SuffixDrafter
+    from services.generation.drafters.suffix import SuffixDrafter
 
     class Uncounted:
         def verified(self, drafter: str, drafted: int, accepted: int) -> None: ...
@@ -314,7 +314,7 @@ def quantized_bytes(engine: Any) -> int:
 
 
 def _quantized_copy_of_group(worker: Any, group: int) -> None:
-    from services.generation.engine.draft_models.quantized_weights import QuantizedCopy
+    from services.generation.engine.draft_models.quantized import QuantizedCopy
 
     QuantizedCopy(worker.model_runner.get_model(), group)
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from paceline import PacelineError, ShardedTensors, WeightFolder
-from paceline.safetensors import ShardLayout
+from paceline.weights.safetensors import ShardLayout
 
 RANKS = 2
 SHARD_BYTES = 6000

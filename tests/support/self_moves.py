@@ -11,7 +11,7 @@ from typing import Any
 
 from services.generation.engine.types import EngineRequest
 from services.generation.kv_transfer.block_store import UnsupportedCaches
-from services.generation.kv_transfer.outgoing import KvPart
+from services.generation.kv_transfer.transfers import KvPart
 
 _WAIT = 20.0
 _TOKEN = b"t" * 32

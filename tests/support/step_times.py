@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.contracts.knobs import MOST_DRAFTED, Knobs
-from services.generation.speculation.exploration import Exploration
-from services.generation.speculation.modes.planner import PlannerMode
+from services.generation.speculation.decision import Exploration
+from services.generation.speculation.modes import PlannerMode
 from services.step_time.estimator import StepTimeEstimator
-from services.step_time.prior import MeasuredStep
-from services.step_time.sweep import swept_batches
+from services.step_time.sweep import MeasuredStep, swept_batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 
 LONGEST = 0.6
 BETWEEN = 2.0

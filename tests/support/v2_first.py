@@ -1,6 +1,6 @@
 """Choose vLLM's V2 runner for this process, by being imported before vLLM."""
 
-from services.generation.engine.runner_choice import V2, choose_runner
+from services.generation.engine.environment import V2, choose_runner
 
 choose_runner(V2)
 

@@ -131,7 +131,7 @@ def random_head(target: Mapping[str, Any], folder: Path) -> Path:
     """
     import torch
 
-    from services.contracts.drafter.checkpoint import SIZES, folder_of, read_config, save, shapes
+    from services.contracts.drafter_checkpoint import SIZES, folder_of, read_config, save, shapes
     from services.drafter.learning.head import HeadShape
 
     layers, vocabulary = target["num_hidden_layers"], target["vocab_size"]

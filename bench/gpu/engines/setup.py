@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.sizes import EngineKind, Graphs
-from services.generation.engine.batch_invariance import choose_invariance
-from services.generation.engine.runner_choice import choose_runner
+from services.generation.engine.environment import choose_invariance, choose_runner
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 from services.step_time.machine import on_cpu
 

@@ -13,10 +13,9 @@ import torch
 from kernels.coupled_sampler.sample import Sampled, sample
 from kernels.kd_loss import kd_loss
 from kernels.kv_pack import pack, packed_shape, unpack
-from kernels.short_query_attention import rivals
-from kernels.short_query_attention.race import attending
-from kernels.short_query_attention.random_steps import AttentionShape, random_step
-from kernels.timing import Run
+from kernels.short_query_attention import race
+from kernels.short_query_attention.race import AttentionShape, attending, random_step
+from kernels.tuning import Run
 from kernels.w4a16 import quantise
 
 Makers = dict[str, Callable[[], Run]]
@@ -111,10 +110,10 @@ def attention(device: torch.device, sizes: Sizes) -> Iterator[Case]:
             ", ".join((f"{requests} {kind}", *(f"{name} {value}" for name, value in more.items()))),
             {
                 "ours": partial(attending, step),
-                "vLLM FlashAttention 3": partial(rivals.vllm_attention, step, 3),
-                "vLLM FlashAttention 2": partial(rivals.vllm_attention, step, 2),
-                "vLLM Triton": partial(rivals.vllm_unified_attention, step),
-                "FlashInfer": partial(rivals.flashinfer_attention, step),
+                "vLLM FlashAttention 3": partial(race.vllm_attention, step, 3),
+                "vLLM FlashAttention 2": partial(race.vllm_attention, step, 2),
+                "vLLM Triton": partial(race.vllm_unified_attention, step),
+                "FlashInfer": partial(race.flashinfer_attention, step),
             },
             moved=2 * (2 * positions + 2 * step.query.numel()),
             flops=4 * int(rows) * step.query.shape[1] * sizes.head_size,

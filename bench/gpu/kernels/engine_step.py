@@ -24,8 +24,8 @@ from bench.gpu.kernels import cases
 from bench.gpu.kernels.graphs import captured
 from kernels.backend import KernelMismatch
 from kernels.coupled_sampler.noise import Domain, gumbel
+from kernels.coupled_sampler.reference import verify
 from kernels.coupled_sampler.sample import outputs_layout, sample
-from kernels.coupled_sampler.verify import verify
 from kernels.draft_table import DraftTable, Segments
 from kernels.transfer import layout_of, views
 

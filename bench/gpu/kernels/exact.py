@@ -13,12 +13,11 @@ import torch
 
 from bench.gpu.kernels import cases
 from kernels.backend import KernelMismatch
-from kernels.coupled_sampler.masks import floors
-from kernels.coupled_sampler.masks import thresholds as specified
 from kernels.coupled_sampler.noise import gumbel
+from kernels.coupled_sampler.reference import floors
+from kernels.coupled_sampler.reference import thresholds as specified
 from kernels.coupled_sampler.sample import sample
-from kernels.selfcheck import check_kv_pack, check_sampler, check_w4a16
-from kernels.short_query_attention.selfcheck import check_attention
+from kernels.selfcheck import check_attention, check_kv_pack, check_sampler, check_w4a16
 
 Check = Callable[[torch.device, cases.Sizes], None]
 _SEED, _POSITION = 0x0123456789ABCDEF, 7

@@ -10,10 +10,9 @@ import torch
 
 from bench.gpu.kernels import cases
 from kernels.backend import KernelMismatch
-from kernels.short_query_attention.launch import Scratch
-from kernels.short_query_attention.race import attending
-from kernels.short_query_attention.random_steps import random_step
-from kernels.short_query_attention.reference import attend_reference
+from kernels.short_query_attention.attend import attend_reference
+from kernels.short_query_attention.inputs import Scratch
+from kernels.short_query_attention.race import attending, random_step
 from kernels.tuning import tuning
 
 _TOLERANCE = 2e-2
@@ -22,14 +21,14 @@ NOT_HERE = {"not measured": "the interpreter compiles nothing"}
 
 def compiled() -> dict[str, list[dict[str, Any]]]:
     """Return the variants that this process has compiled: registers, spilled bytes, shared memory."""
-    from kernels.coupled_sampler import triton_finish, triton_scan, triton_threshold
+    from kernels.coupled_sampler import triton_finish, triton_sample, triton_threshold
     from kernels.kd_loss import triton_kd
     from kernels.kv_pack import triton_copy
     from kernels.short_query_attention import triton_attend
     from kernels.w4a16 import triton_quantise
 
     modules = (
-        triton_scan, triton_finish, triton_threshold, triton_attend, triton_kd, triton_copy, triton_quantise
+        triton_sample, triton_finish, triton_threshold, triton_attend, triton_kd, triton_copy, triton_quantise
     )  # fmt: skip
     found: dict[str, list[dict[str, Any]]] = {}
     for module in modules:

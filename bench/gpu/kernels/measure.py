@@ -13,7 +13,7 @@ import torch
 
 from bench.gpu.kernels import cases
 from bench.gpu.kernels.graphs import captured
-from kernels.timing import Run, timer
+from kernels.tuning import Run, timer
 
 _HOST_RUNS = 30
 

@@ -12,10 +12,8 @@ import torch
 
 from bench.gpu.kernels import cases, engine_step, exact, graphs, measure, sweeps
 from bench.gpu.step import CEILINGS, KERNELS, SWEEP, TUNED_CHECKS
-from kernels.short_query_attention.choice import AttentionName, fastest
-from kernels.short_query_attention.race import RaceShape, backends, race
-from kernels.timing import about
-from kernels.tuning import Tuning, device_name, path_for, write
+from kernels.short_query_attention.race import AttentionName, RaceShape, backends, fastest, race
+from kernels.tuning import Tuning, about, device_name, path_for, write
 
 REAL = cases.Sizes()
 TINY = cases.Sizes(

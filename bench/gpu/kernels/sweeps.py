@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from bench.gpu.kernels import cases
-from kernels.short_query_attention.race import attending
-from kernels.short_query_attention.random_steps import random_step
-from kernels.timing import Run
-from kernels.tuning import Tuning, using
+from kernels.short_query_attention.race import attending, random_step
+from kernels.tuning import Run, Tuning, using
 
 
 @dataclass(frozen=True, slots=True)

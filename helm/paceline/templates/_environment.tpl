@@ -1,4 +1,4 @@
-{{/* Environment of the services. services/platform/config/settings.py refuses unknown variables. */}}
+{{/* Environment of the services. services/platform/config.py refuses unknown variables. */}}
 
 {{/* Settings as variables. Takes a map of settings. */}}
 {{- define "paceline.settings" -}}

@@ -1,36 +1,216 @@
 """Compiled suffix automata, grown token by token, with weighted counts of the continuations of each state.
 
-The automaton of a prompt is that of a trie: the prompt's own tokens once, and every rollout from their end.
+Compiled edges of automaton states: look up, add, copy, free. Most states have one edge, which lies in the state.
+A few more are searched one by one; many, as a root has, are a hash table of the state's own, so that all that a
+prompt needs lies close together.
+
+The automaton of a prompt is built from a trie: the prompt's own tokens once, and every rollout from their end.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
+from __future__ import annotations
 
 import numpy as np
 
 from kernels.jit import kernel
-from kernels.suffix_index.compiled.edges import (
-    add,
-    copy_all,
-    find,
-    give_all,
-    rows_to_add,
-    rows_to_copy,
-    target_of,
-    weight_of,
-)
 from kernels.suffix_index.compiled.layout import (
+    EDGES,
     EDGES_END,
+    EMPTY,
     FREE,
+    FREE_BLOCKS,
     FREE_STATE,
+    HEADER,
     INLINE,
     LACKING,
+    LISTED,
     NONE,
     NOWHERE,
     SIZE_BITS,
     SIZES,
     STATES,
 )
+
+# mypy: disable-error-code="no-untyped-def"
+# Compiled functions have numba types, which annotations cannot express.
+
+
+_SIZE_MASK = SIZES - 1
+_LARGEST_LIST = 1 << LISTED
+_MIX = np.uint32(0x9E3779B1)
+_MIX_SHIFT = np.uint32(15)
+
+
+@kernel
+def _home(token, mask):
+    mixed = np.uint32(token) * _MIX
+    return np.int64(mixed ^ (mixed >> _MIX_SHIFT)) & mask
+
+
+@kernel
+def find(states, edges, state, token):
+    """Return the edge of `state` for `token`: INLINE, a row of edges, or NONE."""
+    here = states[state]
+    if here.target == NOWHERE:
+        return np.int64(NONE)
+    if here.token == token:
+        return np.int64(INLINE)
+    if here.block == NOWHERE:
+        return np.int64(NONE)
+    start, rows = here.block >> SIZE_BITS, 1 << (here.block & _SIZE_MASK)
+    if rows <= _LARGEST_LIST:
+        for row in range(start, start + rows):
+            if edges[row].token == token:
+                return np.int64(row)
+            if edges[row].token == EMPTY:
+                break
+        return np.int64(NONE)
+    slot = _home(token, rows - 1)
+    while edges[start + slot].token != EMPTY:
+        if edges[start + slot].token == token:
+            return np.int64(start + slot)
+        slot = (slot + 1) & (rows - 1)
+    return np.int64(NONE)
+
+
+@kernel
+def target_of(states, edges, state, edge):
+    """Return the state to which an edge leads."""
+    return np.int64(states[state].target if edge == INLINE else edges[edge].target)
+
+
+@kernel
+def token_of(states, edges, state, edge):
+    """Return the token of an edge."""
+    return states[state].token if edge == INLINE else edges[edge].token
+
+
+@kernel
+def weight_of(states, edges, state, edge):
+    """Return the weight of an edge."""
+    return states[state].weight if edge == INLINE else edges[edge].weight
+
+
+@kernel
+def rows_to_add(states, edges, state):
+    """Return the rows of a new block that one more edge of `state` needs."""
+    here = states[state]
+    if here.target == NOWHERE:
+        return 0
+    if here.block == NOWHERE:
+        return 1
+    start, rows = here.block >> SIZE_BITS, 1 << (here.block & _SIZE_MASK)
+    if rows <= _LARGEST_LIST:
+        return 0 if edges[start + rows - 1].token == EMPTY else 2 * rows
+    return 0 if 4 * (edges[start].target + 2) <= 3 * rows else 2 * rows
+
+
+@kernel
+def rows_to_copy(states, state):
+    """Return the rows of a new block that a copy of all edges of `state` needs."""
+    block = states[state].block
+    return 0 if block == NOWHERE else 1 << (block & _SIZE_MASK)
+
+
+@kernel
+def _take(edges, scalars, size):
+    """Allocate an empty block of 2**size rows; there must be room behind EDGES_END."""
+    rows = 1 << size
+    start = scalars[FREE_BLOCKS + size]
+    if start != NOWHERE:
+        scalars[FREE_BLOCKS + size] = edges[start].target
+    else:
+        start = scalars[EDGES_END]
+        scalars[EDGES_END] += rows
+    for row in range(start, start + rows):
+        edges[row].token = EMPTY
+    if size > LISTED:
+        edges[start].token, edges[start].target = HEADER, 0
+    scalars[EDGES] += rows
+    return start << SIZE_BITS | size
+
+
+@kernel
+def _give(edges, scalars, block):
+    start, size = block >> SIZE_BITS, block & _SIZE_MASK
+    edges[start].target = scalars[FREE_BLOCKS + size]
+    scalars[FREE_BLOCKS + size] = start
+    scalars[EDGES] -= 1 << size
+
+
+@kernel
+def _put(edges, block, token, target, weight):
+    """Write an edge to a block that has room for it; return its row."""
+    start, rows = block >> SIZE_BITS, 1 << (block & _SIZE_MASK)
+    slot = np.int64(0)
+    if rows > _LARGEST_LIST:
+        slot = _home(token, rows - 1)
+        edges[start].target += 1
+    while edges[start + slot].token != EMPTY:
+        slot = (slot + 1) & (rows - 1)
+    row = start + slot
+    edges[row].token = token
+    edges[row].target = target
+    edges[row].weight = weight
+    return np.int64(row)
+
+
+@kernel
+def add(states, edges, scalars, state, token, target, weight):
+    """Add an edge to a state, for which there must be room; return it."""
+    here = states[state]
+    if here.target == NOWHERE:
+        here.token, here.target, here.weight = token, target, weight
+        return np.int64(INLINE)
+    more = rows_to_add(states, edges, state)
+    if more == 1:
+        here.block = _take(edges, scalars, 0)
+    elif more > 0:
+        _grow(states, edges, scalars, state)
+    return _put(edges, here.block, token, target, weight)
+
+
+@kernel
+def _grow(states, edges, scalars, state):
+    """Move the block of a state to one twice as large."""
+    here = states[state]
+    old, best = here.block, here.best
+    start, size = old >> SIZE_BITS, old & _SIZE_MASK
+    here.block = _take(edges, scalars, size + 1)
+    for row in range(start, start + (1 << size)):
+        if edges[row].token >= 0:
+            moved = _put(edges, here.block, edges[row].token, edges[row].target, edges[row].weight)
+            if row == best:
+                here.best = moved
+    _give(edges, scalars, old)
+
+
+@kernel
+def copy_all(states, edges, scalars, state, other):
+    """Give `other`, which has none, all edges of `state`; there must be room."""
+    here, there = states[state], states[other]
+    there.token, there.target, there.weight = here.token, here.target, here.weight
+    there.total, there.best = here.total, here.best
+    if here.block == NOWHERE:
+        return
+    size = here.block & _SIZE_MASK
+    there.block = _take(edges, scalars, size)
+    start, begin = here.block >> SIZE_BITS, there.block >> SIZE_BITS
+    for i in range(1 << size):
+        edges[begin + i] = edges[start + i]
+    if here.best >= 0:
+        there.best = here.best - start + begin
+
+
+@kernel
+def give_all(states, edges, scalars, state):
+    """Free the block of a state."""
+    if states[state].block != NOWHERE:
+        _give(edges, scalars, states[state].block)
+
+
+# mypy: disable-error-code="no-untyped-def"
+# Compiled functions have numba types, which annotations cannot express.
+
 
 _NOTHING = np.float32(0)
 

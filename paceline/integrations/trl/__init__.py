@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
-from paceline.integrations.trl.async_weights import PacelineWeightTransfer
+from paceline.integrations.trl.async_grpo import PacelineWeightTransfer
 from paceline.integrations.trl.rollout import PacelineRollout
 
 if TYPE_CHECKING:

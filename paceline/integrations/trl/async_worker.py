@@ -15,14 +15,19 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from paceline import types as t
+from paceline.batches.rollout import StepStats
 from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
-from paceline.integrations.trl.async_weights import PacelineWeightTransfer
-from paceline.integrations.trl.continuous import ContinuousGroups, GroupRequest, Prompt
-from paceline.integrations.trl.scoring import GroupScores, score
-from paceline.step_stats import StepStats
+from paceline.integrations.trl.async_grpo import (
+    ContinuousGroups,
+    GroupRequest,
+    GroupScores,
+    PacelineWeightTransfer,
+    Prompt,
+    score,
+)
 
 if TYPE_CHECKING:
-    from paceline.blocking_run import Run
+    from paceline.client import Run
 
 _log = logging.getLogger("paceline")
 

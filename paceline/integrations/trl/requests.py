@@ -1,12 +1,15 @@
-"""Requests for rollouts, read off a trainer."""
+"""Requests for rollouts, read from a TRL trainer: sampling, groups, and the steps and prompts to come."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline import types as t
-from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.prompts import prompt_id_of
 
 _NAMES = {field.name for field in fields(t.SamplingParams)} - {"logprobs_mode"}
 
@@ -69,3 +72,92 @@ def sampling_of(trainer: Any, mode: t.LogprobsMode) -> t.SamplingParams:
         raise UnsupportedTrainerError(f"generation_kwargs has {', '.join(unknown)}, which is not supported")
     given["stop_token_ids"] = tuple(given["stop_token_ids"])
     return t.SamplingParams(**given, logprobs_mode=mode)
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedPrompts:
+    """Prompts, in which one that is repeated G times stands for G samples."""
+
+    groups: tuple[t.Group, ...]
+    """One for each different prompt, in the order in which they first come."""
+    keys: tuple[t.SampleKey, ...]
+    """[prompts], the sample that answers each."""
+
+
+def group_repeated(prompt_ids: Sequence[Sequence[int]], prefix: str = "") -> RepeatedPrompts:
+    """Make one group of all prompts with the same tokens, wherever they stand.
+
+    Args:
+        prompt_ids: token ids of each prompt, [prompts][prompt_len].
+        prefix: beginning of the prompts' ids. Other prefixes give other seeds and histories.
+    """
+    slots: Counter[str] = Counter()
+    tokens: dict[str, Sequence[int]] = {}
+    keys = []
+    for ids in prompt_ids:
+        name = prefix + prompt_id_of(ids)
+        tokens.setdefault(name, ids)
+        keys.append(t.SampleKey(name, slots[name]))
+        slots[name] += 1
+    return RepeatedPrompts(tuple(t.Group(name, tokens[name], slots[name]) for name in tokens), tuple(keys))
+
+
+def in_order(keys: Sequence[t.SampleKey], samples: Iterable[t.Sample]) -> list[t.Sample]:
+    """Return the samples in the order of their keys.
+
+    Raises:
+        RolloutFailedError: one is missing, has failed, was cancelled or has no tokens.
+    """
+    by_key = {sample.key: sample for sample in samples}
+    missing = [key for key in keys if key not in by_key]
+    if missing:
+        raise RolloutFailedError(f"{len(missing)} of {len(keys)} samples did not come")
+    found = [by_key[key] for key in keys]
+    for sample in found:
+        if sample.status in (t.SampleStatus.FAILED, t.SampleStatus.ABORTED):
+            told = sample.error or "it was cancelled"
+            raise RolloutFailedError(f"sample {sample.prompt_id}/{sample.slot} {sample.status}: {told}")
+        if not len(sample.token_ids):
+            raise RolloutFailedError(f"sample {sample.prompt_id}/{sample.slot} has no tokens")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """Micro-batches between two rollouts, and between two updates of the weights."""
+
+    rollout_every: int
+    update_every: int
+
+    def step(self, global_step: int, nth: int) -> int:
+        """Return the index of a rollout: the nth one, from 0, after `global_step` updates.
+
+        It depends on nothing else, so that a trainer that goes on from a checkpoint has the steps that it would
+        have had.
+        """
+        return -(-global_step * self.update_every // self.rollout_every) + nth
+
+    def updates_before(self, step: int) -> int:
+        """Return how many updates come before a rollout."""
+        return step * self.rollout_every // self.update_every
+
+
+class Lookahead:
+    """The batch after the present one, read from a repetition of the data loader's order."""
+
+    def __init__(self, batches: Iterator[Sequence[int]], window: int) -> None:
+        """`batches` are indices of the data set, [prompts] each; of these `window` are searched for a batch."""
+        self._batches = batches
+        self._window = window
+        self._next: Sequence[int] | None = next(batches, None)
+
+    def after(self, is_present: Callable[[Sequence[int]], bool]) -> Sequence[int] | None:
+        """Return the batch after the present one, or None once that is not found, and from then on."""
+        for _ in range(self._window):
+            if self._next is None:
+                break
+            present, self._next = self._next, next(self._batches, None)
+            if is_present(present):
+                return self._next
+        self._next = None
+        return None

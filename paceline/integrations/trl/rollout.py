@@ -1,25 +1,99 @@
-"""A `rollout_func` for TRL's GRPOTrainer."""
+"""A `rollout_func` for TRL's GRPOTrainer.
+
+One process of the trainer submits and pushes for all of them. After a push the fleet's log-probabilities are
+compared with the log-probabilities of the trainer's live model.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline import types as t
-from paceline.adapters import Adapter
 from paceline.errors import PacelineError, UnimplementedError
-from paceline.integrations.trl import policy, requests
-from paceline.integrations.trl.grouping import RepeatedPrompts, group_repeated, in_order
-from paceline.integrations.trl.live import log_probabilities
-from paceline.integrations.trl.processes import gathered, on_main
-from paceline.integrations.trl.schedule import Cadence, Lookahead
+from paceline.integrations.errors import RolloutFailedError
+from paceline.integrations.trl import lora as policy
+from paceline.integrations.trl import requests
+from paceline.integrations.trl.requests import Cadence, Lookahead, RepeatedPrompts, group_repeated, in_order
 from paceline.policy_check import TOLERANCE, require_agreement, sample_for_check
+from paceline.weights.adapters import Adapter
 
 if TYPE_CHECKING:
-    from paceline.blocking_rollout import Rollout
-    from paceline.blocking_run import Run
+    from paceline.client import Rollout, Run
+
+
+T = TypeVar("T")
+
+
+def gathered(accelerator: Any, own: Sequence[Any]) -> list[list[Any]]:
+    """Return the lists of all processes, by rank."""
+    if accelerator.num_processes == 1:
+        return [list(own)]
+    from accelerate.utils import gather_object
+
+    return [list(each) for each in gather_object([list(own)])]
+
+
+def on_main(accelerator: Any, work: Callable[[], T]) -> T:
+    """Do work in the main process and return its result in all. An error is raised in all.
+
+    Raises:
+        RolloutFailedError: in another process, when the main one has raised an error, whose text it has.
+    """
+    if accelerator.num_processes == 1:
+        return work()
+    from accelerate.utils import broadcast_object_list
+
+    told: list[Any] = [None, None]
+    raised: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            told[0] = work()
+        except Exception as error:
+            raised, told[1] = error, f"{type(error).__name__}: {error}"
+    broadcast_object_list(told, from_process=0)
+    if raised is not None:
+        raise raised
+    if told[1] is not None:
+        raise RolloutFailedError(f"the main process failed: {told[1]}")
+    result: T = told[0]
+    return result
+
+
+def log_probabilities(
+    trainer: Any, prompt: Sequence[int], responses: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return natural logarithms of the probabilities of responses of equal length, [samples][tokens].
+
+    One forward at temperature 1, without dropout and gradients. All processes call it with the same tokens: where
+    the weights are spread over them, each layer is gathered as in training.
+    """
+    import torch
+
+    model, accelerator = trainer.model, trainer.accelerator
+    length = len(responses[0])
+    ids = torch.tensor([[*prompt, *response] for response in responses], device=accelerator.device)
+    options: dict[str, Any] = {"use_cache": False}
+    bare = accelerator.unwrap_model(model)
+    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    if "logits_to_keep" in inspect.signature(bare.forward).parameters:
+        # Those of a long prompt would take more memory than all else.
+        options["logits_to_keep"] = length + 1
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), accelerator.autocast():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options).logits
+    finally:
+        model.train(training)
+    chosen = ids[:, -length:, None]
+    logprobs = logits[:, -length - 1 : -1].float().log_softmax(dim=-1).gather(-1, chosen)
+    found: list[list[float]] = logprobs[..., 0].tolist()
+    return found
+
 
 _log = logging.getLogger("paceline")
 _EVALUATION = "eval."

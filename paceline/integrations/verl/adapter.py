@@ -11,9 +11,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.base import BaseRollout
 
 from paceline.integrations.errors import UnsupportedTrainerError
-from paceline.integrations.verl.naming import BACKEND, server_name
-from paceline.integrations.verl.settings import FleetSettings
-from paceline.integrations.verl.weights import drain, push
+from paceline.integrations.verl.settings import BACKEND, FleetSettings, drain, push, server_name
 
 
 class PacelineServerAdapter(BaseRollout):

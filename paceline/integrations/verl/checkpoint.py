@@ -7,9 +7,7 @@ from typing import Any
 
 from verl.checkpoint_engine import CheckpointEngine
 
-from paceline.integrations.verl.naming import BACKEND
-from paceline.integrations.verl.settings import FleetSettings
-from paceline.integrations.verl.weights import drain, push
+from paceline.integrations.verl.settings import BACKEND, FleetSettings, drain, push
 
 
 class PacelineCheckpointEngine(CheckpointEngine):

@@ -7,11 +7,11 @@ from verl.workers.rollout import base
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from paceline.integrations.verl.checkpoint import PacelineCheckpointEngine
-from paceline.integrations.verl.naming import BACKEND
+from paceline.integrations.verl.settings import BACKEND
 
 
 def _replica() -> type[RolloutReplica]:
-    from paceline.integrations.verl.replica import PacelineReplica
+    from paceline.integrations.verl.server import PacelineReplica
 
     return PacelineReplica
 

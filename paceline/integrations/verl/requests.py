@@ -1,4 +1,7 @@
-"""Samples that are asked for one by one, and submitted as batches."""
+"""Requests of verl's clients: single samples, submitted together as batches.
+
+verl's sampling parameters are translated. Where epochs have one order, the next step is forecast and announced.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,157 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from paceline import types as t
+from paceline.batches.rollout import AsyncRollout
+from paceline.batches.run_rollouts import RunRollouts
 from paceline.calls import GatewayCalls
 from paceline.errors import InvalidArgumentError, NotFoundError, PacelineError
-from paceline.integrations.prompts import prompt_id_of
-from paceline.integrations.verl.forecast import StepForecast
-from paceline.rollout import AsyncRollout
-from paceline.run_rollouts import RunRollouts
+from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.prompts import EpochOrder, prompt_id_of
+
+# Those of other tokens and of the prompt have no place in verl's answers.
+_NAMES = {field.name for field in fields(t.SamplingParams)} - {
+    "logprobs_mode",
+    "top_logprobs",
+    "prompt_logprobs",
+}
+# Not a parameter of sampling: a request that wants none is given none.
+_LOGPROBS = "logprobs"
+_MODES = {"raw_logprobs": t.LogprobsMode.RAW, "processed_logprobs": t.LogprobsMode.PROCESSED}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutDefaults:
+    """Parameters that the configuration of verl's rollout sets for all requests."""
+
+    prompt_length: int
+    response_length: int
+    max_model_len: int | None
+    """Prompt and response together; None: the model's own length."""
+    ignore_eos: bool
+    repetition_penalty: float
+    logprobs_mode: t.LogprobsMode
+
+    @classmethod
+    def read(cls, config: Any) -> Self:
+        """Read them off verl's `RolloutConfig`. UnsupportedTrainerError: its logprobs_mode is not supported."""
+        mode = config.logprobs_mode or "raw_logprobs"
+        if mode not in _MODES:
+            raise UnsupportedTrainerError(f"rollout.logprobs_mode={mode}: supported are {', '.join(_MODES)}")
+        return cls(
+            config.prompt_length,
+            config.response_length,
+            config.max_model_len,
+            config.ignore_eos,
+            config.repetition_penalty,
+            _MODES[mode],
+        )
+
+    def sampling(self, given: Mapping[str, Any], prompt_tokens: int) -> t.SamplingParams:
+        """Return the sampling parameters of a request whose prompt has so many tokens.
+
+        Raises:
+            UnsupportedTrainerError: a parameter is no field of `SamplingParams`, or the prompt leaves no room.
+        """
+        wanted = {name: value for name, value in given.items() if value is not None and name != _LOGPROBS}
+        most = wanted.pop("max_new_tokens", None)
+        most = wanted.pop("max_tokens", most)
+        if unknown := sorted(wanted.keys() - _NAMES):
+            raise UnsupportedTrainerError(f"sampling_params has {', '.join(unknown)}, which is not supported")
+        if isinstance(stop := wanted.get("stop"), str):
+            wanted["stop"] = [stop]
+        if "top_k" in wanted:
+            # -1 is verl's word for off.
+            wanted["top_k"] = max(wanted["top_k"], 0)
+        wanted = {name: tuple(value) if isinstance(value, list) else value for name, value in wanted.items()}
+        wanted.setdefault("ignore_eos", self.ignore_eos)
+        wanted.setdefault("repetition_penalty", self.repetition_penalty)
+        return t.SamplingParams(
+            **wanted, max_tokens=self._most_tokens(most, prompt_tokens), logprobs_mode=self.logprobs_mode
+        )
+
+    def _most_tokens(self, wanted: int | None, prompt_tokens: int) -> int:
+        """Return the most response tokens: those wanted, or what verl's budget of a conversation leaves."""
+        if wanted is None:
+            left = self.prompt_length + self.response_length - prompt_tokens
+            wanted = min(self.response_length, left)
+        room = None if self.max_model_len is None else self.max_model_len - prompt_tokens
+        if room is not None and room < 1:
+            raise UnsupportedTrainerError(
+                f"a prompt of {prompt_tokens} tokens leaves no room: max_model_len is {self.max_model_len}"
+            )
+        return max(1, wanted if room is None else min(wanted, room))
+
+
+def wants_logprobs(given: Mapping[str, Any]) -> bool:
+    """Return True if a request asks for log-probabilities: by a flag, or by a number, which may be 0."""
+    value = given.get(_LOGPROBS)
+    return value is not None and value is not False
+
+
+_MOST_PROMPTS, _MOST_TOKENS = 1 << 16, 1 << 24
+
+
+class StepForecast:
+    """Prompts of the steps so far, and the samples that were announced of the present one.
+
+    verl's calls have no names, and their seeds go by the batches that they come into. The announced samples of a
+    prompt have the one seed `run_seed`, so they must be submitted together, and once in a step.
+    """
+
+    def __init__(self, run_id: str, seed: str) -> None:
+        digest = hashlib.blake2b(f"{seed}.announced".encode(), digest_size=8).digest()
+        self.run_seed = int.from_bytes(digest, "little")
+        self._run_id = run_id
+        self._order = EpochOrder(_MOST_PROMPTS, _MOST_TOKENS)
+        self._step = -1
+        self._asked: Counter[str] = Counter()
+        """Calls of each prompt in the present step."""
+        self._coming: tuple[int, dict[str, int]] = (-1, {})
+        """Step that was announced last, and its samples by prompt."""
+        self._left: dict[str, int] = {}
+        """Announced samples of the present step by prompt, of prompts that were not taken yet."""
+
+    def ask(
+        self, step: int, prompt_id: str, prompt_token_ids: Sequence[int], sampling: t.SamplingParams
+    ) -> t.BatchHint | None:
+        """Note a call in a step; return a hint of the next step where that is forecast."""
+        if step != self._step:
+            self._step = step
+            self._asked.clear()
+            announced, samples = self._coming
+            self._left = samples if announced == step else {}
+        slot = self._asked[prompt_id]
+        self._asked[prompt_id] += 1
+        hint = self._order.ask(
+            t.SampleRequest(
+                self._run_id,
+                prompt_id,
+                prompt_token_ids,
+                slot=slot,
+                step=step,
+                sampling=sampling,
+                run_seed=self.run_seed,
+            )
+        )
+        if hint is not None:
+            self._coming = (hint.step, {group.prompt_id: group.samples for group in hint.groups})
+        return hint
+
+    def wanted(self, prompt_id: str) -> int:
+        """Return how many samples of a prompt were announced of the present step; 0 once they were taken."""
+        return self._left.get(prompt_id, 0)
+
+    def take(self, step: int, prompt_id: str) -> None:
+        """Note that samples of the prompt get the announced seed: later ones of the step must have another."""
+        if step == self._step:
+            self._left.pop(prompt_id, None)
+
 
 _log = logging.getLogger("paceline")
 

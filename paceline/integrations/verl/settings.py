@@ -1,17 +1,27 @@
-"""Settings of the fleet, as they stand in verl's configuration.
+"""The fleet as verl's configuration describes it, and pushes of weights to it.
 
-The token is none of them, which are printed: clients find it as they always do (`paceline.found_token`).
+The settings have no token, because verl prints them: clients find it as they always do
+(`paceline.transport.interface.options`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from paceline import AsyncClient, Client, InFlight, Run, Tls, WeightFolder
+from paceline import types as t
 from paceline.integrations.errors import UnsupportedTrainerError
+
+BACKEND = "paceline"
+"""Name of the rollout, of the checkpoint engine, and of their `engine_kwargs`."""
+
+
+def server_name(replica_rank: int) -> str:
+    """Return the name of a replica's Ray actor, by which trainers find it."""
+    return f"{BACKEND}_server_{replica_rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +111,27 @@ class FleetSettings:
 
 def _address(given: str | Sequence[str]) -> str | tuple[str, ...]:
     return given if isinstance(given, str) else tuple(str(each) for each in given)
+
+
+def push(weights: Iterable[tuple[str, Any]], settings: FleetSettings) -> t.UpdateFinished:
+    """Push tensors as the next version, reading them in this thread, where their gathers belong.
+
+    All processes of the trainer gather each tensor, and one pushes. The tensors are read to their end also when
+    that fails, so that the others do not wait for it indefinitely.
+
+    Raises:
+        PacelineError: the push was refused; the fleet serves what it served.
+        ValueError: tensors that cannot be written.
+    """
+    rest = iter(weights)
+    try:
+        with settings.client() as client:
+            return settings.run(client).push_weights(rest, in_flight=settings.in_flight)
+    finally:
+        drain(rest)
+
+
+def drain(weights: Iterable[tuple[str, Any]]) -> None:
+    """Take part in gathering tensors that another process pushes."""
+    for _ in weights:
+        pass

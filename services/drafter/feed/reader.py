@@ -12,9 +12,9 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from services.contracts.drafter.keys import CONSUMER, GROUP, DrafterKeys
 from services.contracts.fenced import FencedScripts
-from services.contracts.learner_feed import Fed, decode
+from services.contracts.learner import CONSUMER, GROUP, DrafterKeys, Fed
+from services.contracts.learner import decode_entry as decode
 
 log = structlog.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.contracts.drafter import checkpoint
+from services.contracts import drafter_checkpoint
 
 _VARIANTS = (
     "attention_bias",
@@ -33,7 +33,7 @@ _VARIANTS = (
 class HeadShape:
     """Sizes of a head: those of the policy, except for the output and the feed-forward layer.
 
-    Sizes have the names of a config (`SIZES` of services/contracts/drafter/checkpoint.py).
+    Sizes have the names of a config (`SIZES` of services/contracts/drafter_checkpoint.py).
     """
 
     vocab_size: int
@@ -52,9 +52,9 @@ class HeadShape:
     def config(self) -> dict[str, Any]:
         """Return the config.json of a checkpoint."""
         return {
-            "architectures": [checkpoint.ARCHITECTURE],
+            "architectures": [drafter_checkpoint.ARCHITECTURE],
             "model_type": "llama",
-            **{name: getattr(self, name) for name in checkpoint.SIZES},
+            **{name: getattr(self, name) for name in drafter_checkpoint.SIZES},
             "num_hidden_layers": 1,
             "hidden_act": "silu",
             "rms_norm_eps": self.eps,
@@ -78,8 +78,8 @@ class HeadShape:
         if strange or kind != "default" or config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"not a head of the plain build: {strange or kind}")
         return cls(
-            **{name: config[name] for name in checkpoint.SIZES},
-            layers=tuple(checkpoint.layers_of(config)),
+            **{name: config[name] for name in drafter_checkpoint.SIZES},
+            layers=tuple(drafter_checkpoint.layers_of(config)),
             eps=float(config.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             max_positions=int(config.get("max_position_embeddings", 2048)),

@@ -1,5 +1,7 @@
 """Online learner of the drafter: an EAGLE-3 head, its optimizer, and the target model that teaches it.
 
+Its state on disk is one file, which is written atomically and verified by its SHA-256 when it is read.
+
     learner = Learner(policy_path, settings, checkpoint=None)
     learner.set_policy(path, version)              # what the coming rollouts were sampled by
     report = learner.update(rollouts, weights)     # a few optimizer steps
@@ -9,14 +11,17 @@
 Not thread-safe. Gradients flow through the head alone: the policy's features, embeddings and distribution are
 computed without, and earlier drafts play no part.
 
-Training may be data-parallel over the ranks of torch.distributed: each takes its share of every step, and gradients
-are summed. All ranks get the same samples and hold the same weights, so they take the same decisions without
-communication. A process without torch.distributed is the only rank.
+Training may be data-parallel over the ranks of torch.distributed: each takes its share of every step, and
+gradients are summed. All ranks get the same samples and hold the same weights, so they take the same decisions
+without communication. A process without torch.distributed is the only rank.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +29,55 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from services.contracts.drafter import checkpoint as checkpoints
-from services.contracts.drafter.checkpoint import Checkpoint, CorruptCheckpoint
-from services.drafter.learning.batches import make_pass, passes, steps
-from services.drafter.learning.data import Evaluation, TrainingSample, UpdateReport
-from services.drafter.learning.evaluation import evaluate
+from services.contracts import drafter_checkpoint as checkpoints
+from services.contracts.drafter_checkpoint import Checkpoint, CorruptCheckpoint
+from services.contracts.errors import DataLoss
+from services.contracts.files import write_durably
+from services.drafter.learning.data import Evaluation, LearningSettings, TrainingSample, UpdateReport
 from services.drafter.learning.head import Eagle3Head, HeadShape
-from services.drafter.learning.loss import distill
-from services.drafter.learning.settings import LearningSettings
-from services.drafter.learning.state import CorruptState, read_state, write_state
+from services.drafter.learning.objective import distill, evaluate
 from services.drafter.learning.target import TargetModel, choose_vocabulary, start_from_policy
-from services.drafter.learning.unroll import Unroll
+from services.drafter.learning.unroll import Unroll, make_pass, passes, steps
+
+_MAGIC = b"paceline-drafter-state-1\n"
+_DIGEST = hashlib.sha256().digest_size
+
+
+class CorruptState(DataLoss):
+    """The file holds no usable state; `what` says why."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"learner state {path}: {what}")
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` (tensors, numbers, containers of them) to `path`, replacing it. OSError: cannot be written."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    content = buffer.getvalue()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.parent / f".{path.name}-{uuid.uuid4().hex}"
+    try:
+        write_durably(fresh, _MAGIC + hashlib.sha256(content).digest() + content)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote. CorruptState: it cannot be read, or differs from what was written."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CorruptState(path, f"cannot be read: {error.strerror}") from error
+    start = len(_MAGIC) + _DIGEST
+    if not content.startswith(_MAGIC) or len(content) < start:
+        raise CorruptState(path, "is not of a learner")
+    if hashlib.sha256(content[start:]).digest() != content[len(_MAGIC) : start]:
+        raise CorruptState(path, "is truncated or corrupt")
+    found: dict[str, Any] = torch.load(io.BytesIO(content[start:]), map_location="cpu", weights_only=True)
+    return found
+
 
 _RATE = 0.64
 """Learning rate of AdamW, times the hidden size."""

@@ -24,10 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from paceline.regular_file import open_regular
-from services.drafter.learning.data import TrainingSample
+from paceline.files import open_regular
+from services.drafter.learning.data import LearningSettings, TrainingSample, default_layers
 from services.drafter.learning.head import Eagle3Head, HeadShape
-from services.drafter.learning.settings import LearningSettings, default_layers
 
 _HEAD = "lm_head.weight"
 _CHECKED_TOKENS = 8

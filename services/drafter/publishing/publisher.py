@@ -15,10 +15,10 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from services.contracts.drafter import checkpoint as checkpoints
-from services.contracts.drafter.checkpoint import CorruptCheckpoint
-from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
+from services.contracts import drafter_checkpoint as checkpoints
+from services.contracts.drafter_checkpoint import CorruptCheckpoint
 from services.contracts.errors import Aborted, FailedPrecondition, Unavailable
+from services.contracts.learner import DrafterHistory, PublishedDrafter
 from services.drafter.config import DrafterConfig
 from services.drafter.metrics import DrafterMetrics
 from services.drafter.publishing.decisions import (
@@ -30,8 +30,7 @@ from services.drafter.publishing.decisions import (
     Loading,
     judge,
 )
-from services.drafter.publishing.links import DrafterLinks
-from services.drafter.publishing.record import PublicationRecord
+from services.drafter.publishing.deployment import DrafterLinks, PublicationRecord
 from services.drafter.training.process import CandidateComparison, TrainingFailed
 from services.drafter.training.session import TrainingSession
 from services.platform.redis.connection import OUTAGES

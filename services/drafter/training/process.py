@@ -20,7 +20,7 @@ import structlog
 
 from services.drafter.config import DrafterConfig
 from services.drafter.learning.data import Evaluation, TrainingSample, UpdateReport
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 
 log = structlog.get_logger(__name__)
 

@@ -1,27 +1,41 @@
-"""Training session: feed -> joined samples -> replay buffer -> update -> durable state -> acknowledgement."""
+"""Training session: it reads the feed, collects samples, updates the drafter, and acknowledges entries.
+
+An entry of the feed is acknowledged after a durable state contains it.
+
+Durable states of the training session: weights, optimizer, counters, and the samples that are in them. A state
+appears complete or not at all. It names the samples it was trained on whose acknowledgement the feed may have
+missed, so a learner that continues from it neither trains on them twice nor loses any.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import structlog
+from pydantic import TypeAdapter
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.contracts.drafter.checkpoint import Checkpoint
-from services.contracts.drafter.record import PublishedDrafter
+from paceline.files import parse_object
+from services.contracts.drafter_checkpoint import Checkpoint
+from services.contracts.files import sync
+from services.contracts.gateway_keys import GatewayKeys
+from services.contracts.learner import PublishedDrafter
 from services.drafter.config import DrafterConfig
 from services.drafter.feed.collector import SampleCollector
 from services.drafter.feed.reader import FeedReader
-from services.drafter.learning.data import TrainingSample
-from services.drafter.learning.weighting import weights_of
+from services.drafter.learning.data import TrainingSample, weights_of
 from services.drafter.metrics import DrafterMetrics
-from services.drafter.training.policy_folders import PolicyFolders
 from services.drafter.training.process import (
     CandidateComparison,
     TrainingDied,
@@ -29,11 +43,133 @@ from services.drafter.training.process import (
     TrainingProcess,
     UpdateResult,
 )
-from services.drafter.training.state import LEARNER, Manifest, States
 from services.platform.redis.connection import OUTAGES
 from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
+
+_MAX_FOLDERS = 16
+"""Most versions whose folders are remembered."""
+
+
+class PolicyFolders:
+    """Model folders of the latest policy versions. `updating`: a weight update is under way."""
+
+    def __init__(self, redis: Redis, namespace: str, model: Path) -> None:
+        """Start with `model`, which the instances start with and nobody publishes."""
+        self.updating = False
+        self._redis: Any = redis
+        self._keys = GatewayKeys(namespace)
+        self._model = model
+        self._folders: OrderedDict[int, Path] = OrderedDict()
+
+    async def refresh(self) -> None:
+        """Read the published version. Raises what Redis raises."""
+        published, update = await self._redis.mget(self._keys.published, self._keys.update)
+        self.updating = bool(update)
+        if not published:
+            return
+        try:
+            record = parse_object(published)
+            version, path = int(record["version"]), str(record["path"])
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("published_version_unreadable", error=str(error))
+            return
+        if path:
+            self._folders[version] = Path(path)
+            while len(self._folders) > _MAX_FOLDERS:
+                self._folders.popitem(last=False)
+
+    def folder(self, version: int) -> Path | None:
+        """Return the folder of a version, None if it is not known. The trainer may have removed the folder."""
+        if version in self._folders:
+            return self._folders[version]
+        # While nothing was published, the instances have the weights they started with.
+        return self._model if not self._folders or version == 0 else None
+
+
+LEARNER, MANIFEST = "learner", "manifest.json"
+"""Files in the folder of a state: the one that the learner writes, and the manifest."""
+_NAME = re.compile(r"state-(\d{8,})-[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Counters and samples that belong to the learner's weights.
+
+    `used` are feed entries that were learned from and may not be acknowledged yet, `forced` the hashes of
+    services/drafter/feed/collector.py, and `since_roll_back` the updates since the last rollback (None: there was
+    none).
+    """
+
+    updates: int = 0
+    policy_version: int = 0
+    samples_used: int = 0
+    tokens_used: int = 0
+    rejected: int = 0
+    rollbacks: int = 0
+    since_roll_back: int | None = None
+    kd_loss: float = 0.0
+    used: tuple[str, ...] = ()
+    forced: tuple[int, ...] = ()
+
+
+_MANIFESTS = TypeAdapter(Manifest)
+
+
+class States:
+    """States under one folder, also those of earlier processes."""
+
+    def __init__(self, root: Path, keep: int = 2) -> None:
+        self._root = root
+        self._keep = keep
+
+    def new(self) -> Path:
+        """Create a folder for the next state, in which the learner writes LEARNER. OSError: that is impossible."""
+        path = self._root / f".{uuid.uuid4().hex}"
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, fresh: Path, manifest: Manifest) -> Path:
+        """Make a folder the latest state, durably, and remove old ones. OSError: it cannot be written."""
+        (fresh / MANIFEST).write_bytes(_MANIFESTS.dump_json(manifest))
+        for path in fresh.rglob("*"):
+            sync(path)
+        sync(fresh)
+        done = self._root / f"state-{self._next():08d}-{uuid.uuid4().hex[:8]}"
+        fresh.rename(done)
+        sync(self._root)
+        self._prune()
+        return done
+
+    def latest(self) -> Iterator[tuple[Path, Manifest]]:
+        """Yield the readable states, the latest first."""
+        for path in self._all():
+            try:
+                manifest = _MANIFESTS.validate_json((path / MANIFEST).read_bytes())
+            except (OSError, ValueError) as error:
+                log.warning("state_unreadable", path=str(path), error=str(error))
+            else:
+                yield path, manifest
+
+    def _all(self) -> list[Path]:
+        if not self._root.is_dir():
+            return []
+        found = [path for path in self._root.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.name, reverse=True)
+
+    def _next(self) -> int:
+        latest = next(iter(self._all()), None)
+        found = _NAME.fullmatch(latest.name) if latest is not None else None
+        return int(found[1]) + 1 if found is not None else 1
+
+    def _prune(self) -> None:
+        for path in self._all()[self._keep :]:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self._root.glob(".*"):
+            # Left by a process that died while writing; there is one writer.
+            shutil.rmtree(path, ignore_errors=True)
+
 
 _FULL_SECONDS, _ACKNOWLEDGE_SECONDS = 0.1, 0.2
 _RETRY_SECONDS, _LONG_RETRY_SECONDS = 0.5, 2.0

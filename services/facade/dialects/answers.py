@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paceline import types as t
-from services.facade.dialects.parameters import (
+from services.facade.dialects.body import (
     FINISH_REASONS,
     Part,
     as_it_is,

@@ -12,16 +12,18 @@ from paceline import types as t
 from paceline.errors import Violation
 from paceline.v1 import rollout_pb2
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.asked import Limits, check_sizes, token_ids_of
-from services.facade.dialects.parameters import (
+from services.facade.dialects.body import (
     Body,
+    Limits,
     TokenId,
     check_samples,
+    check_sizes,
     check_unsupported,
     check_whole_numbers,
     checked_count,
     prompt_id_of,
     run_seed,
+    token_ids_of,
 )
 from services.facade.dialects.vllm import SamplingFields, sampling_of
 from services.facade.text import Tokenizer

@@ -12,11 +12,13 @@ from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects.answers import usage
-from services.facade.dialects.asked import AsksSamples, Limits, SamplesAsked, samples_asked, token_ids_of
-from services.facade.dialects.parameters import (
+from services.facade.dialects.body import (
     FINISH_REASONS,
+    AsksSamples,
     Body,
+    Limits,
     Part,
+    SamplesAsked,
     TokenId,
     as_it_is,
     check_token_ids,
@@ -25,6 +27,8 @@ from services.facade.dialects.parameters import (
     finite,
     identity_of,
     run_seed,
+    samples_asked,
+    token_ids_of,
     weight_versions,
 )
 from services.facade.dialects.vllm import SamplingFields, StreamOptions, sampling_of

@@ -10,10 +10,12 @@ from pydantic import ValidationError
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.asked import AsksSamples, Limits, SamplesAsked, samples_asked, token_ids_of
-from services.facade.dialects.parameters import (
+from services.facade.dialects.body import (
+    AsksSamples,
     Body,
+    Limits,
     Part,
+    SamplesAsked,
     TokenId,
     VllmSeed,
     as_it_is,
@@ -22,7 +24,9 @@ from services.facade.dialects.parameters import (
     checked_likeliest,
     finite,
     run_seed,
+    samples_asked,
     stops_of,
+    token_ids_of,
     top_k_of,
 )
 from services.facade.http_errors import field_of

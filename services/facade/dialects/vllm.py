@@ -1,27 +1,37 @@
-"""Common part of the bodies of vLLM's server, which are those of OpenAI's API and what vLLM adds to them. Pure."""
+"""Read the bodies of vLLM's server and of OpenAI's completions.
+
+These are OpenAI's parameters and what vLLM adds to them, the bodies of updates and aborts, and the sampling
+defaults in a model's `generation_config.json`. Chat has its own module. Pure but for the reading of that file.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from paceline import types as t
 from paceline.errors import Violation
+from paceline.files import read_object
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.asked import AsksSamples, Limits, SamplesAsked, samples_asked
-from services.facade.dialects.parameters import (
+from services.facade.dialects.body import (
+    AsksSamples,
     Body,
+    Limits,
+    SamplesAsked,
     TokenId,
     VllmSeed,
     check_unsupported,
     checked_count,
     checked_likeliest,
     run_seed,
+    samples_asked,
     stops_of,
+    token_ids_of,
     top_k_of,
 )
 from services.facade.text import Tokenizer
@@ -224,3 +234,109 @@ def sampling_of(
         top_logprobs=body.likeliest(),
         prompt_logprobs=checked_likeliest(body.prompt_logprobs, "prompt_logprobs"),
     )
+
+
+class UpdateBody(Body):
+    """Body of /update_weights, as prime-rl sends it."""
+
+    weight_dir: str
+    """Folder of the weights, as the instances see it."""
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Check the parameters that have no field."""
+        check_unsupported(self, {"reset_prefix_cache": (True, False)})
+
+
+class AbortRequestsBody(Body):
+    """Body of /abort_requests."""
+
+    request_ids: list[str] = Field(max_length=65536)
+    """Names of requests, `request_id` in their bodies."""
+
+
+def models(name: str, max_model_len: int) -> dict[str, Any]:
+    """Return the list of models: the one that is served."""
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "root": name}
+    return {"object": "list", "data": [{**model, "max_model_len": max_model_len}]}
+
+
+COMPLETION_NAMES = {"top_logprobs": "logprobs"}
+"""Names of the parameters in a body, where they differ from the SDK's."""
+
+
+class CompletionBody(SamplingBody):
+    """Body of /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    """Text or token ids, of one prompt or of several."""
+    max_tokens: int = 16
+    logprobs: int | None = None
+    """Log-probabilities of the sampled tokens, and of so many of the likeliest of each position; at most 20."""
+    add_special_tokens: bool = True
+    """Whether text gets the special tokens that the model expects, such as one of its beginning."""
+
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body."""
+        return names_of(self, COMPLETION_NAMES)
+
+    def prompts(self, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
+        """Return the token ids of the prompts."""
+        return completion_prompts(self, tokenizer, limits)
+
+    def drop_prompts(self) -> None:
+        """Forget the prompts."""
+        self.prompt = ""
+
+    def most_tokens(self) -> int | None:
+        """Return the most response tokens."""
+        return self.max_tokens
+
+    def likeliest(self) -> int:
+        """Return how many of the likeliest tokens of each position are asked for."""
+        return checked_likeliest(self.logprobs or 0, "logprobs")
+
+    def tells_logprobs(self) -> bool:
+        """Return True if the answer has the log-probabilities of the sampled tokens."""
+        return self.logprobs is not None
+
+
+def completion_prompts(
+    body: CompletionBody, tokenizer: Tokenizer | None, limits: Limits | None = None
+) -> list[list[int]]:
+    """Return the token ids of a body's prompts. InvalidArgument: there is none, or text and no tokenizer."""
+    given = body.prompt
+    several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    if not several:
+        raise InvalidArgument([Violation("prompt", "is empty")])
+    return token_ids_of(several, "prompt", tokenizer, limits, special=body.add_special_tokens)
+
+
+GENERATION_CONFIG = "generation_config.json"
+RECOMMENDED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Parameters that vLLM's server takes from the file."""
+
+
+def model_defaults(folder: Path) -> dict[str, float]:
+    """Return the sampling parameters in a model's folder, by vLLM's names; none if it has no such file.
+
+    `do_sample` has no effect, as in vLLM; nor has `max_new_tokens`, which vLLM takes for the most response tokens.
+
+    ValueError: the file is no JSON object, or a parameter is no number. OSError: it cannot be read.
+    """
+    try:
+        found = read_object(folder / GENERATION_CONFIG)
+    except FileNotFoundError:
+        return {}
+    named = {name: found[name] for name in RECOMMENDED if found.get(name) is not None}
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            raise ValueError(f"{name} is {value!r}; must be a number")
+    return named

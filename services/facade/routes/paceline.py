@@ -1,17 +1,199 @@
-"""Routes of Paceline's own: hints of coming prompts, and rewards."""
+"""Routes that belong to no other server's dialect.
+
+They are Paceline's hints and rewards, the probes, the version, the metrics, and the page of the API.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import Any
+
 from fastapi import APIRouter, Request
+from jinja2 import Environment, StrictUndefined
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from paceline.errors import Violation
-from paceline.transport import Unary
+from paceline.transport.interface import Unary
 from paceline.v1 import rollout_pb2
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects import paceline
-from services.facade.dialects.parameters import run_seed
-from services.facade.routes.worked import worked_router
+from services.facade.dialects.body import run_seed
+from services.facade.gateway import ServedFleet
+from services.facade.routes.bodies import worked_router
 from services.facade.serving import Facade
+
+Json = Mapping[str, Any]
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Content-Security-Policy of the page."""
+_SCHEMA = "#/components/schemas/"
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{{ title }}</title><style>
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}
+code{font-size:13px}h3{margin:2rem 0 .3rem}p{margin:.3rem 0;white-space:pre-line}
+table{border-collapse:collapse;margin:.5rem 0;width:100%}
+td,th{text-align:left;vertical-align:top;padding:.25rem .8rem .25rem 0;border-top:1px solid #8884}
+td:last-child{white-space:pre-line}
+</style></head><body>
+<h1>{{ title }} {{ version }}</h1><p>{{ summary }}</p>
+<p>The same as <a href="openapi.json">OpenAPI</a>.</p>
+{%- macro rows(fields) %}{% if fields %}
+<table><tr><th>field</th><th>type</th><th>default</th><th></th></tr>
+{%- for each in fields %}
+<tr><td><code>{{ each.name }}</code></td><td>
+{%- for part, schema in each.kinds %}{{ " or " if not loop.first }}
+{%- if schema %}<a href="#{{ schema }}">{{ part }}</a>{% else %}{{ part }}{% endif %}{% endfor %}</td>
+<td>{{ "required" if each.required else each.default }}</td><td>{{ each.text }}</td></tr>
+{%- endfor %}</table>{% endif %}{% endmacro %}
+{%- for tag, routes in sections %}
+<h2>{{ tag }}</h2>
+{%- for route in routes %}
+<h3><code>{{ route.method }} {{ route.path }}</code></h3><p>{{ route.text }}</p>{{ rows(route.parameters) }}
+{%- if route.body %}<p>Body: <a href="#{{ route.body }}">{{ route.body }}</a></p>{% endif %}
+{%- endfor %}{% endfor %}
+<h2>Bodies</h2>
+{%- for name, text, fields in schemas %}
+<h3 id="{{ name }}">{{ name }}</h3><p>{{ text }}</p>{{ rows(fields) }}
+{%- endfor %}
+</body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiField:
+    """Field of a body, or a parameter of a path. `kinds` are its types, each with the name of its schema or ""."""
+
+    name: str
+    kinds: list[tuple[str, str]]
+    required: bool
+    default: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRoute:
+    """Method and path, with its parameters and the name of its body's schema, "" for none."""
+
+    method: str
+    path: str
+    text: str
+    parameters: list[ApiField] = field(default_factory=list)
+    body: str = ""
+
+
+def api_page(described: Json) -> str:
+    """Return an OpenAPI description as one HTML page without links to other servers."""
+    sections: dict[str, list[ApiRoute]] = {}
+    for path, methods in described["paths"].items():
+        for method, route in methods.items():
+            sections.setdefault((route.get("tags") or ["Others"])[0], []).append(_route(method, path, route))
+    schemas = described.get("components", {}).get("schemas", {})
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    return environment.from_string(_PAGE).render(
+        title=described["info"]["title"],
+        version=described["info"]["version"],
+        summary=described["info"].get("summary", ""),
+        sections=sections.items(),
+        schemas=[
+            (name, schema.get("description", ""), list(_fields(schema))) for name, schema in schemas.items()
+        ],
+    )
+
+
+def _route(method: str, path: str, route: Json) -> ApiRoute:
+    parameters = [
+        _field(each["name"], each["schema"], each.get("required", False), each.get("description", ""))
+        for each in route.get("parameters", ())
+    ]
+    content = route.get("requestBody", {}).get("content", {}).get("application/json", {})
+    body = next((schema for _, schema in _kinds(content.get("schema", {})) if schema), "")
+    return ApiRoute(method.upper(), path, route.get("description", ""), parameters, body)
+
+
+def _fields(schema: Json) -> Iterator[ApiField]:
+    required = schema.get("required", ())
+    for name, each in schema.get("properties", {}).items():
+        yield _field(name, each, name in required, each.get("description", ""))
+
+
+def _field(name: str, schema: Json, required: bool, text: str) -> ApiField:
+    default = json.dumps(schema["default"]) if schema.get("default") is not None else ""
+    return ApiField(name, list(_kinds(schema)), required, default, text)
+
+
+def _kinds(schema: Json) -> Iterator[tuple[str, str]]:
+    """Yield the types that a value may have, each with the name of the schema that describes it, if one does."""
+    if target := schema.get("$ref", "").removeprefix(_SCHEMA):
+        yield target, target
+    elif choices := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
+        for each in choices:
+            yield from _kinds(each)
+    elif allowed := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        yield ", ".join(json.dumps(each) for each in allowed), ""
+    elif schema.get("type") == "array":
+        for kind, target in _kinds(schema.get("items", {})):
+            yield f"list of {kind}", target
+    else:
+        yield str(schema.get("type", "any")), ""
+
+
+def server_routes(registry: CollectorRegistry, described: Callable[[], dict[str, Any]]) -> APIRouter:
+    """Return the routes; `described` returns the OpenAPI description of all routes."""
+    router = APIRouter(tags=["server"])
+    page = cache(lambda: api_page(described()))
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Return the version of Paceline, not that of vLLM on the instances."""
+        return {"version": metadata.version("paceline")}
+
+    @router.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Return the metrics of this facade as Prometheus reads them, the same as on its port of metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Return the page of the API."""
+        return HTMLResponse(page(), headers={"Content-Security-Policy": POLICY})
+
+    return router
+
+
+def health_routes(fleet: ServedFleet) -> APIRouter:
+    """Return the routes of probes."""
+    router = APIRouter(tags=["health"])
+
+    async def health() -> Response:
+        """Answer 200 while a gateway leads and an instance serves, or is paused."""
+        return _answer(await fleet.problem(needs_instance=True))
+
+    for path in ("/health", "/health/", "/health_generate"):
+        router.get(path, include_in_schema=path == "/health")(health)
+
+    @router.get("/readyz")
+    async def ready() -> Response:
+        """Answer 200 while a gateway leads; weights can be updated then, even where no instance serves."""
+        return _answer(await fleet.problem(needs_instance=False))
+
+    @router.get("/livez")
+    async def live() -> Response:
+        """Answer 200 while this process answers."""
+        return _answer("")
+
+    return router
+
+
+def _answer(problem: str) -> Response:
+    if not problem:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": problem}, status_code=503, headers={"Retry-After": "1"})
 
 
 def paceline_routes(facade: Facade) -> APIRouter:

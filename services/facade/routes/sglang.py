@@ -15,10 +15,10 @@ from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument, Unimplemented
 from services.facade.access import ABSENT
 from services.facade.dialects import sglang
-from services.facade.dialects.sglang_answers import SglangWriter, whole_answer
-from services.facade.routes.worked import worked_router
+from services.facade.dialects.sglang import SglangWriter, whole_answer
+from services.facade.gateway import Updates
+from services.facade.routes.bodies import worked_router
 from services.facade.serving import EventResponse, EventStream, Facade
-from services.facade.updates import Updates
 
 _MODES = ("abort", "retract", "in_place")
 

@@ -1,4 +1,7 @@
-"""Routes of vLLM's server and OpenAI's API, and of TRL's own server."""
+"""Routes of vLLM's server, OpenAI's API and TRL's own server.
+
+They include vLLM's endpoints for tokens, which prime-rl and SkyRL use.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from paceline import types as t
-from services.facade.dialects import answers, chat, completions, trl, vllm, vllm_control
-from services.facade.routes.worked import worked_router
+from services.facade.dialects import answers, chat, tokens, trl, vllm
+from services.facade.dialects import vllm as completions
+from services.facade.dialects import vllm as vllm_control
+from services.facade.gateway import Updates
+from services.facade.routes.bodies import worked_router
 from services.facade.serving import EventResponse, EventStream, Facade
-from services.facade.updates import Updates
 
 
 def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
@@ -110,3 +115,33 @@ async def _generated(
         return EventResponse(facade, request, requests, "vllm", events, request_id)
     outputs = await facade.outputs(request, requests, "vllm", request_id)
     return await facade.answer(request, outputs, partial(answers.whole_answer, body, kind, head))
+
+
+def tokens_routes(facade: Facade) -> APIRouter:
+    """Return the routes for tokens."""
+    router = worked_router(facade, "vLLM and OpenAI")
+
+    @router.post("/inference/v1/generate", response_model=None)
+    async def generate(body: tokens.TokensBody, request: Request) -> Response:
+        """Generate samples of one prompt, from token ids to token ids."""
+        request_id, model = body.request_id or uuid.uuid4().hex, await facade.fleet.model()
+        head = (int(time.time()), model.name)
+        requests = await facade.requests(request, body.asked)
+        if body.stream:
+            writer = tokens.TokensWriter(body, request_id, head)
+            events = EventStream(writer.events, writer.last_events)
+            return EventResponse(facade, request, requests, "vllm", events, request_id)
+        outputs = await facade.outputs(request, requests, "vllm", request_id)
+        return await facade.answer(request, outputs, partial(tokens.whole_answer, body, request_id, head))
+
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(body: tokens.TokenizeBody) -> Response:
+        """Return the tokens of a text."""
+        return Response(body.answer, media_type="application/json")
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(body: tokens.DetokenizeBody) -> Response:
+        """Return the text of tokens, with special ones."""
+        return Response(body.answer, media_type="application/json")
+
+    return router

@@ -1,27 +1,254 @@
-"""A port that speaks HTTP on the event loop of the process."""
+"""Serve HTTP/1.1 on one port of the event loop, with a bounded number of connections.
+
+A listening socket accepts a connection only where there is a place for it, and holds the place until the socket
+is closed, so clients that never finish a TLS handshake are counted too. The protocol is uvicorn's over h11, which
+bounds the bytes of a header; httptools does not. Certificates are reloaded when their files change.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import resource
 import socket
 import ssl
+import sys
 from asyncio import sslproto
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import h11
 import structlog
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from services.facade.server.connections import TICK_SECONDS, ConnectionLimits, Connections
-from services.facade.server.listener import listen
-from services.facade.server.protocol import MOST_HEADER_BYTES, FacadeProtocol, ServerConfig
-from services.platform.config.settings import TlsConfig
-from services.platform.config.watched import Watched
-from services.platform.security.certificates import server_context
+from services.facade.http_errors import error_body
+from services.facade.server.connections import (
+    TICK_SECONDS,
+    ConnectionLimits,
+    Connections,
+    HttpConnection,
+    State,
+)
+from services.platform.config import TlsConfig
+from services.platform.security.certificates import Watched, server_context
 from services.platform.tasks import end
 
 log = structlog.get_logger(__name__)
+
+_AT_ONCE = 64
+"""Connections that are accepted, or refused, in one turn of the event loop; then others have theirs."""
+_BACKLOG = 2048
+_OWN_FILES = 256
+"""Files that this process opens besides: connections to the gateway, logs, pipes."""
+_MESSAGE = "the facade has no room for another connection; keep connections alive and reuse them"
+_BODY = json.dumps(
+    error_body(_MESSAGE, "unavailable_error", param=None, code="TOO_MANY_CONNECTIONS")
+).encode()
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+)
+
+
+class PlacedSocket(socket.socket):
+    """An accepted socket, which frees its place when it is closed."""
+
+    place: tuple[Connections, HttpConnection] | None = None
+
+    def close(self) -> None:
+        """Close it, and free its place."""
+        if self.place is not None:
+            connections, connection = self.place
+            self.place = None
+            connections.by_file.pop(self.fileno(), None)
+            connections.release(connection)
+        super().close()
+
+    def end(self, _state: State) -> None:
+        """End the connection; whoever reads from it finds that its client has left."""
+        with contextlib.suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
+
+
+class PlacingListener(socket.socket):
+    """A listening socket whose connections have places."""
+
+    connections: Connections
+    answers: bool
+    _in_turn = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return the next connection that has a place; those that have none are answered and closed."""
+        while self._in_turn < _AT_ONCE:
+            accepted, peer = super().accept()
+            self._in_turn += 1
+            placed = PlacedSocket(accepted.family, accepted.type, accepted.proto, accepted.detach())
+            found = self.connections.admit(peer[0], placed.end)
+            if found is not None:
+                placed.place = self.connections, found
+                self.connections.by_file[placed.fileno()] = found
+                return placed, peer
+            self._refuse(placed)
+        # More wait: the loop is told that there are none, and comes again.
+        self._in_turn = 0
+        raise BlockingIOError
+
+    def _refuse(self, refused: socket.socket) -> None:
+        with refused, contextlib.suppress(OSError):
+            if self.answers:
+                refused.setblocking(False)
+                # What is left unread would let the answer be lost.
+                with contextlib.suppress(BlockingIOError):
+                    refused.recv(64 * 1024)
+                refused.send(_REFUSAL)
+
+
+def listen(host: str, port: int, connections: Connections, *, answers: bool) -> PlacingListener:
+    """Return a socket that listens; `answers` is whether those refused get an answer, in plain text.
+
+    OSError if the port is taken.
+    """
+    address = host.strip("[]")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = PlacingListener(family, socket.SOCK_STREAM)
+    listener.connections, listener.answers = connections, answers
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def most_connections(wanted: int) -> int:
+    """Return how many of the connections that are wanted this process may have files for."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return wanted
+    possible = max(files - _OWN_FILES, files // 2, 1)
+    if possible < wanted:
+        log.warning("connections_limited_by_files", max_connections=wanted, open_files=files, used=possible)
+    return min(wanted, possible)
+
+
+MOST_HEADER_BYTES = 64 * 1024
+"""Most bytes of a request's line and header."""
+_TOO_LONG = 431
+
+
+class ServerConfig(uvicorn.Config):
+    """Settings of a server, and its connections."""
+
+    connections: Connections
+
+
+class FacadeProtocol(H11Protocol):
+    """One connection."""
+
+    config: ServerConfig
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._connections = self.config.connections
+        self._place = self._connections.by_file[transport.get_extra_info("socket").fileno()]
+        self._place.end = self._end
+        self._partial = False
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came."""
+        self._connections.count(self._place, len(data))
+        if not self._in_work() and len(data) > MOST_HEADER_BYTES:
+            # h11 bounds what it has of a header that goes on. All of it may come at once.
+            super().data_received(data[: MOST_HEADER_BYTES + 1])
+            data = data[MOST_HEADER_BYTES + 1 :]
+        if not self.transport.is_closing():
+            super().data_received(data)
+        self._partial = not self._in_work()
+        self._settle()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request."""
+        super().on_response_complete()
+        # The rest of a body that was refused is still to come, or a next header has begun.
+        self._partial = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+        self._settle()
+
+    def pause_writing(self) -> None:
+        """Let whoever answers wait."""
+        super().pause_writing()
+        self._settle()
+
+    def resume_writing(self) -> None:
+        """Let whoever answers go on."""
+        super().resume_writing()
+        self._settle()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Do nothing: the connection has a deadline in every state."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, and close."""
+        error = sys.exception()
+        if getattr(error, "error_status_hint", 400) == _TOO_LONG:
+            self._refuse(_TOO_LONG, f"the header is longer than {MOST_HEADER_BYTES} bytes", "HEADER_TOO_LONG")
+        else:
+            self._refuse(400, f"this is no HTTP/1.1 request: {error or msg}", "INVALID_HTTP")
+
+    def _in_work(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _settle(self) -> None:
+        self._connections.enter(self._place, self._state())
+
+    def _state(self) -> State:
+        if self.flow.write_paused:
+            return State.SENDING
+        if self.transport.is_closing():
+            return State.ENDING
+        if self._in_work():
+            return State.RECEIVING if self.cycle.more_body else State.WORKING
+        if self._partial or self.cycle is None:
+            return State.WAITING
+        return State.RESTING
+
+    def _end(self, state: State) -> None:
+        """Close the connection, whose deadline in the state has passed."""
+        if state is State.WAITING and self._partial and self.conn.our_state is h11.IDLE:
+            self._refuse(408, "the header did not come in time", "HEADER_TOO_SLOW")
+        elif state is State.RECEIVING and self.conn.our_state is h11.SEND_RESPONSE:
+            self._refuse(408, "the body did not come in time", "BODY_TOO_SLOW")
+        elif state is State.RESTING:
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        body = json.dumps(error_body(message, "invalid_request_error", param=None, code=code)).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        if self.cycle is not None:
+            # Nothing more may be sent by whoever reads the body.
+            self.cycle.disconnected = True
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
 
 _TLS_BUFFER = 32 * 1024
 """Bytes that a TLS connection reads at once: two records. asyncio sets aside 256 KiB for each connection, so that

@@ -87,10 +87,10 @@ def main(control: socket.socket) -> None:
 def _warm(setup: Setup) -> Tokenizer | None:
     leave_out_torch()
     # All that a body or an answer may need, so that no worker imports it again.
-    from services.facade.dialects import answers, chat, completions, paceline, sglang_answers, tokens, trl
-    from services.facade.work import answering, bodies
+    from services.facade.dialects import answers, chat, paceline, sglang, tokens, trl, vllm
+    from services.facade.work import jobs
 
-    assert all((answers, chat, completions, paceline, sglang_answers, tokens, trl, answering, bodies))
+    assert all((answers, chat, vllm, paceline, sglang, tokens, trl, jobs, jobs))
     if setup.model is None:
         return None
     tokenizer = FolderTokenizer(setup.model)

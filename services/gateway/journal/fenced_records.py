@@ -1,7 +1,7 @@
 """Records that outlive the gateway and that only the leader may write: versions, and the lenience of each run.
 
 The l of a run that asks for a KL target is in Redis, so that it outlives the gateway. Each reported batch
-moves it once (services/gateway/batches/adaptive_lenience.py says how far), however often and by whichever
+moves it once (services/gateway/state/lenience.py says how far), however often and by whichever
 gateway its report is taken.
 """
 
@@ -18,11 +18,11 @@ from redis.exceptions import RedisError, ResponseError
 from paceline.v1 import sample_pb2
 from services.contracts.errors import Unavailable
 from services.contracts.gateway_keys import BatchKey, GatewayKeys
-from services.gateway.batches.adaptive_lenience import FLOOR, next_lenience
-from services.gateway.fleet.update_book import PublishedVersion, UpdateBook, WeightUpdate
 from services.gateway.journal import scripts
 from services.gateway.metrics import GatewayMetrics
-from services.platform.backoff import ExponentialBackoff
+from services.gateway.state.lenience import FLOOR, next_lenience
+from services.gateway.state.update_book import PublishedVersion, UpdateBook, WeightUpdate
+from services.platform.tasks import ExponentialBackoff
 
 log = structlog.get_logger(__name__)
 

@@ -1,14 +1,16 @@
 """Journal of batches in Redis, which makes streams resumable and survives the gateway.
 
-Per batch it holds the request, the tokens so far of unfinished samples, and the finished samples until they
-are acknowledged. Nothing is delivered that Redis has not acknowledged. Reads and writes are small and may be
-repeated; the caller decides what an outage means, and what to do where Redis has lost something
-(services/gateway/journal/batch_record.py).
+For each batch it holds the request, the tokens of unfinished samples, and the finished samples until they are
+acknowledged. A sample is delivered only after Redis has acknowledged it. Reads and writes are small and may be
+repeated. The caller decides how to treat an outage, and samples that Redis has lost
+(services/gateway/journal/record.py).
 """
+
+from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +20,144 @@ from redis.exceptions import NoScriptError, ResponseError
 from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import FailedPrecondition, Unavailable
 from services.contracts.gateway_keys import BatchKey, BatchKeys, GatewayKeys
-from services.gateway.batches.account import Account
 from services.gateway.journal import scripts
-from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch
+from services.gateway.journal.chunks import WHOLE, Head, PartialSample
 from services.gateway.journal.fenced_records import Fenced
-from services.gateway.journal.journal_write import MOST_PARTS, JournalWrite
-from services.gateway.journal.recorded_request import merged, serialised
-from services.gateway.journal.replies import BatchGone, JournalHole, judge, number, text, typed
-from services.gateway.journal.sample_chunks import Head, PartialSample
-from services.gateway.journal.stored_samples import parse_ended, read_chunks, read_ended, read_heads
+from services.gateway.journal.record import MOST_PARTS, BatchHead, BatchRecord, JournalWrite, StoredBatch
+from services.gateway.state.rollout_batch import Account
+
+
+class JournalHole(Exception):
+    """Raised when Redis has less of a batch than it acknowledged, or something that nobody was answered."""
+
+
+class BatchGone(JournalHole):
+    """Raised when Redis has nothing of a batch."""
+
+
+def typed_reply(reply: object) -> object:
+    """Return a reply, an error of a script as its type."""
+    return typed(reply) if isinstance(reply, ResponseError) else reply
+
+
+def typed(error: ResponseError) -> Exception:
+    """Return the error of a script as its type; any other as it is."""
+    for prefix, kind in (("FENCED", Fenced), ("GONE", BatchGone), ("HOLE", JournalHole)):
+        if str(error).startswith(prefix):
+            return kind(str(error))
+    return error
+
+
+def text(value: bytes | str) -> str:
+    """Return a text of Redis."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def number(value: bytes | str | None) -> float | None:
+    """Return a number of Redis; None if there is none."""
+    return float(value) if value else None
+
+
+# Requests above this are serialised in a thread.
+_LARGE_BYTES = 1 << 20
+
+
+async def serialised(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
+    """Return a request as bytes, and a digest of all its fields, which two under one batch id must share."""
+    if request.ByteSize() < _LARGE_BYTES:
+        return _serialise(request)
+    return await asyncio.to_thread(_serialise, request)
+
+
+def _serialise(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
+    payload = request.SerializeToString(deterministic=True)
+    return payload, hashlib.sha256(payload).hexdigest()
+
+
+def merged(request: bytes, additions: list[bytes]) -> pb.SubmitRolloutsRequest:
+    """Return a recorded request with the groups that were added to it."""
+    # Protobuf appends what is repeated.
+    return pb.SubmitRolloutsRequest.FromString(b"".join((request, *additions)))
+
+
+# Fields, and tokens of chunks, that are read in one round trip.
+_READ_FIELDS, _READ_TOKENS = 1024, 1 << 19
+
+
+async def read_heads(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> dict[int, Head]:
+    """Return the heads of the samples that have chunks."""
+    found = {}
+    for begin in range(0, len(indexes), _READ_FIELDS):
+        part = indexes[begin : begin + _READ_FIELDS]
+        for index, head in zip(part, await redis.hmget(names.chunks, part), strict=True):
+            if head is not None:
+                found[index] = Head.parse(head.decode())
+    return found
+
+
+async def read_chunks(redis: Any, names: BatchKeys, heads: Mapping[int, Head]) -> list[PartialSample]:
+    """Return the chunks of these samples, as far as all of them are there."""
+    found = []
+    for part in _read_parts(heads):
+        fields = [f"{index}:{number}" for index, head in part for number in range(head.chunks)]
+        values = iter(await redis.hmget(names.chunks, fields))
+        for index, head in part:
+            chunks = [next(values) for _ in range(head.chunks)]
+            if None not in chunks:
+                found.append(PartialSample(index, head, b"".join(chunks)))
+    return found
+
+
+async def read_ended(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> list[bytes | None]:
+    """Return the serialised samples with these indexes, None for those of which anything is missing."""
+    pipe = redis.pipeline(transaction=False)
+    for name in (names.events, names.done, names.chunks):
+        pipe.hmget(name, indexes)
+    payloads, done, chunked = await pipe.execute()
+    heads = {}
+    for place, index in enumerate(indexes):
+        _, head = cursor_and_head(done[place]) if done[place] else (0, WHOLE)
+        if head.chunks and chunked[place] == str(head).encode():
+            heads[index] = head
+        elif head.chunks or not done[place]:
+            payloads[place] = None
+    chunks = {each.index: each.payload for each in await read_chunks(redis, names, heads)}
+    for place, index in enumerate(indexes):
+        if payloads[place] is not None and index in heads:
+            payloads[place] = chunks[index] + payloads[place] if index in chunks else None
+    return list(payloads)
+
+
+def cursor_and_head(value: bytes) -> tuple[int, Head]:
+    """Parse what is recorded of a sample that has ended."""
+    cursor, head = value.decode().split(":", 1)
+    return int(cursor), Head.parse(head)
+
+
+def parse_ended(done: bytes, events: bytes) -> tuple[dict[int, int], dict[int, Head], list[int]]:
+    """Parse what is recorded of all samples that have ended, and which indexes have an event.
+
+    Returns the cursors, the heads, and the ended samples with an event.
+    """
+    values, cursors, heads = done.split(), {}, {}
+    for index, value in zip(map(int, values[::2]), values[1::2], strict=True):
+        cursors[index], heads[index] = cursor_and_head(value)
+    return cursors, heads, [index for index in map(int, events.split()) if index in heads]
+
+
+def _read_parts(heads: Mapping[int, Head]) -> Iterator[list[tuple[int, Head]]]:
+    """Yield samples of so many tokens, or of one sample that has more."""
+    part: list[tuple[int, Head]] = []
+    tokens = 0
+    for index, head in heads.items():
+        if part and tokens + head.tokens > _READ_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append((index, head))
+        tokens += head.tokens
+    if part:
+        yield part
+
 
 FORMAT = "4"
 """Version of what the journal's keys hold."""
@@ -157,7 +288,7 @@ class Journal:
             again = await self._run_all([calls[at] for at in unknown], by_digest=False)
             for at, reply in zip(unknown, again, strict=True):
                 replies[at] = reply
-        return [judge(reply) for reply in replies]
+        return [typed_reply(reply) for reply in replies]
 
     async def events(self, key: BatchKey, indexes: Sequence[int]) -> list[bytes | None]:
         """Return the serialised samples with these indexes, None for those that are not there."""

@@ -1,12 +1,16 @@
 """gRPC servicers of FleetService and DemandService.
 
-FleetService has instances, knobs, decisions and the online drafter; DemandService has the remaining work, for
-those who choose the number of instances.
+FleetService has instances, knobs, decisions and the online drafter. DemandService has the remaining work, for
+services that choose the number of instances. Calls about knobs and the drafter go to the leader of the service
+that owns them.
 """
+
+from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -27,18 +31,62 @@ from paceline.times import duration, seconds_of, timestamp
 from paceline.v1 import fleet_pb2 as pb
 from paceline.v1 import fleet_pb2_grpc
 from services.contracts.errors import InvalidArgument, NotFound, ServiceError, Unavailable
-from services.gateway.batches.admission import check_watch
+from services.gateway.api.validation import check_watch
 from services.gateway.config import GatewayConfig
-from services.gateway.connections.connection import Connection, ConnectionBroken, within
-from services.gateway.dispatch.running_batch import RunningBatch
-from services.gateway.finished.learner_feed import SERVICE as LEARNER
-from services.gateway.fleet.health import FleetMember, MemberState
-from services.gateway.server.leader_client import LeaderClient
+from services.gateway.feeds.learner import SERVICE as LEARNER
+from services.gateway.instances.connection import Connection, ConnectionBroken, received_error, within
+from services.gateway.scheduler.active_batches import RunningBatch
+from services.gateway.state.fleet_health import FleetMember, MemberState
 from services.gateway.term import LeadershipTerm
+from services.platform.grpc.channel import open_channel
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
-from services.platform.redis.registry import Registry
+from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.security.caller import may_see
+from services.platform.service import LEADING
+
+
+@dataclass(eq=False)
+class LeaderClient:
+    """Client that finds the leader anew for each call, so for what is seldom called.
+
+    `service` is its name in the registry, `stub` makes a stub on a channel, and `without` says what goes on
+    while none leads.
+    """
+
+    config: GatewayConfig
+    registry: Registry
+    service: str
+    stub: Callable[[grpc.aio.Channel], Any]
+    without: str
+
+    async def call(self, method: str, request: Message, seconds: float) -> Any:
+        """Return the leader's answer.
+
+        Raises:
+            Unavailable: none leads, or it cannot be called.
+            ServiceError: it refused, with its code and details.
+        """
+        record = await self._find()
+        try:
+            async with open_channel(record.address, self.config) as channel:
+                return await getattr(self.stub(channel), method)(request, timeout=seconds)
+        except ValueError as error:
+            # The token may not go there.
+            raise Unavailable(f"the {self.service} service cannot be called: {error}") from error
+        except grpc.aio.AioRpcError as error:
+            raise received_error(error) from error
+
+    async def _find(self) -> InstanceRecord:
+        try:
+            records = await self.registry.list(self.service)
+        except OUTAGES as error:
+            raise Unavailable(f"the {self.service} service cannot be looked up: {error}") from error
+        leaders = [record for record in records.values() if record.state == LEADING]
+        if not leaders:
+            raise Unavailable(f"no {self.service} service is running; {self.without}")
+        return max(leaders, key=lambda each: (each.registered_at, each.instance_id))
+
 
 Context = grpc.aio.ServicerContext
 

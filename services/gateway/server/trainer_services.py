@@ -11,9 +11,9 @@ from paceline.times import seconds_of
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import InvalidArgument, Unimplemented
-from services.contracts.weight_folder import check_weight_folder
-from services.gateway.fleet.update_book import InFlightTreatment
+from services.contracts.files import check_weight_folder
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.state.update_book import InFlightTreatment
 from services.gateway.term import LeadershipTerm
 
 Context = grpc.aio.ServicerContext

@@ -1,6 +1,11 @@
-"""Build vLLM's options, and read the end-of-sequence tokens of a model.
+"""Build vLLM's configuration from our options, and read the end-of-sequence tokens of a model.
 
-Imported by `core` only, which sets the environment that vLLM reads first.
+Import it after `environment.set_variables`, as `core` and `outlook` do: vLLM reads its environment when it is
+imported.
+
+On CPU the classes of a model are imported before vLLM inspects them. vLLM inspects a class in another process,
+lest the import starts CUDA. On CPU nothing can start CUDA, and that process, which imports all of vLLM once more,
+would double the time of an instance's first start.
 """
 
 from __future__ import annotations
@@ -8,22 +13,36 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from services.generation.engine.batch_invariance import invariance_refusal
-from services.generation.engine.graph_sizes import graph_sizes
-from services.generation.engine.model_classes import import_model_classes
+from paceline.files import read_object
+from services.generation.engine.environment import V2, invariance_refusal, refusal, runner_of
 from services.generation.engine.model_support import Feature, ModelSupport, model_support
-from services.generation.engine.runner_choice import V2, refusal, runner_of
-from services.generation.engine.step_memory import row_capacity
+from services.generation.engine.step_sizes import graph_sizes, row_capacity
 from services.generation.engine.traits import engine_traits
 from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, TREES_KEY, EngineOptions
+
+
+def import_model_classes(model: str) -> None:
+    """Register the classes that a model folder names. Those that vLLM cannot import are left to its own errors."""
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return
+    for architecture in read_object(config).get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            with suppress(ImportError):
+                ModelRegistry.register_model(architecture, known.load_model_cls())
+
 
 _log = logging.getLogger(__name__)
 _WORKERS = {

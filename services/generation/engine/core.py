@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from services.generation.engine.runner_choice import V2, check_runner, runner_of, set_variables
+from services.generation.engine.environment import V2, check_runner, runner_of, set_variables
 
 set_variables()
 
@@ -28,18 +28,14 @@ from kernels.backend import Backend
 from services.contracts.errors import RESUMING, FailedPrecondition, ServiceError
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
-from services.generation.engine.attention.kernel_choice import SAMPLER
-from services.generation.engine.capacity import prompt_rows
 from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
-from services.generation.engine.draft_models.drafting import ModelDrafts
+from services.generation.engine.draft_models.interface import ModelDrafts
+from services.generation.engine.kernel_choice import SAMPLER
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.model_support import Feature, ModelSupport
-from services.generation.engine.prefix_hits import PrefixHits
-from services.generation.engine.refusals import WRONG_VALUES, refused, unsampled
 from services.generation.engine.step_log import StepLog
-from services.generation.engine.step_memory import row_capacity
-from services.generation.engine.stop_strings import StopStrings
-from services.generation.engine.token_text import token_bytes
+from services.generation.engine.step_sizes import prompt_rows, row_capacity
+from services.generation.engine.text import StopStrings, token_bytes
 from services.generation.engine.traits import support_of
 from services.generation.engine.types import (
     EAGLE3,
@@ -53,7 +49,13 @@ from services.generation.engine.types import (
     Finish,
     SampleStep,
 )
-from services.generation.engine.vllm_requests import VllmRequests
+from services.generation.engine.vllm_requests import (
+    WRONG_VALUES,
+    PrefixHits,
+    VllmRequests,
+    refused,
+    unsampled,
+)
 from services.step_time.machine import machine_name
 
 
@@ -75,7 +77,7 @@ class Engine:
         config = engine_config(options)
         make_steps, v2 = CoreSteps, runner_of(options.engine) == V2
         if v2:
-            from services.generation.engine.v2.steps import use_segments
+            from services.generation.engine.v2.scheduler import use_segments
 
             make_steps = use_segments(config, ahead=options.schedule_ahead)
             if current_platform.is_cpu():

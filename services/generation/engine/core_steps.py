@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
 
-from services.generation.engine.draft_tree import chain_length
-from services.generation.engine.tree_rules import MOST_DRAFTED, sample_refusal
+from services.generation.engine.trees.sampling import MOST_DRAFTED, sample_refusal
+from services.generation.engine.trees.tree import chain_length
 
 NO_BRANCHES: Mapping[str, Sequence[int]] = MappingProxyType({})
 

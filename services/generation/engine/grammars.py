@@ -19,8 +19,8 @@ import torch
 import xgrammar
 
 from services.contracts.sampling import ModelLimits, Sampling
-from services.contracts.schemas.walk import schema_faults
-from services.generation.engine.token_text import vocabulary_of
+from services.contracts.schemas import schema_faults
+from services.generation.engine.text import vocabulary_of
 
 _log = structlog.get_logger(__name__)
 

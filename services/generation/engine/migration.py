@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
 from services.generation.engine.kv_types import Exported, KvSpace, Reserved
-from services.generation.engine.stop_strings import StopStrings
+from services.generation.engine.text import StopStrings
 from services.generation.engine.types import EngineRequest
 from services.generation.kv_transfer.block_store import Geometry, UnsupportedCaches
 from services.generation.kv_transfer.reason import NotMoved, Reason

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from services.generation.engine.runner_choice import set_variables
+from services.generation.engine.environment import set_variables
 
 set_variables()
 

@@ -18,28 +18,28 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from services.generation.engine.draft_models.features import Features
+from services.generation.engine.draft_models.eagle3 import Features
 from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
-from services.generation.engine.marks import pack
-from services.generation.engine.prompt_scores import PromptReading
-from services.generation.engine.sampling.constraints import RowMasks
-from services.generation.engine.sampling.draw_settings import DrawSettings
-from services.generation.engine.sampling.noise import (
+from services.generation.engine.sampling.constraints import Histories, History, RowMasks, TokenCounts
+from services.generation.engine.sampling.inputs import (
     CACHED_KEY,
+    CONTEXT,
     NOISE_KEY,
     RECORDED_KEY,
     CachedRollout,
+    DraftsOfRow,
+    DrawSettings,
+    RecordedDrafts,
     SampleNoise,
 )
-from services.generation.engine.sampling.penalties import Histories, History, TokenCounts
-from services.generation.engine.sampling.recorded import CONTEXT, DraftsOfRow, RecordedDrafts
+from services.generation.engine.sampling.outputs import PromptReading, pack
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
-from services.generation.engine.sampling.tree_sampler import sample_trees
 from services.generation.engine.symbols import FILLER
+from services.generation.engine.trees.sampling import sample_trees
 
 if TYPE_CHECKING:
-    from services.generation.engine.tree_steps import TreeSteps
+    from services.generation.engine.trees.attention import TreeSteps
 
 
 class CoupledRunnerMixin:

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-from services.generation.engine.attention.kernel_choice import KernelReport
+from services.generation.engine.kernel_choice import KernelReport
 from services.generation.engine.model_support import EngineTraits, Feature, ModelSupport, model_support
 from services.generation.engine.types import EAGLE3_KEY
 

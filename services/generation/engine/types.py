@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from services.contracts.sampling import Sampling
 
 if TYPE_CHECKING:
-    from services.generation.engine.prompt_scores import PromptScores
-    from services.generation.engine.sampling.recorded import RecordedTokens
+    from services.generation.engine.sampling.inputs import RecordedTokens
+    from services.generation.engine.sampling.outputs import PromptScores
 
 
 class Finish(Enum):
@@ -65,7 +65,7 @@ class W4Options:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options:
-    """EAGLE-3 drafter: the folder of its checkpoint (services/contracts/drafter/checkpoint.py) and its limits.
+    """EAGLE-3 drafter: the folder of its checkpoint (services/contracts/drafter_checkpoint.py) and its limits.
 
     `most_tokens` of a draft; `catch_up_tokens` that it computes before one step, for samples that decoded without
     it.

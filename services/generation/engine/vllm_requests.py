@@ -1,32 +1,68 @@
-"""Translate samples to vLLM's requests, and vLLM's output of a step to ours.
+"""Translate samples to vLLM's requests, and vLLM's outputs and errors back.
 
-Imported by `core` only, which sets the environment that vLLM reads first.
+Prefix hits are counted here, because vLLM counts them for requests that begin with their prompt only: to vLLM a
+sample that resumes is a preempted request. A refusal names the field at fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from math import isnan
+from pathlib import Path
 from typing import Any
 
+import structlog
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request
 
+from paceline.errors import Violation
+from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.contracts.sampling import ModelLimits, Sampling
-from services.generation.engine.marks import likeliest, unpack
-from services.generation.engine.prefix_hits import PrefixHits
-from services.generation.engine.sampling.noise import (
+from services.generation.engine.grammars import grammars_of
+from services.generation.engine.sampling.inputs import (
     CACHED_KEY,
     NOISE_KEY,
     RECORDED_KEY,
     CachedRollout,
+    RecordedDrafts,
     SampleNoise,
 )
-from services.generation.engine.sampling.recorded import RecordedDrafts
-from services.generation.engine.stop_strings import StopStrings
+from services.generation.engine.sampling.outputs import unpack
+from services.generation.engine.sampling.outputs import unpack_likeliest as likeliest
+from services.generation.engine.text import StopStrings
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
+
+
+class PrefixHits:
+    """Tokens that each sample's first scheduling found in the prefix cache."""
+
+    def __init__(self, scheduler: Any) -> None:
+        """Watch what this scheduler of vLLM finds by its KV cache manager."""
+        manager = scheduler.kv_cache_manager
+        self._requests = scheduler.requests
+        self._find = manager.get_computed_blocks
+        self._hits: dict[str, int] = {}
+        manager.get_computed_blocks = self._watched
+
+    def _watched(self, request: Any) -> Any:
+        found = self._find(request)
+        # The last look before a sample runs is the one that counts. Samples that arrive with KV are not queued.
+        if request.request_id in self._requests:
+            self._hits[request.request_id] = found[1]
+        return found
+
+    def take(self, sample_id: str) -> int | None:
+        """Return the tokens of a sample that has just run for the first time; None for any other."""
+        return self._hits.pop(sample_id, None) if self._hits else None
+
+    def forget(self, sample_ids: Iterable[str]) -> None:
+        """Forget samples that may not have run."""
+        for sample_id in sample_ids:
+            self._hits.pop(sample_id, None)
+
 
 _NOISE_FIELDS = tuple(each.name for each in fields(SampleNoise))
 # What vLLM makes of any temperature between 0 and it.
@@ -196,3 +232,37 @@ def _cut_at_nan(step: SampleStep) -> None:
         return
     step.finish = Finish.ERROR
     step.cut(keep)
+
+
+_log = structlog.get_logger(__name__)
+
+WRONG_VALUES = (VLLMValidationError, ValueError, TypeError, ArithmeticError, LookupError)
+"""What is raised for a value that an engine cannot use, rather than for an engine that cannot go on."""
+_NAMES = tuple(each.name for each in fields(Sampling))
+
+
+def refused(error: Exception) -> InvalidArgument:
+    """Return the refusal of a sample that vLLM did not take, by the parameter that it names."""
+    message = str(error).strip()
+    named = str(getattr(error, "parameter", None) or message.split(maxsplit=1)[0] if message else "")
+    field = f"sampling.{named}" if named in _NAMES else "sampling"
+    return InvalidArgument([Violation(field, f"the engine refused it: {message or type(error).__name__}")])
+
+
+def unsampled(folder: Path, limits: ModelLimits, sampling: Sampling, response: Sequence[int]) -> ServiceError:
+    """Return why nothing could be sampled behind a response: its grammar leaves no token, or the model fails."""
+    place = f"at response position {len(response)}"
+    if sampling.json_schema and _is_at_a_dead_end(folder, limits, sampling, response):
+        fault = f"allows no token of the model's vocabulary {place}"
+        return InvalidArgument([Violation("sampling.json_schema", fault)])
+    return DataLoss(f"the model gives no finite logits {place}")
+
+
+def _is_at_a_dead_end(folder: Path, limits: ModelLimits, sampling: Sampling, response: Sequence[int]) -> bool:
+    try:
+        grammars = grammars_of(folder, limits.vocab_size)
+        return grammars.allows_nothing(sampling.json_schema, response, sorted(sampling.stops(limits)))
+    except Exception:
+        # The engine's thread asks, of one sample that has failed already: the others go on.
+        _log.exception("grammar_failed")
+        return False

@@ -1,13 +1,19 @@
-"""Workers for vLLM: its own, with our model runner in them."""
+"""Workers for vLLM: its own, with our model runner, draft models and kernels in them.
+
+vLLM replaces weights layer by layer, as each layer's loader is called. The loaders of some models write past it,
+and vLLM then puts the old weights back: GPT-OSS keeps its experts and sinks. It reports that in its log only, so
+the worker listens to the log and refuses to serve a model with stale layers.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -15,20 +21,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from kernels.short_query_attention.choice import AttentionName
-from services.generation.engine.attention.backend import use_attention
-from services.generation.engine.attention.branches import BranchAttention
-from services.generation.engine.attention.kernel_choice import KernelReport, failed, use_kernels
-from services.generation.engine.attention.masked_branches import BRANCHES
+from kernels.short_query_attention.race import AttentionName
+from services.generation.engine.attention_backend import use_attention
 from services.generation.engine.draft_models.eagle3 import Eagle3
 from services.generation.engine.draft_models.interface import ModelDrafter
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
-from services.generation.engine.kv_worker import KvWorkerMixin
+from services.generation.engine.kernel_choice import KernelReport, failed, use_kernels
 from services.generation.engine.model_support import Feature, ModelSupport, model_support, worker_refusal
-from services.generation.engine.reloading import check_layers, stale_layers
 from services.generation.engine.runner import coupled
-from services.generation.engine.step_memory import row_capacity, step_memory
+from services.generation.engine.step_sizes import row_capacity, step_memory
 from services.generation.engine.traits import engine_traits, kinds_of
+from services.generation.engine.trees.attention import BRANCHES, BranchAttention
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
@@ -41,7 +44,66 @@ from services.generation.engine.types import (
     Eagle3Options,
     W4Options,
 )
-from services.platform.heap import return_freed_memory
+from services.generation.kv_transfer.port import KvWorkerMixin
+from services.platform.memory import return_freed_memory
+
+LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+MESSAGE = "%s: Failed to load weights"
+"""vLLM's line, with the class of a layer."""
+
+
+class StaleLayers(RuntimeError):
+    """Layers that still have old weights; the engine must not serve."""
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.names: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the class of a layer."""
+        if record.msg == MESSAGE and isinstance(record.args, tuple):
+            self.names.add(str(record.args[0]))
+
+
+@contextmanager
+def stale_layers() -> Iterator[set[str]]:
+    """Collect the classes of layers that vLLM leaves as they were within the context."""
+    listener, logger = _Listener(), logging.getLogger(LOGGER)
+    level = logger.level
+    logger.addHandler(listener)
+    if not logger.isEnabledFor(logging.WARNING):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield listener.names
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+
+
+def check_layers(model: nn.Module, stale: set[str]) -> None:
+    """Raise StaleLayers if a layer of these classes has weights of its own.
+
+    Others have none but those of another layer, such as a tied head, or tables that are computed, such as those of
+    rotary positions.
+    """
+    layers = list(model.modules())
+    loaded = {id(each) for layer in layers if type(layer).__name__ not in stale for each in _weights(layer)}
+    wrong = {
+        type(layer).__name__
+        for layer in layers
+        if type(layer).__name__ in stale and any(id(each) not in loaded for each in _weights(layer))
+    }
+    if wrong:
+        raise StaleLayers(
+            f"vLLM cannot load new weights into {', '.join(sorted(wrong))}, and has left the old ones"
+        )
+
+
+def _weights(layer: nn.Module) -> Iterator[nn.Parameter]:
+    return layer.parameters(recurse=False)
+
 
 _log = logging.getLogger(__name__)
 # No slice of the first build is waited for.
@@ -73,7 +135,7 @@ class _CoupledWorkerMixin(KvWorkerMixin):
             runner.__class__ = coupled(type(runner))
         runner.init_coupled()
         if self.branches is not None:
-            from services.generation.engine.tree_steps import TreeSteps
+            from services.generation.engine.trees.attention import TreeSteps
 
             runner.trees = TreeSteps(self.branches)
         return runner
@@ -192,7 +254,7 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
     def use_branches(self) -> BranchAttention:
         """Put the attention that computes branches in copies of their blocks in the place of vLLM's."""
         # Others are spared the import of what is there on CPU only.
-        from services.generation.engine.attention.cpu_trees import use_trees
+        from services.generation.engine.trees.cpu_attention import use_trees
 
         return use_trees()
 

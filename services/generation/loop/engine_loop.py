@@ -13,14 +13,13 @@ from typing import Any
 from paceline.times import duration
 from paceline.v1 import fleet_pb2
 from services.contracts.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from services.generation.draft_cache.origin import NOWHERE, Origin
 from services.generation.engine.types import EngineLoad, EngineRequest, Finish, SampleStep
 from services.generation.loop.engine_thread import EngineThread, WorkKind
 from services.generation.loop.metrics import EngineMetrics, EngineThroughput
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.loop.sample_table import SampleTable
-from services.generation.loop.samples import RunningSample, SampleStream
+from services.generation.loop.samples import RunningSample, SampleStream, SampleTable
 from services.generation.loop.work_items import refusal
-from services.generation.rollouts.origin import NOWHERE, Origin
 from services.generation.speculation.plan import context_of
 
 

@@ -1,4 +1,7 @@
-"""Prometheus metrics of an instance's engine loop."""
+"""Prometheus metrics of an instance: engine loop, background samples, drafts, and pre-generation.
+
+`EngineMetrics` holds all that the engine thread records; `PregenerationMetrics` is recorded by the event loop.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Histogram, Info
 
 from paceline.v1 import fleet_pb2
-from services.generation.drafters.draft_model.metrics import Eagle3Metrics, QuantizedDrafterMetrics
-from services.generation.rollouts.metrics import RolloutMetrics
-from services.generation.speculation.modes.planner_metrics import PlannerMetrics
+from services.generation.draft_cache.cache import RolloutMetrics
+from services.generation.drafters.draft_model import Eagle3Metrics, QuantizedDrafterMetrics
+from services.generation.speculation.planner import PlannerMetrics
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.05, 0.1, 0.2, 0.5, 1, 5)
@@ -200,3 +203,42 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
         kept = sum(length * count for length, count in accepted.items())
         self.drafts.verify_steps.labels(drafter).inc(steps)
         self.drafts.block_efficiency.labels(drafter).set(kept / steps + 1)
+
+
+class PregenerationMetrics(MetricSet, prefix="paceline_generation_"):
+    """Metrics of bubbles, beside those of background samples in the engine loop."""
+
+    asleep = gauge("asleep", "1 while the device is left to the trainer.")
+    samples = counter(
+        "pregenerated_samples_total",
+        "Samples of a coming step by how they ended: finished, partial (with tokens), empty.",
+        "outcome",
+    )
+    forks = counter("pregenerated_forks_total", "Forks of pre-generated samples that were begun.")
+    halts = histogram(
+        "halt_delay_seconds",
+        "Time from the end of the step (by the gateway's clock) until pre-generation had stopped.",
+        DELAY_BUCKETS,
+    )
+    update_halt_seconds = histogram(
+        "update_halt_seconds",
+        "Time from the call for a weight update until pre-generation had stopped.",
+        DELAY_BUCKETS,
+    )
+    polls = counter(
+        "bubble_polls_total", "Polls of the coordinator: answered, interrupted, failed.", "outcome"
+    )
+    puts = counter(
+        "draft_puts_total", "Rollouts sent to the draft store: stored, or else refused or lost.", "outcome"
+    )
+    put_tokens = counter("draft_put_tokens_total", "Tokens of these rollouts.")
+
+    def ended(self, finished: bool, tokens: int) -> None:
+        """Count a sample of a coming step that ended with so many tokens."""
+        self.samples.labels("finished" if finished else "partial" if tokens else "empty").inc()
+
+    def put(self, rollouts: int, stored: int, tokens: int) -> None:
+        """Count rollouts that were sent to the store, which took `stored` of them."""
+        self.puts.labels("stored").inc(stored)
+        self.puts.labels("lost").inc(rollouts - stored)
+        self.put_tokens.inc(tokens)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from services.contracts.rollout import RolloutKind, StoredRollout, Tokens
-from services.generation.drafters.reference import lenient_reuse as reuse
-from services.generation.drafters.reference.lenient_reuse import Reuse
+from services.generation.draft_cache import lenient_reuse as reuse
+from services.generation.draft_cache.cache import DraftCache, Shards
+from services.generation.draft_cache.lenient_reuse import Reuse
 from services.generation.engine.types import EngineSampleState, SampleStep
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.samples import RunningSample
-from services.generation.rollouts.cache import DraftCache, Shards
 from services.generation.speculation.drafter import DraftContext, NewRollouts
 from services.generation.speculation.plan import StepShape
 from services.generation.speculation.speculation import Speculation

@@ -24,9 +24,9 @@ from services.contracts.sampling import (
     check_tokens,
     resolve,
 )
+from services.generation.draft_cache.cache import DraftCache, reusable
+from services.generation.draft_cache.origin import Origin
 from services.generation.engine.types import EngineRequest, Verifier
-from services.generation.rollouts.cache import DraftCache, reusable
-from services.generation.rollouts.origin import Origin
 
 _VERIFIERS = {
     sample_pb2.EXACTNESS_LEVEL_UNSPECIFIED: Verifier.COUPLED,

@@ -1,7 +1,8 @@
 """Receive migrating samples: reserve room, run them, and hand them to the gateway that claims them.
 
-`receiver.py` decides, this module acts. Migrations change in the engine thread only, between two steps, so that a
-commit, a claim and a deadline cannot race.
+`ReceiverLedger` decides, this module acts. Migrations change in the engine thread only, between two steps, so
+that a commit, a claim and a deadline cannot race. A sample that no gateway has claimed yet is on a stand-in for a
+stream.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 from google.rpc import code_pb2
@@ -17,18 +18,108 @@ from google.rpc import code_pb2
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import migration_pb2 as pb
 from paceline.times import seconds_of
+from paceline.v1 import fleet_pb2
+from services.contracts import rollout as convert
+from services.contracts.errors import InvalidArgument, ServiceError
+from services.contracts.rollout import StoredRollout
+from services.contracts.sampling import check_tokens
 from services.generation.config import GenerationConfig
+from services.generation.draft_cache.origin import Origin
 from services.generation.engine.kv_types import MigrationEngine
+from services.generation.engine.types import EngineRequest
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.samples import RunningSample
-from services.generation.loop.work_items import AdmissionTerms
+from services.generation.loop.work_items import AdmissionTerms, check_item
 from services.generation.loop.work_stream import WorkStream
-from services.generation.migration import image
-from services.generation.migration.arriving import ArrivingSample
+from services.generation.migration import protocol
 from services.generation.migration.metrics import MigrationMetrics
-from services.generation.migration.receiver import Incoming, ReceiverLedger, ReceiverState
-from services.generation.migration.unclaimed import HANDLE, Unclaimed
+from services.generation.migration.protocol import Incoming, ReceiverLedger, ReceiverState
+
+# Handle of the only sample on such a stream.
+HANDLE = 0
+
+
+class Unclaimed:
+    """Stream that keeps the events of its sample until it is handed over. For the engine thread only."""
+
+    background = False
+
+    def __init__(self) -> None:
+        self.samples: dict[int, RunningSample] = {}
+        self._ended: RunningSample | None = None
+        self._finished: generation_pb2.Finished | None = None
+        self._refused: generation_pb2.Refused | None = None
+
+    def add(self, sample: RunningSample, now: float) -> None:
+        """Take in the sample."""
+        self.samples[sample.handle] = sample
+
+    def reached(self, sample: RunningSample) -> None:
+        """Do nothing: tokens stay with the sample."""
+
+    def finish(self, sample: RunningSample, event: generation_pb2.Finished) -> None:
+        """Keep the end of the sample."""
+        self._ended, self._finished = sample, event
+        self.samples.clear()
+
+    def refuse(self, event: generation_pb2.Refused) -> None:
+        """Keep the refusal of the sample."""
+        self._refused = event
+        self.samples.clear()
+
+    def flush(
+        self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
+    ) -> None:
+        """Do nothing: tokens stay with the sample."""
+
+    def put(self, event: Exception | None) -> None:
+        """Do nothing: a gateway that claims the sample finds the engine gone."""
+
+    def hand_over(self, stream: WorkStream, handle: int, now: float) -> None:
+        """Give the sample to a gateway's stream; its tokens, and its end if any, go out with the next flush."""
+        if self._refused is not None:
+            self._refused.handle = handle
+            stream.refuse(self._refused)
+        elif self._ended is not None and self._finished is not None:
+            self._ended.handle = self._finished.handle = handle
+            stream.finish(self._ended, self._finished)
+        else:
+            for sample in self.samples.values():
+                stream.take_over(sample, handle, now)
+
+
+@dataclass(slots=True)
+class ArrivingSample:
+    """Sample for which blocks are reserved."""
+
+    request: EngineRequest
+    origin: Origin
+    rollout: StoredRollout | None
+    migrations: int
+    trace_parent: str
+    streamed: bool
+    # The running sample, once its drafters have begun.
+    sample: RunningSample | None = None
+    stream: Unclaimed = field(default_factory=Unclaimed)
+
+    @classmethod
+    def of(cls, asked: pb.ReserveRequest, terms: AdmissionTerms, loop: EngineLoop) -> ArrivingSample:
+        """Return the sample of a request. NotMoved when it cannot be taken."""
+        try:
+            request = check_item(asked.item, terms, (), loop.next_sample_id)
+            if violations := check_tokens(
+                asked.cached_token_ids, terms.limits, "cached_token_ids", allow_empty=True
+            ):
+                raise InvalidArgument(violations)
+            rollout = convert.from_proto(asked.rollout) if asked.HasField("rollout") else None
+        except ServiceError as error:
+            raise NotMoved(Reason.INVALID, error.message) from error
+        if asked.cached_token_ids:
+            request = replace(request, cached=tuple(asked.cached_token_ids))
+        origin, trace = Origin.of(asked.item), asked.item.trace_parent
+        return cls(request, origin, rollout, asked.migrations, trace, asked.item.streamed)
+
 
 _log = structlog.get_logger(__name__)
 
@@ -123,7 +214,7 @@ class Arrivals:
         )
         if arriving.rollout is not None:
             sample.follow(arriving.rollout)
-        self._loop.drafts.resume(sample, self._loop.policy_version, image.carried(states))
+        self._loop.drafts.resume(sample, self._loop.policy_version, protocol.carried(states))
         arriving.sample = sample
         return sample
 
@@ -135,7 +226,7 @@ class Arrivals:
         incoming = self._ledger.get(migration_id)
         arriving = self._arriving.get(migration_id)
         if incoming is None or incoming.state is not ReceiverState.OPEN or arriving is None:
-            return image.commit_answer(incoming)
+            return protocol.commit_answer(incoming)
         try:
             if closed:
                 raise NotMoved(Reason.CLOSED, closed)
@@ -148,13 +239,13 @@ class Arrivals:
             self._loop.release(incoming.sample_id)
             self.cancel(migration_id, Reason.INTERNAL, "the receiver could not take the sample in")
             raise
-        return image.commit_answer(self._ledger.get(migration_id))
+        return protocol.commit_answer(self._ledger.get(migration_id))
 
     def _check(self, asked: pb.CommitRequest, arriving: ArrivingSample) -> None:
         """Raise NotMoved unless everything that was sent has arrived intact."""
         request = arriving.request
         response = [*request.prefix, *asked.new_token_ids]
-        if image.tokens_crc(response) != asked.tokens_crc:
+        if protocol.tokens_crc(response) != asked.tokens_crc:
             raise NotMoved(Reason.CHECKSUM, "the response arrived broken")
         received = self._engine.call_ports("received", asked.migration_id)
         tokens = len(request.prompt) + len(response) - 1
@@ -172,7 +263,7 @@ class Arrivals:
         prefix = (*arriving.request.prefix, *asked.new_token_ids)
         sample.request = replace(arriving.request, prefix=prefix)
         sample.response = list(prefix)
-        image.take_counters(sample, asked.counters, self._loop.now)
+        protocol.take_counters(sample, asked.counters, self._loop.now)
         sample.acceptance, sample.migrations = asked.acceptance, arriving.migrations + 1
         sample.resumed = lambda: self._metrics.resume_seconds.observe(self._clock() - now)
         sample.entered(arriving.trace_parent)

@@ -1,4 +1,7 @@
-"""Event-loop half of a move at the donor: performs what `donor.py` decides, waits, and talks to the receiver."""
+"""Event-loop half of a move at the donor: performs the decisions of `Donor`, ships KV, and talks to the receiver.
+
+`leaving.py` is the half that touches the engine. `Shipment` tracks which KV of the sample has been sent.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,63 @@ from paceline.internal.v1 import migration_pb2 as pb
 from paceline.times import duration, seconds_of
 from services.contracts.errors import Unavailable
 from services.generation.kv_transfer.reason import NotMoved, Reason
-from services.generation.migration.donor import Action, Donor, Event, Fate
-from services.generation.migration.leaving import DonorContext, LeavingSample
-from services.generation.migration.report import MoveReport
-from services.generation.migration.shipment import Shipment
+from services.generation.kv_transfer.transfers import KvPart, KvSent
+from services.generation.migration.leaving import DonorContext, LeavingSample, Ports
+from services.generation.migration.metrics import MoveReport
+from services.generation.migration.protocol import Action, Donor, Event, Fate
 from services.platform.observability import tracing
+
+# Fewer new whole blocks than these are not worth another round of copying: they go while the sample is paused.
+_WORTH_BLOCKS = 2
+
+
+class Shipment:
+    """KV of one sample on its way to a receiver that has reserved room for it."""
+
+    def __init__(
+        self,
+        migration_id: str,
+        sample: LeavingSample,
+        ports: Ports,
+        block_size: int,
+        reserved: pb.Reservation,
+    ) -> None:
+        self._migration_id = migration_id
+        self._sample = sample
+        self._ports = ports
+        self._size = block_size
+        self._reserved = reserved
+        # Blocks that have been sent or need not be.
+        self._sent_blocks = reserved.shared_blocks
+
+    @property
+    def may_have_grown(self) -> bool:
+        """True if enough new whole blocks should be there by now to send them while the sample decodes."""
+        sample = self._sample
+        tokens = sample.exported.tokens + sample.rate * (time.monotonic() - sample.looked_at)
+        return int(tokens) // self._size - self._sent_blocks >= _WORTH_BLOCKS
+
+    async def send_whole(self, seconds: float) -> list[KvSent]:
+        """Send the whole blocks, which no step writes to any more; without any, only connect."""
+        return await self._send(
+            max(self._sample.exported.tokens // self._size, self._sent_blocks), b"", seconds
+        )
+
+    async def send_rest(self, drafters: bytes, seconds: float) -> list[KvSent]:
+        """Send the state of the drafters and all remaining KV of the paused sample."""
+        return await self._send(len(self._sample.exported.blocks), drafters, seconds)
+
+    async def _send(self, end: int, drafters: bytes, seconds: float) -> list[KvSent]:
+        size, begin, exported = self._size, self._sent_blocks, self._sample.exported
+        tokens = min(end * size, exported.tokens) - begin * size
+        part = KvPart(begin * size, max(tokens, 0), exported.blocks[begin:end], drafters)
+        reserved = self._reserved
+        sent = await self._ports.send(
+            self._migration_id, reserved.data_addresses, reserved.token, seconds, part
+        )
+        self._sent_blocks = end
+        return sent
+
 
 _log = structlog.get_logger(__name__)
 # Rounds of copying while the sample decodes: blocks that fill up during one are sent in the next.

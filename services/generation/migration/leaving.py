@@ -1,13 +1,17 @@
 """Engine-thread half of a move at the donor: everything that touches the engine, between two engine steps.
 
-`departure.py` is the other half: it runs in the event loop, waits, and talks to the receiver.
+`departure.py` is the half that runs in the event loop, waits, and talks to the receiver. `Ports` are the ports of
+the instance's ranks as the event loop uses them. The geometry of KV and the room that a receiver reserves are
+pure.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import migration_pb2 as pb
@@ -15,13 +19,98 @@ from paceline.times import seconds_of
 from services.generation.config import GenerationConfig
 from services.generation.engine.kv_types import Exported, MigrationEngine
 from services.generation.engine.types import Verifier
+from services.generation.kv_transfer.block_store import Geometry
+from services.generation.kv_transfer.port import KvPort
 from services.generation.kv_transfer.reason import NotMoved, Reason
+from services.generation.kv_transfer.transfers import KvPart, KvSent
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.samples import RunningSample
 from services.generation.loop.work_stream import WorkStream
-from services.generation.migration import image
-from services.generation.migration.ports import Ports
-from services.generation.migration.terms import capacity_of
+from services.generation.migration import protocol
+
+# Room of a reservation beyond the present tokens: a constant, one eighth of the tokens (a longer sample takes
+# longer to send), and the tokens that the sample generates in this many seconds.
+_SLACK_TOKENS = 64
+_SLACK_SHARE = 8
+_SLACK_SECONDS = 0.25
+
+
+def geometry_of(
+    kv: Geometry, model: str, vocab_size: int, ranks: int, transport: str = "tcp"
+) -> pb.KvGeometry:
+    """Build the geometry that donor and receiver must have in common."""
+    return pb.KvGeometry(
+        model=model, vocab_size=vocab_size, tensor_parallel=ranks, transport=transport, **asdict(kv)
+    )
+
+
+def check_geometry(own: pb.KvGeometry, offered: pb.KvGeometry) -> None:
+    """Raise NotMoved if the KV of two instances is incompatible; the message says what differs."""
+    differing = [
+        f"{field.name} is {getattr(offered, field.name)!r}, here {getattr(own, field.name)!r}"
+        for field in pb.KvGeometry.DESCRIPTOR.fields
+        if getattr(own, field.name) != getattr(offered, field.name)
+    ]
+    if differing:
+        raise NotMoved(Reason.GEOMETRY, "; ".join(differing))
+
+
+def capacity_of(tokens: int, most: int, rate: float = 0.0) -> int:
+    """Return the tokens to reserve for a sample that has `tokens` and can get `most`, prompts included.
+
+    `rate` is its tokens per second. Room that the move does not need is used afterwards.
+    """
+    slack = _SLACK_TOKENS + tokens // _SLACK_SHARE + int(_SLACK_SECONDS * rate)
+    return min(tokens + slack, most)
+
+
+_POLL_SECONDS = 0.002
+
+
+class Ports:
+    """Ports of all ranks.
+
+    The port of an only rank is in this process and called at once. Those of several ranks are in processes of their
+    own, and called by the engine thread between two steps.
+    """
+
+    def __init__(self, loop: EngineLoop, engine: MigrationEngine, local: KvPort | None) -> None:
+        """Use `local` as the port of the only rank; None with several ranks."""
+        self._loop = loop
+        self._engine = engine
+        self._local = local
+
+    async def send(
+        self, migration_id: str, addresses: Sequence[str], token: bytes, seconds: float, part: KvPart
+    ) -> list[KvSent]:
+        """Have every rank send its part to its peer; returns what has arrived, by rank. NotMoved when one fails."""
+        if self._local is not None:
+            sending = self._local.send(migration_id, addresses, token, seconds, part)
+            return [await asyncio.wrap_future(sending)]
+        await self._call("send", migration_id, tuple(addresses), token, seconds, part)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = await self._call("sent", migration_id)
+            if all(sent is not None for sent in found):
+                return found
+            await asyncio.sleep(_POLL_SECONDS)
+        raise TimeoutError(f"the ranks had not sent their KV after {seconds:.1f} s")
+
+    async def failures(self) -> dict[str, NotMoved]:
+        """Return the expected samples whose connection has failed on any rank, by migration id."""
+        if self._local is not None:
+            return self._local.failures()
+        return {name: error for rank in await self._call("failures") for name, error in rank.items()}
+
+    async def end(self, migration_id: str) -> None:
+        """Close the connections of a sample that was sent."""
+        if self._local is not None:
+            self._local.end(migration_id)
+        else:
+            await self._call("end", migration_id)
+
+    async def _call(self, method: str, *args: object) -> list[Any]:
+        return await self._loop.execute(lambda: self._engine.call_ports(method, *args))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +162,7 @@ class LeavingSample:
         step = seconds_of(loop.load.step_time)
         self.rate = (1 + sample.acceptance) / step if step > 0 else 0.0
         self.capacity = capacity_of(prompt + self._told, most, self.rate)
-        reserve = image.reserve_request(sample, self._request.migration_id, loop.policy_version)
+        reserve = protocol.reserve_request(sample, self._request.migration_id, loop.policy_version)
         reserve.donor_id, reserve.capacity_tokens = donor.config.instance_id, self.capacity
         reserve.geometry.CopyFrom(donor.geometry)
         return reserve
@@ -95,9 +184,9 @@ class LeavingSample:
             migration_id=self._request.migration_id,
             new_token_ids=sample.response[self._told :],
             counters=sample.finished(None, loop.now),
-            drafters=image.drafter_states(loop.drafts.carry(self._request.key)),
+            drafters=protocol.drafter_states(loop.drafts.carry(self._request.key)),
             acceptance=sample.acceptance,
-            tokens_crc=image.tokens_crc(sample.response),
+            tokens_crc=protocol.tokens_crc(sample.response),
         )
         return commit, len(sample.response)
 

@@ -1,12 +1,16 @@
-"""Migration of one instance: its RPCs, the moves that it makes, and the samples that come to it."""
+"""Migration of one instance: its RPCs, the moves that it makes, and the samples that come to it.
+
+Channels to receivers are kept for the next move while they are few: an instance that restarts has another
+address, so the channels that were ever dialled would only grow in number.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +23,77 @@ from paceline.internal.v1 import migration_pb2_grpc as rpc
 from paceline.times import seconds_of
 from services.contracts.errors import NotFound, Unavailable
 from services.generation.config import GenerationConfig
+from services.generation.draft_cache.fetcher import ShardFetcher
+from services.generation.draft_cache.origin import Origin
 from services.generation.engine.kv_types import MigrationEngine
-from services.generation.kv_transfer import nixl
+from services.generation.kv_transfer import links
 from services.generation.kv_transfer.block_store import UnsupportedCaches
 from services.generation.kv_transfer.port import KvPort
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.work_items import AdmissionTerms
-from services.generation.migration import image
+from services.generation.migration import protocol
 from services.generation.migration.arrivals import Arrivals, new_token
 from services.generation.migration.departure import Departure
-from services.generation.migration.leaving import DonorContext, hand_back, listed_sample
-from services.generation.migration.metrics import MigrationMetrics
-from services.generation.migration.ports import Ports
-from services.generation.migration.receiver_channels import ReceiverChannels
-from services.generation.migration.report import outcome_name, refused
-from services.generation.migration.terms import check_geometry, geometry_of
-from services.generation.rollouts.fetcher import ShardFetcher
-from services.generation.rollouts.origin import Origin
-from services.platform.config.sources import ConfigError
+from services.generation.migration.leaving import (
+    DonorContext,
+    Ports,
+    check_geometry,
+    geometry_of,
+    hand_back,
+    listed_sample,
+)
+from services.generation.migration.metrics import MigrationMetrics, outcome_name, refused
+from services.platform.config import ConfigError
 from services.platform.grpc.channel import open_channel
+
+_MOST_IDLE = 32
+
+
+class ReceiverChannels:
+    """Channels by address. Those without a call are kept for the next, `most_idle` of them that were used last.
+
+    An instance that restarts has another address, so that all that were ever dialled would be ever more.
+    """
+
+    def __init__(self, dial: Callable[[str], grpc.aio.Channel], most_idle: int = _MOST_IDLE) -> None:
+        self._dial = dial
+        self._most_idle = most_idle
+        # The one used last is the last.
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._users: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    @asynccontextmanager
+    async def to(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Return a channel, which stays open in the context. ValueError: the token may not go there."""
+        if address not in self._channels:
+            self._channels[address] = self._dial(address)
+        self._channels.move_to_end(address)
+        self._users[address] += 1
+        try:
+            yield self._channels[address]
+        finally:
+            self._users[address] -= 1
+            if not self._users[address]:
+                del self._users[address]
+            await self._close_surplus()
+
+    async def close(self) -> None:
+        """Close all channels."""
+        channels, self._channels = self._channels, OrderedDict()
+        async with AsyncExitStack() as stack:
+            for channel in channels.values():
+                stack.push_async_callback(channel.close)
+
+    async def _close_surplus(self) -> None:
+        idle = [address for address in self._channels if address not in self._users]
+        surplus = [self._channels.pop(address) for address in idle[: -self._most_idle or None]]
+        for channel in surplus:
+            await channel.close()
+
 
 _log = structlog.get_logger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -67,7 +122,7 @@ class Migration(rpc.MigrationServiceServicer):
             fetcher: fetches rollouts for the drafters of arriving samples; None without a draft store.
             metrics: counts moves and arrivals.
         """
-        if config.migration_transport == "nixl" and not nixl.installed():
+        if config.migration_transport == "nixl" and not links.installed():
             raise ConfigError(["migration_transport: the package nixl is not installed"])
         self._config = config
         self._loop = loop
@@ -274,7 +329,7 @@ class Migration(rpc.MigrationServiceServicer):
         incoming = await self._loop.execute(lambda: self.arrivals.get(migration_id))
         if incoming is None:
             raise NotFound("migration", migration_id)
-        return pb.GetMigrationResponse(migration=image.migration(incoming, self._config.instance_id))
+        return pb.GetMigrationResponse(migration=protocol.migration(incoming, self._config.instance_id))
 
     def _on_drafters(self, migration_id: str, states: bytes) -> None:
         """Pass the state of drafters on to the engine thread; called in a thread of the port."""

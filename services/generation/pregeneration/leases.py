@@ -1,10 +1,14 @@
-"""Draft leases of an instance: its pre-generation tasks and their progress. Pure."""
+"""Draft leases of an instance: its pre-generation tasks, their progress, and the forks that fit. Pure.
+
+A lease names a sample of a coming step. `affordable` computes how many forks of such samples the engine steps
+have room for.
+"""
 
 from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -13,6 +17,33 @@ import numpy as np
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.contracts.rollout import RolloutKind, StoredRollout
+
+_MOST_FORKS = 4096
+
+
+def affordable(seconds: Callable[[int], float], running: int, forks: int, slowdown: float) -> int:
+    """Return how many forks may join the samples of an instance; below 0, how many should leave.
+
+    With all of its forks a step takes at most 1 + `slowdown` times as long as without them. Where no task is left
+    that they could slow down there may be any number of them.
+
+    Args:
+        seconds: predicted time of a step by its number of samples; 0 where that is not known.
+        running: tasks that are being generated.
+        forks: forks that are.
+        slowdown: as a share.
+    """
+    if not running:
+        return _MOST_FORKS
+    most = (1 + slowdown) * seconds(running)
+    if not most:
+        return -forks
+    fits, beyond = 0, _MOST_FORKS
+    while fits + 1 < beyond:
+        tried = (fits + beyond) // 2
+        fits, beyond = (tried, beyond) if seconds(running + tried) <= most else (fits, tried)
+    return fits - forks
+
 
 # A beginning goes to the store again when it has grown by this many tokens and by this share: what is sent in all
 # stays in proportion to the length, and a lost instance costs about that share.

@@ -1,7 +1,8 @@
 """Pre-generation of one instance: polls the coordinator of bubbles for tasks, runs them, and stores their tokens.
 
-Tasks of the event loop: one reads what the engine thread reports, one polls, one starts forks. What must
-be fast does not pass through here: the engine thread itself ends background samples, the moment a real one comes.
+Three tasks run in the event loop: one reads the reports of the engine thread, one polls the coordinator, and one
+starts forks. Urgent work does not pass through here: the engine thread itself ends background samples, the moment
+a real one comes.
 """
 
 from __future__ import annotations
@@ -11,34 +12,94 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+import grpc
 import structlog
 
 from paceline.internal.v1 import bubble_pb2 as pb
+from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from paceline.times import seconds_of
 from services.contracts.errors import Unavailable
 from services.contracts.rollout import StoredRollout
 from services.generation.config import GenerationConfig
+from services.generation.draft_cache.fetcher import ShardFetcher
 from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.metrics import PregenerationMetrics
 from services.generation.loop.work_items import AdmissionTerms
-from services.generation.pregeneration.coordinator import CoordinatorConnection, CoordinatorGone
-from services.generation.pregeneration.forking import affordable
-from services.generation.pregeneration.leases import DraftLease, DraftLeases
-from services.generation.pregeneration.metrics import PregenerationMetrics
-from services.generation.pregeneration.stream import (
+from services.generation.pregeneration.background import (
     POLL_STEPS,
     BackgroundReport,
     BackgroundStream,
     EngineAvailability,
     PollSituation,
+    TaskStarter,
 )
-from services.generation.pregeneration.task_starter import TaskStarter
+from services.generation.pregeneration.leases import DraftLease, DraftLeases, affordable
 from services.generation.pregeneration.upload_queue import UploadQueue
-from services.generation.rollouts.fetcher import ShardFetcher
-from services.platform.backoff import ExponentialBackoff
-from services.platform.redis.registration import Registration
-from services.platform.tasks import end
+from services.platform.config import ServiceConfig
+from services.platform.grpc.channel import open_channel
+from services.platform.redis.connection import OUTAGES
+from services.platform.redis.registry import Registration, Registry
+from services.platform.tasks import ExponentialBackoff, end
 
 _log = structlog.get_logger(__name__)
+
+SERVICE = "bubbles"
+"""Name of the coordinator in the registry."""
+
+
+class CoordinatorGone(Exception):
+    """No coordinator is registered, or it does not answer; the message says which."""
+
+
+class CoordinatorConnection:
+    """Connection to the registered coordinator; dropped at a failure, and found anew."""
+
+    def __init__(self, config: ServiceConfig, registry: Registry) -> None:
+        self._config = config
+        self._registry = registry
+        self._channel: grpc.aio.Channel | None = None
+
+    async def find(self) -> None:
+        """Connect to the coordinator that registered last, unless connected.
+
+        Raises:
+            CoordinatorGone: none is registered, or the registry cannot be read.
+        """
+        if self._channel is not None:
+            return
+        try:
+            records = await self._registry.list(SERVICE)
+        except OUTAGES as error:
+            raise CoordinatorGone(f"the registry cannot be read: {error}") from error
+        if not records:
+            raise CoordinatorGone("none is registered")
+        record = max(records.values(), key=lambda each: each.registered_at)
+        try:
+            self._channel = open_channel(record.address, self._config)
+        except ValueError as error:
+            raise CoordinatorGone(str(error)) from error
+        _log.info("coordinator_found", coordinator=record.instance_id, address=record.address)
+
+    async def poll(self, request: pb.PollWorkRequest, seconds: float) -> pb.PollWorkResponse:
+        """Poll the coordinator that was found; waits at most `seconds`.
+
+        Raises:
+            CoordinatorGone: it did not answer, or with an error.
+        """
+        assert self._channel is not None, "a coordinator is found before it is polled"
+        stub = rpc.BubbleServiceStub(self._channel)
+        try:
+            answer: pb.PollWorkResponse = await stub.PollWork(request, timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            raise CoordinatorGone(f"{error.code().name}: {error.details()}") from error
+        return answer
+
+    async def leave(self) -> None:
+        """Close the connection."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
 
 # An instance that has tasks polls at least this often, however long its steps are.
 _SILENT_SECONDS = 3.0

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from services.contracts.rollout import StoredRollout
 from services.drafts.client import DraftStores
-from services.generation.pregeneration.metrics import PregenerationMetrics
+from services.generation.loop.metrics import PregenerationMetrics
 
 MOST_TOKENS = 4_000_000
 """Most tokens that wait; 32 MB."""

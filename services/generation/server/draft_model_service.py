@@ -16,13 +16,11 @@ from redis.exceptions import RedisError
 from paceline.errors import Violation
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
-from services.contracts.drafter import checkpoint
-from services.contracts.drafter.checkpoint import CorruptCheckpoint
-from services.contracts.drafter.eagle3_compatibility import unlike_current
-from services.contracts.drafter.record import read_published
+from services.contracts import drafter_checkpoint
+from services.contracts.drafter_checkpoint import CorruptCheckpoint, unlike_current
 from services.contracts.errors import FailedPrecondition, InvalidArgument, ServiceError
-from services.generation.drafters.draft_model.drafter import DraftModelDrafter
-from services.generation.drafters.draft_model.metrics import Eagle3Metrics
+from services.contracts.learner import read_published
+from services.generation.drafters.draft_model import DraftModelDrafter, Eagle3Metrics
 from services.generation.engine.types import EAGLE3
 from services.generation.loop.engine_loop import EngineLoop
 
@@ -58,7 +56,7 @@ class DraftModelService(rpc.DraftModelServiceServicer):
         self._started_with = started_with
         self._config: dict[str, Any] = {}
         if drafter is not None and started_with is not None:
-            self._config = checkpoint.read_config(started_with)
+            self._config = drafter_checkpoint.read_config(started_with)
 
     async def recall(self, redis: Redis, namespace: str) -> None:
         """Draft with the published head before the first sample comes.
@@ -142,7 +140,7 @@ class DraftModelService(rpc.DraftModelServiceServicer):
 
 
 def _sha256(folder: Path) -> str:
-    with (folder / checkpoint.WEIGHTS).open("rb") as stream:
+    with (folder / drafter_checkpoint.WEIGHTS).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -158,7 +156,7 @@ def _missing(version: int, sha256: str) -> list[Violation]:
 def _staged(path: Path, sha256: str, current: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint that can take the place of one with the config `current`."""
     try:
-        config, tensors = checkpoint.load(path, sha256)
+        config, tensors = drafter_checkpoint.load(path, sha256)
     except CorruptCheckpoint as error:
         raise InvalidArgument([Violation("path", error.message)]) from error
     if faults := unlike_current(config, current):

@@ -10,17 +10,15 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paceline.convert.fleet import knobs_to_proto
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from paceline.knobs import knobs_to_proto
-from services.contracts.knob_messages import setting_of, tally_message
 from services.contracts.knob_store import KnobStore
-from services.contracts.knobs import Knobs, check
+from services.contracts.knobs import Knobs, check, setting_of, tally_message
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
-from services.generation.speculation.account import SpeculationSwitch
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.platform.redis.registration import Registration
+from services.generation.speculation.planner import KnobDrivenPlanner, SpeculationSwitch
+from services.platform.redis.registry import Registration
 
 _log = structlog.get_logger(__name__)
 # Nothing is won by less: without Redis the instance cannot register either.

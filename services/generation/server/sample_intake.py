@@ -1,8 +1,6 @@
 """Take in the items of work streams: start them, park them until their rollouts are here, abort them.
 
-A LENIENT sample needs its cached rollout before it starts. Until that has been fetched, or for so long, the item
-is parked with its stream; an abort or the end of the stream ends it there. All of that happens in the engine
-thread, in the order in which the requests came, so that an item can neither be lost nor start after its abort.
+The JSON schema of an item is checked in a thread first, because to compile one may take a second.
 """
 
 from __future__ import annotations
@@ -10,6 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections import ChainMap
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -19,15 +20,48 @@ from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
 from services.contracts.errors import InvalidArgument, ServiceError
+from services.contracts.sampling import ModelLimits, Sampling, resolve
+from services.generation.draft_cache.cache import RolloutMetrics
+from services.generation.draft_cache.fetcher import ShardFetcher
+from services.generation.draft_cache.origin import Origin
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.work_items import AdmissionTerms, check_item, refusal
 from services.generation.loop.work_stream import WorkStream
-from services.generation.rollouts.fetcher import ShardFetcher
-from services.generation.rollouts.metrics import RolloutMetrics
-from services.generation.rollouts.origin import Origin
-from services.generation.server.schema_checks import SchemaChecks
 
 _log = structlog.get_logger(__name__)
+
+_THREADS = 2
+
+
+class SchemaChecks:
+    """Compiles schemas in threads of its own, so that the engine finds them compiled."""
+
+    def __init__(self, check: Callable[[Sampling, Sequence[int]], str], seconds: float = 10.0) -> None:
+        """Check by `check`, which returns what is wrong; a schema that takes longer than `seconds` is refused."""
+        self._check = check
+        self._seconds = seconds
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="schemas")
+
+    @classmethod
+    def of_model(cls, folder: Path, limits: ModelLimits) -> SchemaChecks:
+        """Return the checks of an instance whose engine is there."""
+        # Imports vLLM, which the engine has done first.
+        from services.generation.engine.grammars import schema_fault
+
+        return cls(partial(schema_fault, folder, limits))
+
+    async def fault(self, item: pb.WorkItem) -> str:
+        """Return what is wrong with the schema of an item; "" if nothing is."""
+        sampling, prefix = resolve(item.sampling), list(item.prefix_token_ids)
+        checked = asyncio.get_running_loop().run_in_executor(self._threads, self._check, sampling, prefix)
+        try:
+            return await asyncio.wait_for(checked, self._seconds)
+        except TimeoutError:
+            return f"is too complicated: it could not be compiled in {self._seconds:g} s"
+        except Exception as error:
+            _log.exception("schema_check_failed")
+            return f"could not be compiled ({type(error).__name__})"
+
 
 Fetch = asyncio.Future[None]
 

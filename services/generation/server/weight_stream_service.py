@@ -1,4 +1,4 @@
-"""Servicers of weights that are pushed by a trainer, and of those that go on from instance to instance."""
+"""Servicers for the bytes of weights: a trainer pushes them, and other instances fetch them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,49 @@ from paceline.internal.v1 import weight_peer_pb2 as peer_pb
 from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2 as pb
 from paceline.v1 import weight_stream_pb2_grpc as rpc
-from services.contracts.errors import InvalidArgument
-from services.generation.weights.stream.followers import StreamFollower
+from services.contracts.errors import InvalidArgument, Unavailable
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER
-from services.generation.weights.stream.outgoing import outgoing
-from services.generation.weights.stream.reception import Reception
+from services.generation.weights.stream.reception import Reception, StreamFollower, StreamLimits
+from services.generation.weights.stream.stored_stream import StoredStream
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.security.guard import bearer_token
 from services.platform.tasks import end
+
+
+async def outgoing(
+    stream: StoredStream, position: int, reception: Reception | None, limits: StreamLimits
+) -> AsyncIterator[peer_pb.FetchWeightsResponse]:
+    """Yield a stream from a position on, and signs of life while there is no more of it.
+
+    More of it comes to the `reception`, if there is one.
+
+    Raises:
+        Unavailable: no more will come, or the files were removed.
+        WeightsRefused: they were refused here.
+    """
+    while True:
+        if reception is not None and reception.refused is not None:
+            raise reception.refused
+        coming = None if reception is None else reception.changed.next_change()
+        if position < stream.log.end:
+            try:
+                piece = await asyncio.to_thread(stream.read, position, limits.piece_bytes)
+            except OSError as error:
+                if reception is not None and reception.refused is not None:
+                    raise reception.refused from error
+                raise Unavailable(f"the weights are not here any more: {error}") from error
+            position += len(piece.data)
+            yield peer_pb.FetchWeightsResponse(piece=piece, available=stream.log.end)
+        elif stream.whole or coming is None or reception is None:
+            return
+        elif reception.done.done():
+            raise Unavailable("the weights do not come any more")
+        else:
+            try:
+                await asyncio.wait_for(coming.wait(), limits.stall_seconds / 3)
+            except TimeoutError:
+                yield peer_pb.FetchWeightsResponse(available=stream.log.end)
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

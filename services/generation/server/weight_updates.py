@@ -20,10 +20,9 @@ from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.pregeneration.pregenerator import Pregenerator
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.contents import Proceed
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.manifest import most_bytes, read_manifest
-from services.generation.weights.staging import StagedWeights
+from services.generation.weights.files import Proceed
+from services.generation.weights.staging import StagedWeights, most_bytes, read_manifest
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.grpc.channel import open_channel

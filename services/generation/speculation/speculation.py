@@ -5,6 +5,11 @@ outside the vocabulary, more tokens than the window, or predictions that are no 
 step; the fault is counted and the first is logged, and after `MAX_FAULTS` the drafter is switched off. The
 planner is not trusted either: where it raises, or plans what the samples have no room for, the step decodes
 plainly, and the fault is counted for the drafter `planner` and logged once. No fault can reach a request.
+
+Querying drafters and planning run on the host while the engine waits; the step-time model does not include this
+cost. `DraftBackoff` keeps a credit, in steps: each drafted step adds (predicted savings / overhead) - 1. While
+the credit is negative, drafting is skipped for exponentially more steps, up to 32, until the batch shrinks, new
+drafts arrive, or a drafted step pays again.
 """
 
 from __future__ import annotations
@@ -18,9 +23,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import structlog
 
-from services.generation.engine.draft_tree import DraftTree, depths_of
+from services.generation.engine.trees.tree import DraftTree, depths_of
 from services.generation.engine.types import SampleStep
-from services.generation.speculation.backoff import DraftBackoff
 from services.generation.speculation.drafter import (
     DraftContext,
     NewRollouts,
@@ -30,6 +34,56 @@ from services.generation.speculation.drafter import (
     TokenDrafter,
 )
 from services.generation.speculation.plan import UNBOUNDED, DraftPlanner, Drafts, StepShape, context_of
+
+# Drafted steps without any savings before steps are skipped: a lone sample often has a few between two good
+# drafts.
+_MAX_CREDIT = 8.0
+_MIN_CREDIT = -6.0
+# Skipped steps in a row, reached at _MIN_CREDIT.
+_MAX_SKIPPED = 32
+# A batch that shrank to this share is another batch, in which drafting may pay.
+_SHRUNK = 0.5
+
+
+@dataclass(slots=True)
+class DraftBackoff:
+    """Adaptive backoff: says step by step whether drafters are queried."""
+
+    _credit: float = _MAX_CREDIT
+    _to_skip: int = 0
+    _num_samples: int = 0
+
+    def should_draft(self, num_samples: int) -> bool:
+        """Return True if drafters should be queried for the next step, else count it as skipped."""
+        if self._to_skip and num_samples >= _SHRUNK * self._num_samples:
+            self._to_skip -= 1
+            return False
+        return True
+
+    def record_drafted_step(self, num_samples: int, saved: float, overhead: float = 0.0) -> None:
+        """Account for a step for which drafters were queried.
+
+        Args:
+            num_samples: samples of the step.
+            saved: predicted seconds that its drafts save over plain decoding; 0 without drafts, infinite if
+                there is no prediction.
+            overhead: seconds that querying and planning took.
+        """
+        worth = 0.0 if saved <= 0.0 else saved / overhead if overhead > 0.0 else inf
+        # A profitable step clears accumulated debt.
+        before = max(self._credit, 0.0) if worth >= 1.0 else self._credit
+        self._credit = max(min(before - 1.0 + worth, _MAX_CREDIT), _MIN_CREDIT)
+        self._to_skip = 0 if self._credit >= 0.0 else min(_MAX_SKIPPED, round(2 ** (-self._credit - 1.0)))
+        self._num_samples = num_samples
+
+    def reset(self) -> None:
+        """Start over with full credit, because drafters know something new."""
+        self._credit, self._to_skip = _MAX_CREDIT, 0
+
+    def draft_next(self) -> None:
+        """Skip no further step, because a sample with a reference joined; the credit stays."""
+        self._to_skip = 0
+
 
 MAX_FAULTS = 3
 PLANNER = "planner"

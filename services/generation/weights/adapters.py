@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.adapters import CONFIG
 from paceline.errors import Violation
-from paceline.foreign_json import read_object
-from paceline.lora_options import BY_FLEET, refused
+from paceline.files import read_object
+from paceline.weights.adapters import BY_FLEET, CONFIG, refused
 from services.contracts.errors import DataLoss, InvalidArgument
-from services.generation.weights.shards import MappedTensors, open_shards
+from services.generation.weights.files import MappedTensors, open_shards
 
 Floats = npt.NDArray[np.float32]
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline import expansion, safetensors
-from paceline.expansion import BaseWeights
-from paceline.regular_file import read_regular
+from paceline.files import read_regular
+from paceline.weights import expansion, safetensors
+from paceline.weights.expansion import BaseWeights
 from services.contracts.errors import FailedPrecondition
-from services.generation.weights.contents import Proceed, unhindered
-from services.generation.weights.shards import WeightShard
+from services.generation.weights.files import Proceed, WeightShard, unhindered
 
 _COPY_BYTES = 64 << 20
 

@@ -17,19 +17,17 @@ from typing import TypeVar
 
 import structlog
 
-from paceline import delta, expansion, safetensors
-from paceline.adapters import CONFIG
 from paceline.errors import Violation
-from paceline.expansion import BaseWeights, Expansion, ExpansionKind
+from paceline.weights import delta, expansion, safetensors
+from paceline.weights.adapters import CONFIG
+from paceline.weights.expansion import BaseWeights, Expansion, ExpansionKind
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
-from services.contracts.weight_folder import check_weight_folder
+from services.contracts.files import check_weight_folder
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adapters import merged, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.contents import Proceed, ShardContent, unhindered
-from services.generation.weights.manifest import most_bytes
-from services.generation.weights.shards import weight_files
-from services.generation.weights.staging import StagedWeights, read_headers, stage
+from services.generation.weights.files import Proceed, ShardContent, unhindered, weight_files
+from services.generation.weights.staging import StagedWeights, most_bytes, read_headers, stage
 
 _log = structlog.get_logger(__name__)
 # Beside the engine's and those of other instances.

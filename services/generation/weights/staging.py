@@ -1,25 +1,168 @@
 """Stage weights: read and check every byte once, in bounded memory, before any of it reaches the engine.
 
-A reload that fails half-way leaves vLLM unusable, so nothing gets there that has not passed here: names, shapes and
-dtypes by the headers of all files, then the checksum of each file and the finiteness of each tensor, in one pass of
-reads into one buffer. What passed is mapped from the same files when it is applied.
+A reload that fails half-way leaves vLLM unusable, so nothing gets there that has not passed here: names, shapes
+and dtypes by the headers of all files, then the checksum of each file and the finiteness of each tensor, in one
+pass of reads into one buffer. The checked weights are mapped from the same files when they are applied.
+
+The manifest of the served model lists the tensors that an update must have. Where an update names its tensors
+differently, the error shows the missing names, the unknown ones, and the likely reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+import torch
+
 from paceline.errors import Violation
-from paceline.overlapped_sha256 import OverlappedSha256
-from paceline.safetensors import index_checksum
+from paceline.files import read_object
+from paceline.weights.safetensors import OverlappedSha256, index_checksum
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
-from services.generation.weights.contents import Proceed, ShardContent, fault_of, read_content, unhindered
-from services.generation.weights.manifest import HEAD, embedding_of, same_tensor
-from services.generation.weights.naming import naming_hint, shown
-from services.generation.weights.shards import FLOATS, MappedTensors, WeightShard, open_shards
+from services.generation.weights.files import (
+    FLOATS,
+    MappedTensors,
+    Proceed,
+    ShardContent,
+    WeightShard,
+    fault_of,
+    open_shard,
+    open_shards,
+    read_content,
+    read_header,
+    unhindered,
+    weight_files,
+)
+
+_SAMPLE = 64
+"""Names that are looked at: a mistake of this kind is in all of them, or in all of a layer."""
+
+
+def naming_hint(missing: Collection[str], surplus: Collection[str]) -> str:
+    """Return what the names that came have in common that those of the model do not; "" if nothing is found.
+
+    Found are a prefix too many or too few, and a part too many within the names, as a wrapper of a module adds it.
+    """
+    if not missing or not surplus:
+        return ""
+    wanted, came = frozenset(missing), frozenset(surplus)
+    found = Counter[str]()
+    examples: dict[str, str] = {}
+    for name in sorted(came)[:_SAMPLE]:
+        for part, original in _without_a_part(name.split(".")):
+            if original in wanted:
+                text = f"have {part!r} in them, which the model's have not"
+                found[text] += 1
+                examples.setdefault(text, f"{name} for {original}")
+    for name in sorted(wanted)[:_SAMPLE]:
+        for part, original in _without_a_part(name.split(".")):
+            if original in came:
+                text = f"lack {part!r}, which the model's have"
+                found[text] += 1
+                examples.setdefault(text, f"{original} for {name}")
+    if not found:
+        return ""
+    text = found.most_common(1)[0][0]
+    return f"{len(came)} names came that the model has not; they {text}: {examples[text]}"
+
+
+def shown(missing: Collection[str], surplus: Collection[str], most: int) -> tuple[list[str], list[str]]:
+    """Return those of the missing and of the surplus names that an error has room for, some of both."""
+    room = max(most // 2, most - len(surplus))
+    first = sorted(missing)[:room]
+    return first, sorted(surplus)[: most - len(first)]
+
+
+def _without_a_part(parts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return names that are left when the first parts, or one within, are taken away, and what was taken."""
+    prefixes = [(".".join(parts[:end]) + ".", ".".join(parts[end:])) for end in range(1, len(parts))]
+    within = [
+        (parts[place] + ".", ".".join([*parts[:place], *parts[place + 1 :]]))
+        for place in range(1, len(parts) - 1)
+    ]
+    return prefixes + within
+
+
+HEAD = "lm_head.weight"
+"""Output head, where a model has one that may be tied to the embedding of its input."""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
+_BLOCK_ROWS = 4096
+# The widest number, and what a file has beside a tensor's numbers, with room to spare.
+_NUMBER_BYTES, _TENSOR_BYTES, _SPARE_BYTES = 8, 128 << 10, 64 << 20
+
+
+def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) -> dict[str, TensorSpec]:
+    """Return names, shapes and dtypes of a model's tensors, from the headers of its safetensors.
+
+    An output head that is tied to the embedding is left out, whether or not the checkpoint has a copy of it. As in
+    vLLM, a head that differs from the embedding is not tied, whatever the configuration says.
+
+    Args:
+        folder: of the model.
+        dtype: in which the engine has the floats, such as bfloat16; "": as they are stored.
+        ties_head: what the engine's configuration says of the head; None: what config.json says.
+
+    Raises:
+        InvalidArgument: no such folder, or no safetensors in it.
+        DataLoss: a file ends inside its header, or config.json is corrupt.
+    """
+    served = next((code for code, each in FLOATS.items() if str(each) == f"torch.{dtype}"), "")
+    found: dict[str, TensorSpec] = {}
+    files: dict[str, Path] = {}
+    for file in weight_files(folder):
+        for name, entry in read_header(file)[1].items():
+            stored = str(entry["dtype"])
+            kept = served if stored in FLOATS else ""
+            found[name] = TensorSpec(name, tuple(entry["shape"]), stored, kept)
+            files[name] = file
+    if ties_head is None:
+        ties_head = _ties_head(folder / "config.json")
+    embedding = embedding_of(found)
+    if ties_head and HEAD in found:
+        names = (HEAD, embedding) if embedding else ()
+        if not names or same_tensor({name: open_shard(files[name], "") for name in names}, *names, served):
+            del found[HEAD]
+    return found
+
+
+def most_bytes(expected: Iterable[TensorSpec]) -> int:
+    """Return how many bytes the files of a version have at most, however its numbers are stored."""
+    each = (_NUMBER_BYTES * prod(tensor.shape) + _TENSOR_BYTES for tensor in expected)
+    return sum(each) + _SPARE_BYTES
+
+
+def _ties_head(config: Path) -> bool:
+    if not config.is_file():
+        return False
+    try:
+        return bool(read_object(config).get("tie_word_embeddings"))
+    except (OSError, ValueError) as error:
+        raise DataLoss(f"{config} is corrupt: {error}") from error
+
+
+def embedding_of(names: Collection[str]) -> str:
+    """Return the name of the embedding to which a head may be tied; "" if there is none, or more than one."""
+    found = [name for name in names if name.endswith(_EMBEDDINGS)]
+    return found[0] if len(found) == 1 else ""
+
+
+def same_tensor(placed: Mapping[str, WeightShard], one: str, other: str, served: str = "") -> bool:
+    """Return True if two tensors are equal, as they are loaded."""
+    tensors = MappedTensors(placed)
+    left, right = tensors[one], tensors[other]
+    if left.shape != right.shape or (not served and left.dtype != right.dtype):
+        return False
+    dtype = FLOATS.get(served, left.dtype)
+    # Not one copy of all: an embedding may be gigabytes.
+    return all(
+        torch.equal(left[row : row + _BLOCK_ROWS].to(dtype), right[row : row + _BLOCK_ROWS].to(dtype))
+        for row in range(0, max(1, left.shape[0] if left.ndim else 1), _BLOCK_ROWS)
+    )
+
 
 # More than this many faults of one kind help nobody.
 _MOST_VIOLATIONS = 16
@@ -27,7 +170,7 @@ _MOST_VIOLATIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A complete, checked set of weights on disk, and its checksum (see `paceline.safetensors.checksum`)."""
+    """A complete, checked set of weights on disk, and its checksum (see `paceline.weights.safetensors.checksum`)."""
 
     version: int
     checksum: str

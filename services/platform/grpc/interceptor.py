@@ -23,7 +23,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 
-from paceline.channel import CALLER
+from paceline.transport.channel import CALLER
 from services.contracts.errors import (
     InvalidArgument,
     ResourceExhausted,
@@ -32,15 +32,13 @@ from services.contracts.errors import (
     Unimplemented,
     to_status,
 )
-from services.platform.grpc.parse_budget import NO_MESSAGE, ParseBudget
-from services.platform.grpc.wire_count import Shape, shape_of
+from services.platform.grpc.parse_budget import NO_MESSAGE, ParseBudget, Shape, shape_of
 from services.platform.observability import tracing
 from services.platform.observability.metrics import RpcMetrics
 from services.platform.observability.span import TRACE_PARENT
 from services.platform.redis.connection import OUTAGES, reason_of
-from services.platform.security.caller import TokenHolder, act_for, current_caller, read_caller
+from services.platform.security.caller import TokenHolder, act_for, check_runs, current_caller, read_caller
 from services.platform.security.guard import Guard
-from services.platform.security.named_runs import check_runs
 from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)

@@ -12,14 +12,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from paceline.channel import KEEPALIVE_MS
-from services.platform.config.settings import ServiceConfig, TlsConfig, listening_problems
-from services.platform.config.sources import ConfigError
+from paceline.transport.channel import KEEPALIVE_MS
+from services.platform.config import ConfigError, ServiceConfig, TlsConfig, listening_problems
 from services.platform.grpc.channel import Options, common_options
 from services.platform.grpc.interceptor import CallInterceptor
 from services.platform.grpc.parse_budget import ParseBudget
+from services.platform.observability.http_ports import ProbeServer
 from services.platform.observability.metrics import rpc_metrics
-from services.platform.observability.probes import ProbeServer
 from services.platform.security.certificates import Certificates, watch_certificates
 from services.platform.security.guard import guard_of
 

@@ -8,7 +8,7 @@ import sys
 import structlog
 from structlog.typing import EventDict, Processor
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 
 def configure_logging(service: str, config: ServiceConfig) -> None:

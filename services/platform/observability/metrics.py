@@ -22,14 +22,12 @@ from prometheus_client import (
 )
 
 from services.contracts.errors import PermissionDenied, ResourceExhausted
-from services.platform.config.settings import ServiceConfig, TlsConfig, listening_problems
-from services.platform.config.sources import ConfigError
-from services.platform.config.watched import Watched
-from services.platform.memory_limits import own_memory_share
-from services.platform.observability.bounded_server import BoundedServer, serve
+from services.platform.config import ConfigError, ServiceConfig, TlsConfig, listening_problems
+from services.platform.memory import own_memory_share
+from services.platform.observability.http_ports import BoundedServer, serve
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.platform.security.caller import current_caller
-from services.platform.security.certificates import server_context
+from services.platform.security.certificates import Watched, server_context
 from services.platform.security.guard import Guard, guard_of
 
 WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.observability.span import TRACE_PARENT, Attribute, TraceSpan
 
 QUEUE_SPANS = 1 << 16

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from paceline.installation import how_to_install
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.sources import ConfigError
+from services.platform.config import ConfigError, ServiceConfig
 from services.platform.observability.span import NO_SPAN, Attribute, TraceSpan
 
 if TYPE_CHECKING:

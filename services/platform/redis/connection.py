@@ -27,8 +27,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.store_url import parse_store_url
+from services.platform.config import ServiceConfig, parse_store_url
 from services.platform.observability.metrics import redis_errors, redis_up
 
 CONNECT_TIMEOUT = 2.0

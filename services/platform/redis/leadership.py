@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.contracts.errors import Unavailable
-from services.platform.config.settings import LeaderConfig
+from services.platform.config import LeaderConfig
 from services.platform.redis.connection import OUTAGES, Refused, connect, show_outage
 from services.platform.tasks import end, is_cancelled
 

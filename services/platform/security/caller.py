@@ -1,8 +1,9 @@
-"""For whom a call is made: the runs that this caller may name, and how much it may have in work.
+"""Caller of a request: the runs that it may name, and how much it may have in work.
 
-A service that calls on behalf of somebody, as the HTTP facade does, says so in the metadata `x-paceline-caller`. A
-server believes that of services alone. The caller of the call that is being served is a context variable, so that
-what a caller may see is known wherever an answer is put together.
+A service that calls on behalf of somebody, as the HTTP facade does, says so in the metadata `x-paceline-caller`;
+servers believe only services. The caller of the current call is a context variable, so that every part of an
+answer can be checked against it. Every field `run_id` of a request counts, at any depth, so a new RPC is checked
+without further code.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import fnmatch
 import functools
 import json
 import re
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Annotated, Self
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from paceline.channel import ON_BEHALF
 from paceline.errors import Violation
-from paceline.foreign_json import parse_json
+from paceline.files import parse_json
 from paceline.tokens import MOST_PATTERN_CHARACTERS, MOST_PATTERNS, NAME_PATTERN, RUN_PATTERN
+from paceline.transport.channel import ON_BEHALF
 from services.contracts.errors import InvalidArgument, PermissionDenied
 
 LONGEST_RUN_ID = 256
@@ -122,3 +126,72 @@ def _encoded(name: str, runs: tuple[str, ...] | None, samples: int | None, token
     values = {"name": name, "runs": runs, "max_queued_samples": samples, "max_queued_tokens": tokens}
     # In ASCII, as metadata are.
     return json.dumps({key: value for key, value in values.items() if value is not None})
+
+
+FIELDS = frozenset({"run_id", "run_ids"})
+"""Fields that hold the names of runs."""
+WITHOUT_RUN = {
+    "paceline.v1.RolloutService/ListBatches": "lists the batches of all runs that the caller may name",
+    "paceline.v1.RolloutService/Generate": "a sample of no run, which is kept for nobody",
+    "paceline.v1.FleetService/WatchDecisions": "tells of the fleet, and of all runs that the caller may name",
+    "paceline.v1.FleetService/GetKnobs": "knobs of the fleet, a model or a pool",
+    "paceline.v1.FleetService/SetKnobs": "knobs of the fleet, a model or a pool",
+}
+"""Methods whose request may leave the run out, and what it means then. Elsewhere no pattern allows that."""
+
+
+def check_runs(caller: TokenHolder, method: str, request: object) -> None:
+    """Raise PermissionDenied if a request names a run that the caller may not name."""
+    if caller.runs is None or not isinstance(request, Message):
+        return
+    for run_id in runs_named(request):
+        if run_id or method.removeprefix("/") not in WITHOUT_RUN:
+            caller.check_run(run_id)
+
+
+def runs_named(message: Message) -> Iterator[str]:
+    """Yield the runs that a message names; "" for a field that is unset."""
+    own, nested = _places(message.DESCRIPTOR)
+    for name, repeated in own:
+        value = getattr(message, name)
+        if repeated:
+            yield from value
+        else:
+            yield value
+    for name, repeated, is_map in nested:
+        value = getattr(message, name)
+        if is_map:
+            value = value.values()
+        elif not repeated:
+            value = (value,) if message.HasField(name) else ()
+        for each in value:
+            yield from runs_named(each)
+
+
+@functools.cache
+def _places(
+    descriptor: Descriptor,
+) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool, bool], ...]]:
+    """Return the fields of a message that hold runs, and those whose messages may."""
+    own, nested = [], []
+    for field in descriptor.fields:
+        if field.name in FIELDS:
+            own.append((field.name, field.is_repeated))
+            continue
+        inner, is_map = field.message_type, False
+        if inner is not None and inner.GetOptions().map_entry:
+            is_map = True
+            inner = inner.fields_by_name["value"].message_type
+        if inner is not None and _holds_runs(inner, frozenset()):
+            nested.append((field.name, field.is_repeated, is_map))
+    return tuple(own), tuple(nested)
+
+
+def _holds_runs(descriptor: Descriptor, above: frozenset[str]) -> bool:
+    if descriptor.full_name in above:
+        return False
+    above |= {descriptor.full_name}
+    return any(
+        field.name in FIELDS or (field.message_type is not None and _holds_runs(field.message_type, above))
+        for field in descriptor.fields
+    )

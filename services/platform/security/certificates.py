@@ -1,14 +1,105 @@
-"""Certificates of this process, as currently on disk."""
+"""Certificates and other files that are reloaded when they change.
+
+`Watched` loads a value from files and reloads it, so that certificates and tokens can be rotated without a
+restart.
+"""
 
 from __future__ import annotations
 
 import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from paceline.tls_files import TlsFileError, check_tls_files, no_password
-from services.platform.config.settings import TlsConfig
-from services.platform.config.watched import Unreadable, Watched
+import structlog
+from prometheus_client import Counter
+
+from paceline.transport.channel import TlsFileError, check_tls_files, no_password
+from services.platform.config import TlsConfig
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+CHECK_SECONDS = 1.0
+"""Least time between two checks of the files."""
+
+RELOADS = Counter(
+    "paceline_secret_reloads_total",
+    "Certificates and tokens that changed on disk: reloaded, or failed (the old ones stay in use).",
+    ["secret", "outcome"],
+)
+
+
+class Unreadable(Exception):
+    """The files have invalid contents; the message names the file and the reason."""
+
+
+class Watched(Generic[T]):
+    """Value that `load` returns for the current contents of some files. Thread-safe.
+
+    A change that cannot be loaded, such as a key that was replaced before its certificate, leaves the last good
+    value in place and is tried again at the next check. Symbolic links are followed, so that one that is redirected
+    (as Kubernetes does with secrets) counts as a change.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        paths: Iterable[Path],
+        load: Callable[[], T],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Load at once; raises the errors of `load`. `secret` names the value in logs and metrics."""
+        self._secret = secret
+        self._paths = tuple(paths)
+        self._load = load
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._looked = clock()
+        self._seen = self._signature()
+        self._failing = False
+        self._value = load()
+
+    def current(self) -> T:
+        """Return the value; checks the files if the last check is CHECK_SECONDS ago."""
+        with self._lock:
+            now = self._clock()
+            if now - self._looked >= CHECK_SECONDS:
+                self._looked = now
+                self._refresh()
+            return self._value
+
+    def _refresh(self) -> None:
+        # Taken before the files are read: what changes meanwhile is seen at the next look.
+        signature = self._signature()
+        if signature == self._seen:
+            return
+        try:
+            self._value = self._load()
+        except (OSError, ValueError, Unreadable) as error:
+            if not self._failing:
+                log.error("secret_not_reloaded", secret=self._secret, error=str(error))
+                RELOADS.labels(self._secret, "failed").inc()
+            self._failing = True
+            return
+        self._seen, self._failing = signature, False
+        RELOADS.labels(self._secret, "reloaded").inc()
+        log.info("secret_reloaded", secret=self._secret)
+
+    def _signature(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_identity(path) for path in self._paths)
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 @dataclass(frozen=True, slots=True)

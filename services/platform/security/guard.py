@@ -16,10 +16,9 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from paceline.tokens import TokenScope, hash_token
 from services.contracts.errors import PermissionDenied, ResourceExhausted, Unauthenticated
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.sources import ConfigError
-from services.platform.config.watched import Unreadable, Watched
+from services.platform.config import ConfigError, ServiceConfig
 from services.platform.security.caller import TokenHolder, act_for, read_caller
+from services.platform.security.certificates import Unreadable, Watched
 
 log = structlog.get_logger(__name__)
 

@@ -10,10 +10,10 @@ import grpc
 from paceline.internal.v1 import demand_pb2, demand_pb2_grpc
 from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
-from services.policy.scaling.demand import Demand, Due
 from services.policy.scaling.errors import GatewayError, UnknownInstance
+from services.policy.scaling.recommendation import Demand, Due
 
 CALL_SECONDS = 5.0
 """Deadline of short calls."""

@@ -12,11 +12,8 @@ from contextlib import suppress
 
 import structlog
 
-from services.platform.notify import Notifier
-from services.platform.tasks import end
-from services.policy.scaling.config import ScalingConfig
-from services.policy.scaling.demand import ordinal
-from services.policy.scaling.election import Election
+from services.platform.tasks import Notifier, end
+from services.policy.config import ScalingConfig
 from services.policy.scaling.errors import (
     ApiConflict,
     ClusterError,
@@ -25,8 +22,9 @@ from services.policy.scaling.errors import (
     UnknownInstance,
 )
 from services.policy.scaling.gateway import GatewayLink
-from services.policy.scaling.kubernetes_client import KubernetesClient, Scale
+from services.policy.scaling.kubernetes_client import Election, KubernetesClient, Scale
 from services.policy.scaling.metrics import ScalingMetrics
+from services.policy.scaling.recommendation import ordinal
 
 log = structlog.get_logger(__name__)
 

@@ -12,15 +12,22 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from paceline.v1 import fleet_pb2
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import until_one_ends
-from services.policy.scaling.config import ScalingConfig
-from services.policy.scaling.demand import Demand, Meter, ordinal
+from services.policy.config import ScalingConfig
 from services.policy.scaling.errors import GatewayError
 from services.policy.scaling.gateway import GatewayLink
 from services.policy.scaling.metrics import ScalingMetrics
-from services.policy.scaling.recommendation import PoolCapacity, Recommendation, Stabilizer, recommend
+from services.policy.scaling.recommendation import (
+    Demand,
+    Meter,
+    PoolCapacity,
+    Recommendation,
+    Stabilizer,
+    ordinal,
+    recommend,
+)
 
 if TYPE_CHECKING:
     from services.policy.scaling.pool_scaler import PoolScaler
@@ -75,8 +82,7 @@ class Scaler:
         # Imported only here, since the client of Kubernetes is optional, and in a thread, since that takes seconds
         # in which heartbeats have to go on.
         await asyncio.to_thread(import_module, "services.policy.scaling.kubernetes_client")
-        from services.policy.scaling.election import Election
-        from services.policy.scaling.kubernetes_client import connected
+        from services.policy.scaling.kubernetes_client import Election, connected
         from services.policy.scaling.pool_scaler import PoolScaler
 
         scaling, metrics = self._scaling, self._metrics

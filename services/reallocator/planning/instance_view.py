@@ -1,11 +1,101 @@
-"""Translate the samples that an instance lists into the view that the plan uses. Pure."""
+"""Views of instances for the plan, with remaining response lengths estimated from listed samples. Pure.
+
+Estimate the remaining response length of samples from censored observations. Pure. Two listings of an instance
+tell which samples have grown and which have ended. The estimator keeps a discrete hazard over response length:
+endings per generated token, in bins that grow by a factor of 1.3. The prior is heavy-tailed: a Pareto
+distribution with index 2, for which the expected remaining length equals the present length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable, Mapping
+from math import exp, expm1, log
+
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.internal.v1 import migration_pb2 as pb
 from services.reallocator.planning.records import Candidate, InstanceView
-from services.reallocator.planning.remaining_length import RemainingLengthEstimator
 from services.reallocator.planning.throughput import Roofline
+
+# Factor between the edges of bins, the first edge in tokens, and the number of bins.
+_GRID, _SHORTEST, _BINS = 1.3, 8.0, 48
+# Endings that the prior counts for, and endings after which a bin is halved, so that old ones fade.
+_PRIOR, _MEMORY = 2.0, 64.0
+
+
+class RemainingLengthEstimator:
+    """Hazard of the samples of one model. Lengths are response tokens."""
+
+    def __init__(self) -> None:
+        self._ended: NDArray[np.float64] = np.zeros(_BINS)
+        # Tokens that samples have generated at this length.
+        self._lived: NDArray[np.float64] = np.zeros(_BINS)
+        self._watched: dict[Hashable, dict[Hashable, int]] = {}
+
+    def saw(self, place: Hashable, lengths: Mapping[Hashable, int], left: Collection[Hashable] = ()) -> None:
+        """Learn from a listing of one place: the length of each sample there, by key.
+
+        Of the samples that the last listing had and this one lacks, `left` were moved; the others have ended.
+        """
+        before, self._watched[place] = self._watched.get(place, {}), dict(lengths)
+        gained = [lengths[key] - tokens for key, tokens in before.items() if key in lengths]
+        if not gained:
+            # Without growth to compare with, the length of those that ended is unknown.
+            return
+        typical = max(1, sorted(gained)[len(gained) // 2])
+        for key, tokens in before.items():
+            if key in lengths:
+                self._live(tokens, lengths[key])
+            elif key not in left:
+                # It ended somewhere between the two listings: half-way, on average.
+                self._live(tokens, tokens + typical / 2)
+                self._end(tokens + typical / 2)
+
+    def forget(self, place: Hashable) -> None:
+        """Forget the last listing of a place that is gone."""
+        self._watched.pop(place, None)
+
+    def remaining(self, generated: int, limit: int) -> float:
+        """Return the expected remaining tokens of a sample that may have at most `limit`; at least one."""
+        total, alive, at = 0.0, 1.0, float(generated)
+        while at < limit and alive > 1e-3:
+            place = _place(at)
+            end = min(_edge(place + 1), float(limit)) if place < _BINS - 1 else float(limit)
+            hazard = self._hazard(place, at)
+            survive = exp(-hazard * (end - at))
+            total += alive * (-expm1(-hazard * (end - at)) / hazard)
+            alive, at = alive * survive, end
+        return max(1.0, min(total, float(limit - generated)))
+
+    def _hazard(self, place: int, at: float) -> float:
+        """Return the endings per token."""
+        length = max(at, _edge(place), 1.0)
+        return float((self._ended[place] + _PRIOR) / (self._lived[place] + _PRIOR * length / 2))
+
+    def _live(self, begin: float, end: float) -> None:
+        at = float(begin)
+        while at < end:
+            place = _place(at)
+            stop = min(_edge(place + 1), float(end)) if place < _BINS - 1 else float(end)
+            self._lived[place] += stop - at
+            at = stop
+
+    def _end(self, at: float) -> None:
+        place = _place(at)
+        self._ended[place] += 1
+        if self._ended[place] > _MEMORY:
+            self._ended[place] /= 2
+            self._lived[place] /= 2
+
+
+def _place(length: float) -> int:
+    return max(0, min(_BINS - 1, int(log(max(length, 1.0) / _SHORTEST) / log(_GRID) + 1 + 1e-9)))
+
+
+def _edge(place: int) -> float:
+    """Return the shortest length of a bin."""
+    return _SHORTEST * _GRID ** (place - 1) if place > 0 else 0.0
 
 
 def mean_length(listed: pb.ListSamplesResponse) -> float:

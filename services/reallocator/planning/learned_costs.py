@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from services.reallocator.planning.price import MoveBy, MoveCost
-from services.reallocator.planning.records import Move, Rule
-from services.reallocator.planning.remaining_length import RemainingLengthEstimator
+from services.reallocator.planning.instance_view import RemainingLengthEstimator
+from services.reallocator.planning.records import Move, MoveBy, MoveCost, Rule
 
 # Prior. By prefix the context is prefilled, by KV it is sent. Engine times are those of an instance's Python
 # between two steps, which hardly depend on the model: measured on a small machine and rounded up.

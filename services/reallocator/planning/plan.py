@@ -18,15 +18,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.reallocator.planning.price import MoveBy, MovePrice, cheapest, lost
 from services.reallocator.planning.records import (
     Candidate,
     InstanceView,
     LoadView,
     Move,
+    MoveBy,
+    MovePrice,
     ReallocationRules,
     Rule,
     Transfer,
+    cheapest,
+    lost,
 )
 
 Loaded = InstanceView | LoadView

@@ -1,19 +1,123 @@
-"""Find the saturation point of an instance's throughput, after RLHFSpec (section 6.1). Pure.
+"""Throughput of an instance: its step-time model, its measured curve, and its saturation point.
 
-Throughput over the number of samples is a roofline: it grows in proportion while one more sample does not prolong a
-step, and stays constant once steps grow in proportion. The curve comes from the step-time model and is corrected by
-measured steps.
+Pure: times are passed in (monotonic seconds). The method is RLHFSpec's (section 6.1).
+
+Step-time model of an instance that is not measured yet: a roofline by the sizes of its model. Pure. A step has a
+row (verified token) for each sample. Its dense layers read the weights and compute with each row; its attention
+reads the KV cache and computes with each row and the tokens before it. Each of the two takes as long as the
+longer of its memory and compute time. Only the shape counts: measured steps set the scale (see `throughput`).
+
+Throughput over the number of samples is a roofline: it grows in proportion while one more sample does not prolong
+a step, and stays constant once steps grow in proportion. The curve comes from the step-time model and is
+corrected by measured steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, log
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.files import read_object
+
+# Of an unmeasured machine: modest, with the memory of a CPU or a small GPU.
+_THROUGHPUT, _BANDWIDTH, _BASE, _PER_ROW = 1e12, 5e10, 2e-3, 4e-5
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MIXTURE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class UnsupportedArchitecture(ValueError):
+    """Raised for a model that is no dense transformer, or whose config lacks its sizes."""
+
+
+class Architecture(BaseModel):
+    """Memory traffic and compute of a forward pass, in bytes and floating-point operations."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    weight_bytes: float = Field(gt=0)
+    """Weights that every step reads, the head included, the embedding not."""
+    kv_bytes: float = Field(gt=0)
+    """KV of one token in all layers."""
+    dense_flops: float = Field(gt=0)
+    """Projections and head, for each row."""
+    attention_flops: float = Field(gt=0)
+    """Attention, for each row and token before it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], value_bytes: int) -> Self:
+        """Return the architecture of a Hugging Face config, with `value_bytes` per weight and KV value.
+
+        Raises:
+            UnsupportedArchitecture: a mixture of experts, or a config without the sizes of a dense model.
+        """
+        if any(config.get(key) for key in _MIXTURE_KEYS):
+            raise UnsupportedArchitecture("a mixture of experts has no step-time model")
+        hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
+        heads = _size(config, "num_attention_heads")
+        kv_heads = _size(config, "num_key_value_heads", heads)
+        width = _size(config, "head_dim", hidden // heads)
+        attention = 2 * hidden * width * (heads + kv_heads)
+        layer = attention + 3 * hidden * _size(config, "intermediate_size")
+        weights = layers * layer + hidden * _size(config, "vocab_size")
+        return cls(
+            weight_bytes=weights * value_bytes,
+            kv_bytes=2 * layers * kv_heads * width * value_bytes,
+            dense_flops=2 * weights,
+            attention_flops=4 * layers * heads * width,
+        )
+
+
+class StepTime(BaseModel):
+    """Time of a step in seconds, by samples, rows and context (the sum of the samples' lengths, in tokens)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: Architecture
+    throughput: float = Field(default=_THROUGHPUT, gt=0)
+    bandwidth: float = Field(default=_BANDWIDTH, gt=0)
+    base: float = Field(default=_BASE, ge=0)
+    per_row: float = Field(default=_PER_ROW, ge=0)
+
+    def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
+        """Return the predicted time; the arguments broadcast. A step without rows takes no time."""
+        n, r, c = (np.asarray(each, np.float64) for each in (requests, rows, context))
+        of = self.architecture
+        dense = np.maximum(of.weight_bytes / self.bandwidth, r * of.dense_flops / self.throughput)
+        row = of.attention_flops * c / np.maximum(n, 1.0) / self.throughput
+        attention = np.maximum(of.kv_bytes * c / self.bandwidth, r * row)
+        return np.asarray((dense + attention + self.base + self.per_row * r) * (r > 0))
+
+
+def architecture_of(model: Path, dtype: str) -> Architecture:
+    """Return the architecture of a model folder in Hugging Face layout.
+
+    Raises:
+        UnsupportedArchitecture: no dense model, a config that cannot be read, or a dtype of unknown size.
+    """
+    if dtype not in _VALUE_BYTES:
+        raise UnsupportedArchitecture(f"the size of {dtype} is not known")
+    try:
+        config = read_object(model / "config.json")
+    except (OSError, ValueError) as error:
+        raise UnsupportedArchitecture(f"{model} has no config to read: {error}") from error
+    return Architecture.of(config, _VALUE_BYTES[dtype])
+
+
+def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:
+    found = config.get(name)
+    if found is None:
+        found = otherwise
+    if not isinstance(found, int) or found < 1:
+        raise UnsupportedArchitecture(f"the model's config has no usable {name}: {found!r}")
+    return found
+
 
 # Throughput is compared with that of this many times the samples, because measured curves are locally uneven.
 _WINDOW = 1.5
@@ -28,7 +132,7 @@ _SHORTEST_PREFILL = 64.0
 
 
 class StepTimeModel(Protocol):
-    """Part of services.reallocator.planning.step_time_model.StepTime that is used here."""
+    """Part of services.reallocator.planning.throughput.StepTime that is used here."""
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """Return the predicted time of steps, in seconds."""
@@ -175,3 +279,116 @@ def _convex(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
             corners.pop()
         corners.append(at)
     return np.interp(np.arange(len(seconds)), corners, seconds[corners])
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReport:
+    """Counters of an instance at one time."""
+
+    at: float
+    samples: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyPace:
+    """Steps, step time, and tokens per step and sample between two reports with the same `samples`."""
+
+    samples: int
+    steps: int
+    step_seconds: float
+    tokens_per_step: float
+
+
+def pace(before: InstanceReport, after: InstanceReport) -> SteadyPace | None:
+    """Return the pace between two reports.
+
+    None if the number of samples changed, no step was made, or the counters were reset.
+    """
+    steps, tokens, seconds = after.steps - before.steps, after.tokens - before.tokens, after.at - before.at
+    if before.samples != after.samples or after.samples < 1 or steps < 1 or tokens < 0 or seconds <= 0:
+        return None
+    return SteadyPace(after.samples, steps, seconds / steps, max(1.0, tokens / steps / after.samples))
+
+
+def steady(reports: Sequence[InstanceReport], since: float = float("-inf")) -> SteadyPace | None:
+    """Return the pace over the last reports since `since` that have the same number of samples."""
+    found: list[InstanceReport] = []
+    for report in reversed(reports):
+        if report.at < since or report.samples != reports[-1].samples:
+            break
+        found.append(report)
+    return pace(found[-1], found[0]) if found else None
+
+
+def tokens_per_second(before: InstanceReport, after: InstanceReport) -> float:
+    """Return the tokens per second between two reports, whatever happened in between; 0 if unknown."""
+    seconds, tokens = after.at - before.at, after.tokens - before.tokens
+    return tokens / seconds if seconds > 0 and tokens > 0 else 0.0
+
+
+def step_seconds(before: InstanceReport, after: InstanceReport) -> float:
+    """Return the mean seconds of an engine step between two reports; 0 if unknown."""
+    seconds, steps = after.at - before.at, after.steps - before.steps
+    return seconds / steps if seconds > 0 and steps > 0 else 0.0
+
+
+def settled(reports: Sequence[InstanceReport], since: float = float("-inf")) -> list[InstanceReport]:
+    """Return the last reports since `since` between which the instance was busy, or idle, all the time.
+
+    The first busy report is left out: the work began at an unknown time before it.
+    """
+    found: list[InstanceReport] = []
+    for report in reversed(reports):
+        if report.at < since or bool(report.samples) != bool(reports[-1].samples):
+            break
+        found.append(report)
+    began = len(found) < len(reports) and reports[-len(found) - 1].at >= since
+    if found and found[0].samples and (began or len(found) == len(reports)):
+        found.pop()
+    return found[::-1]
+
+
+def mean_samples(reports: Sequence[InstanceReport]) -> float:
+    """Return the mean number of samples over these reports; 0 of none."""
+    return sum(each.samples for each in reports) / len(reports) if reports else 0.0
+
+
+def lost_seconds(before: InstanceReport, after: InstanceReport, step_seconds: float) -> float | None:
+    """Return the engine time that steps of `step_seconds` each do not explain; None if it was idle."""
+    if not before.samples or not after.samples or step_seconds <= 0 or after.at <= before.at:
+        return None
+    return after.at - before.at - (after.steps - before.steps) * step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of a pair of instances, the longer of their step times, and the mean samples of each."""
+
+    tokens_per_second: float
+    step_seconds: float
+    donor: float
+    receiver: float
+
+
+def achieved_gain(before: Speed, after: Speed, moved: int, curve: ThroughputCurve) -> float | None:
+    """Return the gain in tokens per second over the same pair without the moves; None if too little is left.
+
+    Samples end meanwhile, moved or not. The reference is therefore the pair with the moved samples that still run
+    back at the donor: its throughput by the curve, scaled by how far the pair was from the curve before.
+    """
+    were, are = before.donor + before.receiver, after.donor + after.receiver
+    predicted = _rate(curve, before.donor) + _rate(curve, before.receiver)
+    if are < 1 or not were or predicted <= 0 or before.tokens_per_second <= 0:
+        return None
+    back = min(moved * min(1.0, are / were), after.receiver)
+    unmoved = _rate(curve, after.donor + back) + _rate(curve, after.receiver - back)
+    return after.tokens_per_second / (unmoved * before.tokens_per_second / predicted) - 1
+
+
+def _rate(curve: ThroughputCurve, samples: float) -> float:
+    """Return the tokens per second, interpolated between whole numbers of samples."""
+    low = int(samples)
+    share = samples - low
+    return curve.throughput(low) * (1 - share) + (curve.throughput(low + 1) * share if share else 0.0)

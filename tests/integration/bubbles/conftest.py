@@ -17,7 +17,7 @@ import pytest
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import InstanceRecord, Registry
 from tests.support.clocked_coordinator import CLOCK_FILE, HOUR

@@ -11,10 +11,9 @@ import pytest
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.times import seconds_of
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from tests.integration.bubbles.conftest import (
     APPLYING,
     CALL,

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import AsyncClient, Group, Sample, SamplingParams
 from services.facade.config import FacadeConfig
-from services.facade.dialects.parameters import prompt_id_of
+from services.facade.dialects.body import prompt_id_of
 from tests.integration.bubbles.conftest import Coordinator, Poller, progress
 from tests.integration.facade.conftest import RunningFacade
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, until

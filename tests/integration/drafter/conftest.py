@@ -18,17 +18,24 @@ from redis.exceptions import ResponseError
 
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
-from services.contracts.drafter.keys import GROUP, DrafterKeys
-from services.contracts.drafter.record import PublishedDrafter, read_published
-from services.contracts.learner_feed import Fed, FedRewards, FedSample, encode
+from services.contracts.learner import (
+    GROUP,
+    DrafterKeys,
+    Fed,
+    FedRewards,
+    FedSample,
+    PublishedDrafter,
+    read_published,
+)
+from services.contracts.learner import encode_entry as encode
 from services.drafter.config import DrafterConfig
-from services.drafter.feed.buffer import prompt_hash
+from services.drafter.feed.collector import prompt_hash
 from services.drafter.process import SERVICE, DrafterProcess
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
 from services.platform.redis.registry import Registry
-from services.platform.registered_server import LEADING
+from services.platform.service import LEADING
 from services.platform.tasks import end
 from tests.support.fake_draft_model import FakeDraftModel
 from tests.support.fake_learner import FACTORY, log_of

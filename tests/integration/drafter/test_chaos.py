@@ -8,8 +8,8 @@ import os
 import signal
 from pathlib import Path
 
-from services.contracts.drafter.checkpoint import verify
-from services.drafter.training.state import LEARNER
+from services.contracts.drafter_checkpoint import verify
+from services.drafter.training.session import LEARNER
 from tests.integration.drafter.conftest import World, step, until
 from tests.support.fake_learner import log_of, write_drafter
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from services.contracts.drafter.checkpoint import verify
-from services.contracts.learner_feed import FedBatchEnd, FedRewards
+from services.contracts.drafter_checkpoint import verify
+from services.contracts.learner import FedBatchEnd, FedRewards
 from tests.integration.drafter.conftest import World, prompts, step, until
 from tests.support.fake_learner import write_drafter
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.contracts.drafter import checkpoint
+from services.contracts import drafter_checkpoint
 from services.drafter.config import DrafterConfig
 from services.drafter.learning.data import TrainingSample
 from services.drafter.training.process import TrainingDied, TrainingFailed, TrainingProcess
@@ -50,7 +50,7 @@ async def test_it_learns_is_saved_and_goes_on(training: TrainingProcess, tmp_pat
     gone = await training.update(later, (1.0,) * len(given), lambda version: tmp_path / "gone")
     assert (gone.missed, gone.policy_version) == (8, 1)
     saved = await training.call("save", tmp_path / "checkpoints", 1)
-    checkpoint.verify(saved.path, saved.sha256)
+    drafter_checkpoint.verify(saved.path, saved.sha256)
     after = await training.compare(given, saved.path)
     assert after.current == pytest.approx(after.candidate)
     assert after.kd_loss < first.kd_loss

@@ -18,7 +18,7 @@ from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.drafts.client import DraftStores
 from services.local.child import Child, ChildSpec, stop_together
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import Registry

@@ -13,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from paceline.internal.v1 import draft_pb2 as pb
-from services.contracts.rollout_messages import to_proto
+from services.contracts.rollout import to_proto
 from services.drafts.client import Fetched
 from tests.integration.drafts.conftest import CALL, Deployment, StoreProcess, refused, until
 from tests.unit.drafts.rollouts import ahead, assert_same, describe, make

@@ -10,8 +10,7 @@ from redis.asyncio import Redis
 
 from paceline.internal.v1 import drafter_pb2 as pb
 from paceline.internal.v1 import drafter_pb2_grpc as rpc
-from services.contracts.drafter.keys import DrafterKeys
-from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
+from services.contracts.learner import DrafterHistory, DrafterKeys, PublishedDrafter
 from tests.integration.generation.conftest import Policy
 from tests.support.eagle3 import head_shape, random_head, save_head
 from tests.support.instances import CALL, InstanceProcess, stub_of

@@ -9,7 +9,7 @@ import pytest
 
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import Eagle3Options, EngineRequest
-from services.generation.kv_transfer.outgoing import KvPart
+from services.generation.kv_transfer.transfers import KvPart
 from tests.integration.eagle3.conftest import BLOCK_BYTES, DEPTH, OPTIONS, Bench
 from tests.support import eagle3_runs
 from tests.support.quantized_runs import Rolled

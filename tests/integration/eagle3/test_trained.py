@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.drafter.learning.data import TrainingSample
+from services.drafter.learning.data import LearningSettings, TrainingSample
 from services.drafter.learning.learner import Learner
-from services.drafter.learning.settings import LearningSettings
 from services.generation.engine.types import EngineRequest
 from tests.integration.eagle3.conftest import DEPTH, DRAFT_VOCABULARY, DRAFTING, Bench, same, wishes
 from tests.support import eagle3_runs

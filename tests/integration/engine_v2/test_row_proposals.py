@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from kernels.coupled_sampler.proposals import RowProposals
-from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
-from services.generation.engine.sampling.proposed import proposals_of
+from services.generation.engine.sampling.inputs import CachedRollout, SampleNoise
 from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.sampler import proposals_of
 from services.generation.engine.types import Verifier
-from services.generation.engine.v2.device_rows import DeviceRows
-from services.generation.engine.v2.rollout_table import RolloutTable
-from services.generation.engine.v2.row_proposals import proposals_of_rows
-from services.generation.engine.v2.settings import BatchSettings, noise_of
+from services.generation.engine.v2.references import RolloutTable
+from services.generation.engine.v2.row_sampler import BatchSettings, DeviceRows, noise_of, proposals_of_rows
 
 VOCAB = 5
 HOST = torch.device("cpu")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.contracts.sampling import Sampling
-from services.generation.engine.sampling.recorded import RecordedTokens
+from services.generation.engine.sampling.inputs import RecordedTokens
 from services.generation.engine.types import EngineRequest, Finish, Verifier
 from tests.integration.exactness.conftest import T1, Bench, requests_of, run
 from tests.support.draft_policies import Drafts

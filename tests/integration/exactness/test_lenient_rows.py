@@ -8,8 +8,7 @@ import torch
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED
 from services.contracts.sampling import Sampling
-from services.generation.engine.sampling.draw_settings import DrawSettings
-from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
+from services.generation.engine.sampling.inputs import CachedRollout, DrawSettings, SampleNoise
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import Verified, sample
 from services.generation.engine.types import EngineRequest, Verifier

@@ -18,9 +18,8 @@ import torch
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED, Purpose
 from kernels.coupled_sampler.cpu import coupled_argmax, coupled_verify
-from kernels.coupled_sampler.proposals import RowProposals, log_odds
+from kernels.coupled_sampler.proposals import RowProposals, log_odds, uniforms
 from kernels.coupled_sampler.sample import sample
-from kernels.coupled_sampler.uniforms import uniforms
 from tests.support.chi_square import chi_square, histogram
 
 VOCAB, COUNT, LENGTH = 11, 100_000, 3

@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 
 from services.contracts.seeds import sample_seed
+from services.facade.app import FacadeProcess
 from services.facade.config import FacadeConfig
-from services.facade.dialects.parameters import prompt_id_of
-from services.facade.process import FacadeProcess
+from services.facade.dialects.body import prompt_id_of
 from services.facade.samples import SampleGroup
 from services.platform.tasks import end
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, cluster

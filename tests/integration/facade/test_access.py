@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from paceline.tokens import TokenScope, hash_token
+from services.facade.app import FacadeProcess
 from services.facade.config import FacadeConfig
-from services.facade.process import FacadeProcess
-from services.platform.config.sources import ConfigError
+from services.platform.config import ConfigError
 from tests.integration.facade.conftest import StackMaker
 from tests.integration.gateway.conftest import until
 from tests.support.certificates import Authority

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from services.facade.config import FacadeConfig
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 from tests.integration.facade.conftest import RunningFacade, Stack, StackMaker, expected
 from tests.integration.facade.test_sglang import pairs_of, slime_body
 from tests.integration.gateway.conftest import CALL, until

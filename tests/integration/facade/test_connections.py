@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from services.facade.config import FacadeConfig
-from services.facade.fleet import ServedFleet
+from services.facade.gateway import ServedFleet
 from tests.integration.facade.conftest import RunningFacade, StackMaker
 from tests.integration.gateway.conftest import CALL, until
 from tests.support.certificates import Authority
@@ -299,7 +299,7 @@ async def test_health_costs_the_gateway_nothing_by_request(
         return await instances(fleet)
 
     monkeypatch.setattr(ServedFleet, "instances", counted)
-    monkeypatch.setattr("services.facade.fleet.HEALTH_KEPT_SECONDS", CALL)
+    monkeypatch.setattr("services.facade.gateway.HEALTH_KEPT_SECONDS", CALL)
     http = stack.facade.http
     # Who asks first leaves.
     with pytest.raises(httpx.TimeoutException):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.facade.dialects.parameters import prompt_id_of
-from services.gateway.hints.book import Hint
+from services.facade.dialects.body import prompt_id_of
+from services.gateway.api.hints import Hint
 from tests.integration.facade.conftest import Stack, StackMaker
 from tests.integration.gateway.conftest import until
 

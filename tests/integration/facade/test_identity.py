@@ -13,8 +13,8 @@ import pytest
 
 from services.contracts.seeds import sample_seed
 from services.facade.config import FacadeConfig
-from services.facade.dialects.parameters import prompt_id_of
-from services.platform.lifeline import tied
+from services.facade.dialects.body import prompt_id_of
+from services.platform.launching import tied
 from tests.integration.facade.conftest import RunningFacade, Stack, StackMaker, expected
 from tests.integration.gateway.conftest import CALL, until
 from tests.support.fake_instance import response_of, token_at

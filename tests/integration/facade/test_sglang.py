@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.contracts.seeds import sample_seed
-from services.facade.dialects.parameters import prompt_id_of
+from services.facade.dialects.body import prompt_id_of
 from tests.integration.facade.conftest import Stack, StackMaker, expected
 from tests.integration.gateway.conftest import until
 from tests.support.fake_instance import token_at

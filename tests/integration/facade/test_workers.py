@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
-from services.facade.work.desk import BODY_AT_ONCE
+from services.facade.serving import BODY_AT_ONCE
 from services.facade.work.pool import WorkerPool
 from tests.integration.facade.conftest import StackMaker, expected
 from tests.integration.gateway.conftest import until

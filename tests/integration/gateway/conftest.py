@@ -20,7 +20,7 @@ from services.contracts.gateway_keys import BatchKeys
 from services.contracts.seeds import sample_seed
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
-from services.gateway.journal.sample_chunks import Head
+from services.gateway.journal.chunks import Head
 from services.platform.tasks import end
 from tests.support.fake_instance import FakeInstance, response_of
 from tests.support.waiting import until

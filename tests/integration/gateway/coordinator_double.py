@@ -9,11 +9,10 @@ import grpc
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from services.contracts.errors import ServiceError
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
 
 

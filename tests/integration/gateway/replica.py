@@ -8,16 +8,13 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.contracts.rollout import StoredRollout
-from services.drafts.archive import Archive
 from services.drafts.client import SERVICE
-from services.drafts.metrics import DraftStoreMetrics
-from services.drafts.service import DraftService
+from services.drafts.service import Archive, DraftService, DraftStoreMetrics
 from services.drafts.store import DraftStore
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
 
 

@@ -19,9 +19,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from prometheus_client import CollectorRegistry
 
 import paceline.v1
-from paceline import safetensors
 from paceline.internal.v1 import drafter_pb2, drafter_pb2_grpc
-from paceline.send_window import cut
 from paceline.times import duration
 from paceline.v1 import (
     fleet_pb2,
@@ -31,13 +29,14 @@ from paceline.v1 import (
     weight_stream_pb2,
     weight_stream_pb2_grpc,
 )
-from services.gateway.finished.learner_feed import SERVICE as LEARNER
-from services.platform.config.settings import ServiceConfig
+from paceline.weights import safetensors
+from paceline.weights.pieces import cut
+from services.gateway.feeds.learner import SERVICE as LEARNER
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
-from services.platform.registered_server import LEADING
+from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.service import LEADING
 from services.platform.tasks import end
 from services.policy.config import PolicyConfig
 from services.policy.process import PolicyProcess

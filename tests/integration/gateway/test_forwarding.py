@@ -12,11 +12,11 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.channel import CALLER, call_metadata
 from paceline.tokens import hash_token
+from paceline.transport.channel import CALLER, call_metadata
 from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2
+from services.gateway.gateway import FORWARDED
 from services.gateway.server.fleet_service import WITHOUT_LEADER
-from services.gateway.server.forwarding import FORWARDED
 from services.platform.redis.leadership import Leader
 from services.platform.security.caller import TokenHolder
 from tests.integration.gateway.conftest import (

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.rollout import RolloutKind
-from services.gateway.finished.history_writer import HistoryWriter
+from services.gateway.feeds.history import HistoryWriter
 from tests.integration.gateway.conftest import CALL, Cluster, check_samples, make_batch, until
 from tests.integration.gateway.replica import Replica
 

@@ -11,7 +11,7 @@ from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
 from services.contracts.gateway_keys import GatewayKeys
 from services.contracts.seeds import sample_seed
 from services.gateway.config import GatewayConfig
-from services.gateway.fleet.update_book import InFlightTreatment, UpdatePhase, WeightUpdate
+from services.gateway.state.update_book import InFlightTreatment, UpdatePhase, WeightUpdate
 from services.platform.redis.connection import connect
 from tests.integration.gateway.conftest import (
     CALL,

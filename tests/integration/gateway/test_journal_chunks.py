@@ -12,9 +12,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from services.gateway.batches.sample import SamplePhase
 from services.gateway.config import GatewayConfig
-from services.gateway.journal.journal_write import has_more
+from services.gateway.journal.record import has_more
+from services.gateway.state.sample import SamplePhase
 from services.platform.redis.connection import connect
 from services.platform.redis.embedded import EmbeddedRedis
 from tests.support.journal_driver import KEY, JournalDriver

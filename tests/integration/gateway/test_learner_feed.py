@@ -10,15 +10,21 @@ import pytest
 
 from paceline import AsyncClient, InvalidArgumentError, Reward, SampleRequest, SamplingParams
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
-from services.contracts.drafter.keys import DrafterKeys
-from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
-from services.contracts.learner_feed import Fed, FedBatchEnd, FedRewards, FedSample, decode
+from services.contracts.learner import (
+    DrafterHistory,
+    DrafterKeys,
+    Fed,
+    FedBatchEnd,
+    FedRewards,
+    FedSample,
+    PublishedDrafter,
+)
+from services.contracts.learner import decode_entry as decode
 from services.gateway.config import GatewayConfig
-from services.gateway.finished.learner_feed import LearnerFeed
-from services.platform.config.settings import ServiceConfig
+from services.gateway.feeds.learner import LearnerFeed
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
 from services.platform.tasks import end
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, make_batch, until
 from tests.integration.gateway.test_open_batches import hand_in

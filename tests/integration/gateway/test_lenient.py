@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.gateway.batches.adaptive_lenience import CEILING, next_lenience
+from services.gateway.state.lenience import CEILING, next_lenience
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, details, make_batch, until
 from tests.integration.gateway.replica import Replica
 from tests.support.fake_instance import Cached, FakeInstance, token_at, verified_logprob

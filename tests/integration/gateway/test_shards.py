@@ -23,13 +23,13 @@ from paceline import (
     SamplingParams,
     Shard,
 )
-from paceline.calls.weights import WeightUpdateCalls
+from paceline.calls.fleet import WeightUpdateCalls
 from paceline.errors import SHARD_NOT_NAMED, SHARDS_DIFFER
 from paceline.shards import assign
 from paceline.v1 import weight_pb2
 from services.contracts.errors import DataLoss, InvalidArgument
 from services.contracts.seeds import sample_seed
-from services.gateway.fleet.update_book import UpdatePhase
+from services.gateway.state.update_book import UpdatePhase
 from tests.integration.gateway.conftest import CALL, Cluster, RunningGateway, until
 from tests.support.fake_instance import FakeInstance, response_of
 from tests.support.ports import free_port

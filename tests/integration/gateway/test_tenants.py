@@ -13,13 +13,12 @@ import yaml
 
 from paceline import AsyncClient, Group, RetryPolicy, SampleRequest, SamplingParams
 from paceline import types as t
-from paceline.channel import CALLER, call_metadata
 from paceline.errors import ResourceExhaustedError
 from paceline.tokens import hash_token
+from paceline.transport.channel import CALLER, call_metadata
 from paceline.v1 import fleet_pb2, rollout_pb2, sample_pb2, weight_pb2
 from services.platform.redis.decision_log import DecisionRecord
-from services.platform.security.caller import TokenHolder
-from services.platform.security.named_runs import WITHOUT_RUN
+from services.platform.security.caller import WITHOUT_RUN, TokenHolder
 from tests.integration.gateway.conftest import (
     CALL,
     Cluster,

@@ -22,7 +22,7 @@ from paceline import WeightCollective
 from paceline.v1.weight_pb2 import CollectiveRendezvous
 from services.contracts.errors import ResourceExhausted
 from services.generation.weights.stream.broadcast_receiver import BroadcastReceiver
-from services.generation.weights.stream.receiver_process import ReceiverProcess
+from services.generation.weights.stream.broadcasts import ReceiverProcess
 from services.generation.weights.stream.stored_stream import StoredStream
 from tests.unit.gateway.dispatch_parts import VERSION
 from tests.unit.gateway.stream_fleet import (

@@ -12,7 +12,7 @@ from paceline.errors import Violation
 from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2
 from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.gateway.config import GatewayConfig
-from services.gateway.fleet.update_book import UpdatePhase, WeightUpdate
+from services.gateway.state.update_book import UpdatePhase, WeightUpdate
 from services.platform.redis.connection import connect
 from tests.integration.gateway.conftest import (
     CALL,

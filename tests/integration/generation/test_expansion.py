@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline import Adapter, WeightFolder, delta, expansion, safetensors
-from paceline.expansion import BaseWeights
+from paceline import Adapter, WeightFolder
 from paceline.internal.v1 import generation_pb2 as pb
+from paceline.weights import delta, expansion, safetensors
+from paceline.weights.expansion import BaseWeights
 from services.generation.weights.adapters import merged, plan_merge
 from tests.integration.generation.conftest import Policy
 from tests.support.instances import CALL, InstanceProcess, stub_of
@@ -62,7 +63,7 @@ async def test_a_delta_gives_the_tokens_of_a_full_push(
     base, full = weights.write(1, first), weights.write(2, second)
     await serve(kept, path=str(base), checksum=safetensors.checksum(base))
     old = await kept.tokens(HANDLES)
-    delta.encode(base, kept.version, full, tmp_path / "delta")
+    delta.write(base, kept.version, full, tmp_path / "delta")
     alone = {"delta": str(tmp_path / "delta"), "checksum": safetensors.checksum(full)}
     staged = await serve(kept, **alone)
     assert staged.checksum == safetensors.checksum(full)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import InstanceRecord, Registry
 from tests.integration.generation.conftest import NAMESPACE, Policy

@@ -21,10 +21,9 @@ from paceline.internal.v1 import bubble_pb2, bubble_pb2_grpc, draft_pb2, draft_p
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import seconds_of, timestamp
 from services.local.child import Child, ChildSpec
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy, draft_always
 from tests.support.instances import CALL, InstanceProcess, calling, stub_of
 from tests.support.waiting import until

@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.local.child import Child, ChildSpec, PlatformError
+from services.local.child import Child, ChildSpec, Keeper, PlatformError
 from services.local.config import RestartPolicy
-from services.local.keeper import Keeper
 
 READY = """
 import json, os, sys, signal, time

@@ -11,10 +11,10 @@ import grpc
 import psutil
 import pytest
 
-from paceline.channel import call_metadata
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
-from services.contracts.rollout_messages import to_proto
+from paceline.transport.channel import call_metadata
+from services.contracts.rollout import to_proto
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.child import Child
 from services.local.config import RestartPolicy

@@ -16,10 +16,10 @@ import grpc
 import pytest
 
 from paceline import Client, UnauthenticatedError
-from paceline.channel import call_metadata
 from paceline.cli.app import run as command
-from paceline.found_token import token_file_of
 from paceline.internal.v1 import draft_pb2, draft_pb2_grpc
+from paceline.transport.channel import call_metadata
+from paceline.transport.options import token_file_of
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.up import how_to_connect
 from tests.support.ports import free_port

@@ -11,8 +11,8 @@ import pytest
 from services.contracts.sampling import Sampling
 from services.generation.engine.kv_types import Exported, KvSpace, Reserved
 from services.generation.engine.types import EngineOptions, EngineRequest
-from services.generation.kv_transfer.outgoing import KvPart
 from services.generation.kv_transfer.reason import NotMoved, Reason
+from services.generation.kv_transfer.transfers import KvPart
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.engine_actor import EngineActor
 from tests.support.models import VOCAB_SIZE

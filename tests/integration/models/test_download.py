@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from services.models.download import WORK, DownloadError, download
-from services.models.listing import RemoteFile
-from services.models.receipt import NAME, read_receipt
-from services.models.source import Source, SourceError
+from services.models.download import NAME, WORK, DownloadError, download, read_receipt
+from services.models.source import RemoteFile, Source, SourceError
 from tests.integration.models.hub import COMMIT, TOKEN, Hub
 
 FILES = {

@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.contracts.errors import NotFound
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.sources import ConfigError
+from services.platform.config import ConfigError, ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
 from services.platform.observability import otlp, tracing
@@ -183,7 +182,7 @@ def test_without_an_endpoint_nothing_is_imported_and_nothing_is_a_span() -> None
     code = """
 import sys
 from services.platform import process
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc import channel, interceptor
 from services.platform.observability import tracing
 from services.platform.observability.span import NO_SPAN

@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import demand_pb2_grpc
 from paceline.internal.v1.demand_pb2_grpc import DemandServiceServicer
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform.config import watched
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
+from services.platform.security import certificates
 from tests.support.certificates import Authority
 
 Poll = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
@@ -118,4 +118,4 @@ def authority(tmp_path: Path) -> Callable[[str], Authority]:
 @pytest.fixture
 def immediate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed certificates and tokens are seen at their next use."""
-    monkeypatch.setattr(watched, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(certificates, "CHECK_SECONDS", 0.0)

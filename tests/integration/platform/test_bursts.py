@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 MOST_CALLS = 3_500
 """Above the 3,000 calls of which gRPC by itself cancels all."""

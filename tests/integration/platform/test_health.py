@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc import health
 
 

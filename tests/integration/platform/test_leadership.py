@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from services.contracts.errors import Unavailable
-from services.platform.config.settings import LeaderConfig
+from services.platform.config import LeaderConfig
 from services.platform.redis.connection import connect
 from services.platform.redis.leadership import Leader, Leadership, Lease
 from services.platform.tasks import end

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.v1 import fleet_pb2, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import Unavailable
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
 from tests.integration.platform.test_server import OK, read_all, refused, status_of

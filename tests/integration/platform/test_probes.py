@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.platform.config.settings import ServiceConfig
-from services.platform.observability.bounded_server import MOST_CONNECTIONS
-from services.platform.observability.probes import ProbeServer
+from services.platform.config import ServiceConfig
+from services.platform.observability.http_ports import MOST_CONNECTIONS, ProbeServer
 from tests.support.waiting import until
 
 CALL = 60

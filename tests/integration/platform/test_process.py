@@ -20,8 +20,8 @@ from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 TOY = """
 import asyncio, sys, time
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform.config.settings import ServiceConfig
-from services.platform.process import Shutdown, run
+from services.platform.config import ServiceConfig
+from services.platform.service import Shutdown, run
 from services.platform.grpc.server import GrpcServer
 
 

@@ -12,12 +12,11 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from services.platform.config.settings import LeaderConfig
+from services.platform.config import LeaderConfig
 from services.platform.redis.connection import Keys, Refused, connect
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
 from services.platform.redis.leadership import Leadership
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
 from services.platform.tasks import end
 from tests.support.redis_servers import BREAKAGES, BreakableServer
 

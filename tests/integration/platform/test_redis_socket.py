@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from paceline.private_files import NotPrivateError
+from paceline.files import NotPrivateError
 from services.platform.redis.embedded import LONGEST_SOCKET_PATH, EmbeddedRedis
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")

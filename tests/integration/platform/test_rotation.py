@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from paceline.tokens import hash_token
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform.config.settings import ServiceConfig, TlsConfig
+from services.platform.config import ServiceConfig, TlsConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.observability.metrics import start_metrics_server
 from tests.support.certificates import replace

@@ -18,8 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from paceline.errors import Violation
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.contracts import errors
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.sources import ConfigError
+from services.platform.config import ConfigError, ServiceConfig
 from services.platform.grpc import interceptor
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import LIVENESS, GrpcServer

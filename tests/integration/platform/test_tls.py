@@ -15,12 +15,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
-from services.platform.config.settings import ServiceConfig, TlsConfig
-from services.platform.config.watched import Unreadable
+from services.platform.config import ServiceConfig, TlsConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
-from services.platform.observability.bounded_server import MOST_CONNECTIONS
+from services.platform.observability.http_ports import MOST_CONNECTIONS
 from services.platform.observability.metrics import start_metrics_server
+from services.platform.security.certificates import Unreadable
 from tests.support.certificates import DAY
 from tests.support.waiting import until
 

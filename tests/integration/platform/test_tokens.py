@@ -12,10 +12,10 @@ import yaml
 
 import paceline
 from paceline import Client, RetryPolicy
-from paceline.channel import CALLER
 from paceline.tokens import hash_token
+from paceline.transport.channel import CALLER
 from paceline.v1 import fleet_pb2
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.parse_budget import ParseBudget
 from services.platform.security.caller import TokenHolder
 

@@ -11,17 +11,16 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from paceline.convert.fleet import knobs_from_proto, knobs_to_proto
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from paceline.knobs import knobs_from_proto, knobs_to_proto
 from paceline.v1 import knobs_pb2
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.decision_log import BEGINNING, DecisionLog, DecisionRecord
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord, Registry
-from services.platform.registered_server import LEADING
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
+from services.platform.service import LEADING
 from services.platform.tasks import end
 from services.policy.config import PolicyConfig
 from services.policy.process import SERVICE, PolicyProcess

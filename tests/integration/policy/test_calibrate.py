@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.step_time.machine import machine_name
-from services.step_time.saved_sweep import SavedSweep, SweepSubject
+from services.step_time.sweep import SavedSweep, SweepSubject
 from tests.support.models import tiny_model
 from tests.support.zygote import forked
 

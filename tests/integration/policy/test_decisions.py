@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis import decision_log as decisions
 from services.platform.redis.connection import connect
 from services.platform.redis.decision_log import BEGINNING, DecisionLog, DecisionRecord, stream_key

@@ -18,7 +18,7 @@ from paceline import (
     RetryPolicy,
     UnavailableError,
 )
-from paceline.knobs import knobs_to_proto
+from paceline.convert.fleet import knobs_to_proto
 from paceline.types import Decision
 from services.contracts.knobs import Knobs
 from services.gateway.config import GatewayConfig

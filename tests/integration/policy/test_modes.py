@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
+from paceline.convert.fleet import knobs_to_proto
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
-from paceline.knobs import knobs_to_proto
 from paceline.times import seconds_of
 from services.contracts.knob_store import KnobStore
 from services.contracts.knobs import KnobScope
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import connect
 from tests.support.instances import CALL, InstanceProcess, Outcome, calling, generate, item
 from tests.support.models import VOCAB_SIZE, tiny_model

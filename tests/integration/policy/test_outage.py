@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paceline.knobs import knobs_from_proto
+from paceline.convert.fleet import knobs_from_proto
 from services.platform.redis.embedded import EmbeddedRedis
 from tests.integration.policy.conftest import Fleet, until
 from tests.integration.policy.test_service import tally

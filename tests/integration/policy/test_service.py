@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
+from paceline.convert.fleet import knobs_from_proto
 from paceline.internal.v1 import policy_pb2 as pb
-from paceline.knobs import knobs_from_proto
 from paceline.v1 import knobs_pb2
 from services.contracts.knob_store import KnobStore, lease_key
 from tests.integration.policy.conftest import CALL, Fleet, until

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from services.platform.config.sources import ConfigError
+from services.platform.config import ConfigError
 from tests.integration.facade.conftest import expected
 from tests.integration.gateway.conftest import CALL, Cluster, cluster, until
 from tests.support.fake_instance import FakeInstance

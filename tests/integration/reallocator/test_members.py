@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.redis.registry import InstanceRecord, Registration, Registry
 from services.reallocator.members import PolledInstances
 from tests.integration.gateway.conftest import until
 from tests.integration.reallocator.conftest import Figure5, Known

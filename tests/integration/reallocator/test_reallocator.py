@@ -12,7 +12,7 @@ import pytest
 from paceline.internal.v1 import migration_pb2
 from paceline.v1 import fleet_pb2, rollout_pb2
 from services.reallocator.moves import FIRST_DELAY
-from services.reallocator.planning.price import MoveBy
+from services.reallocator.planning.records import MoveBy
 from tests.integration.gateway.conftest import CALL, RunningGateway, check_samples, make_batch, until
 from tests.integration.reallocator.conftest import Fleet
 from tests.support.fake_instance import FakeInstance
@@ -81,7 +81,7 @@ async def test_nothing_is_shown_of_an_instance_that_is_gone(fleet: Fleet) -> Non
 async def test_samples_of_instances_that_can_gain_nothing_are_not_listed(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.reallocator.planning.listing.WITNESSES", 1)
+    monkeypatch.setattr("services.reallocator.planning.decision_scope.WITNESSES", 1)
     gateway, request = await crowded(fleet)
     for name in ("i1", "i2", "i3"):
         await fleet.join(name, hold_at=HELD)

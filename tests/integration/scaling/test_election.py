@@ -10,9 +10,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
-from services.policy.scaling.election import Election, may_take
 from services.policy.scaling.errors import ApiConflict
-from services.policy.scaling.kubernetes_client import KubernetesClient, LeaseRecord, connected
+from services.policy.scaling.kubernetes_client import (
+    Election,
+    KubernetesClient,
+    LeaseRecord,
+    connected,
+    may_take,
+)
 from services.policy.scaling.metrics import ScalingMetrics
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi
 
@@ -80,7 +85,7 @@ async def test_one_leads_and_the_other_takes_over_when_it_leaves(
     api: KubernetesApi, cluster: KubernetesClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Renewed often, and not over because the machine is slow.
-    monkeypatch.setattr("services.policy.scaling.election._RENEW", 1 / 200)
+    monkeypatch.setattr("services.policy.scaling.kubernetes_client._RENEW", 1 / 200)
     clock, seconds = Clock(), 12.0
     first, second = candidate(cluster, "first", seconds=seconds), candidate(cluster, "second", clock, seconds)
     leading = asyncio.create_task(first.run())

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import end
-from services.policy.scaling.config import PoolConfig, ScalingConfig
+from services.policy.config import PoolConfig, ScalingConfig
 from services.policy.scaling.scaler import Scaler
 from tests.integration.gateway.conftest import Cluster, RunningGateway, check_samples, make_batch, until
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi

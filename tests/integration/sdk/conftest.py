@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.grpc_transport import BlockingTransport
+from paceline.transport.grpc import BlockingTransport
 from tests.integration.sdk.gateway_double import GatewayDouble
 
 

@@ -14,7 +14,8 @@ import grpc
 import pytest
 
 import paceline
-from paceline import AsyncClient, Client, RetryPolicy, Shard, Tls, retry
+from paceline import AsyncClient, Client, RetryPolicy, Shard, Tls
+from paceline.calls import caller
 from paceline.cli.app import run
 from paceline.errors import UNREACHABLE, WRONG_ADDRESS
 from tests.integration.sdk.gateway_double import GatewayDouble
@@ -29,7 +30,7 @@ BEYOND = "192.0.2.2:7400"
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What seems to be a wrong address is tried once."""
-    monkeypatch.setattr(retry, "WRONG_ADDRESS_SECONDS", 0.0)
+    monkeypatch.setattr(caller, "WRONG_ADDRESS_SECONDS", 0.0)
 
 
 @pytest.fixture

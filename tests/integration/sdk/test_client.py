@@ -11,17 +11,8 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 
 import paceline
-from paceline import (
-    Batch,
-    Client,
-    Group,
-    RetryPolicy,
-    Reward,
-    SampleKey,
-    SampleRequest,
-    SamplingParams,
-    safetensors,
-)
+from paceline import Batch, Client, Group, RetryPolicy, Reward, SampleKey, SampleRequest, SamplingParams
+from paceline.weights import safetensors
 from tests.integration.sdk.gateway_double import GatewayDouble, until
 
 QUICK = RetryPolicy(seconds=60, initial=0.01, maximum=0.2)

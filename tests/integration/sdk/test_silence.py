@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline import channel
-from services.platform.config.settings import ServiceConfig
+from paceline.transport import channel
+from services.platform.config import ServiceConfig
 from services.platform.grpc.server import server_options
 
 WAIT = 60.0

@@ -20,9 +20,8 @@ from services.generation.engine.types import (
     EngineRequest,
     W4Options,
 )
-from services.generation.kv_transfer.outgoing import KvPart
-from services.generation.weights.manifest import read_manifest
-from services.generation.weights.staging import StagedWeights, stage
+from services.generation.kv_transfer.transfers import KvPart
+from services.generation.weights.staging import StagedWeights, read_manifest, stage
 from tests.integration.exactness.conftest import T06, T1, TIE, requests_of
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.draft_policies import Drafts

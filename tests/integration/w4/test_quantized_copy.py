@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels.w4a16 import cpu_product, for_cpu, quantise
+from kernels.w4a16 import for_cpu, linear, quantise
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest, Finish
 from tests.integration.exactness.conftest import requests_of
@@ -211,7 +211,7 @@ def test_the_quantized_copy_is_the_targets_weights_rounded_to_nearest(quantized:
         head, _, last = name.rpartition(".")
         parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
         whole = torch.cat([weights[f"{head}.{part}.weight"] for part in parts.get(last, (last,))])
-        rounded = quantise(whole, 32, scale_dtype=cpu_product.SCALES)
+        rounded = quantise(whole, 32, scale_dtype=linear.SCALES)
         assert torch.equal(found, for_cpu(rounded).packed), name
     # Half a byte, and a scale and an offset of 32 columns in two each.
     count = sum(each.numel() * 2 for each in packed.values())

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from services.platform.lifeline import tied
+from services.platform.launching import tied
 from tests.support.cluster import kernel
 from tests.support.cluster.dns import Route
 from tests.support.cluster.policies import Opening, Openings

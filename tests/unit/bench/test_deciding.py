@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.deciding.simulation import Cell, SimulatedBatch, fixed_rates
-from services.simulator.device_tables import devices
-from services.simulator.simulated_sweep import swept
+from services.simulator.device_tables import devices, swept
 from services.step_time.estimator import StepTimeEstimator
 
 DEVICES = {device.name: device for device in devices()}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bench.fleet.simulated_instance import EngineClock
 from bench.fleet.workload import MAX_TOKENS, Reporting, SimulatedPolicy
 from paceline.internal.v1 import generation_pb2 as pb
-from services.generation.loop.checkpoints import CheckpointRules
+from services.generation.loop.work_stream import CheckpointRules
 
 POLICY = SimulatedPolicy.create()
 

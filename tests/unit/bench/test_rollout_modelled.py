@@ -22,7 +22,7 @@ from bench.scrape import Metrics
 from examples.tinymath.spans import SampleSpan
 from services.generation.engine.step_log import LoggedStep
 from services.step_time.estimator import StepTimeEstimator
-from services.step_time.saved_sweep import SavedSweep
+from services.step_time.sweep import SavedSweep
 
 _TABLE = DEVICES[H100_8B].steps
 

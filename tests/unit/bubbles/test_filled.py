@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.bubbles.filled import MOST, FilledSpan, FilledTime, filled_records
+from services.bubbles.service import MOST, FilledSpan, FilledTime, filled_records
 
 
 def test_an_instance_has_one_span_from_its_first_task_until_it_has_none() -> None:

@@ -14,11 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.bubbles.config import BubblesConfig
-from services.bubbles.held import HeldPolls, PollKind
-from services.bubbles.ledger import BubbleLedger
-from services.bubbles.members import SharingMembers
+from services.bubbles.ledger import BubbleLedger, SharingMembers
 from services.bubbles.metrics import BubbleMetrics
-from services.bubbles.plan import PregenerationPlan, WorkAnswer
+from services.bubbles.plan import HeldPolls, PollKind, PregenerationPlan, WorkAnswer
 from services.bubbles.pool import PooledTask, StepPool
 from services.bubbles.service import HOLD_SECONDS, BubbleService
 from tests.unit.bubbles.hints import hint, named, progress_of, run_status, work_poll

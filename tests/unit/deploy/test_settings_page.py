@@ -11,7 +11,7 @@ import pytest
 
 import services
 from deploy.site.settings_page import SERVICES, page
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 
 PAGE = page()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.feed.buffer import ReplayBuffer, prompt_hash
-from services.drafter.feed.collector import UpdateSchedule
+from services.drafter.feed.collector import ReplayBuffer, UpdateSchedule, prompt_hash
 from services.drafter.learning.data import TrainingSample
 
 SHARE = 0.3

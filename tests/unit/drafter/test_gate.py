@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.drafter.config import DrafterConfig
-from services.drafter.controller import Overlap
+from services.drafter.process import Overlap
 from services.drafter.publishing.decisions import (
     Canary,
     CanaryStatus,

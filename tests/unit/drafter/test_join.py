@@ -7,8 +7,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contracts.learner_feed import FedBatchEnd, FedRewards, FedSample, decode, encode
-from services.drafter.feed.join import HeldEntries, RewardJoin
+from services.contracts.learner import FedBatchEnd, FedRewards, FedSample
+from services.contracts.learner import decode_entry as decode
+from services.contracts.learner import encode_entry as encode
+from services.drafter.feed.collector import HeldEntries, RewardJoin
 
 
 def sample(slot: int = 0, batch: str = "b", prompt_id: str = "p") -> FedSample:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contracts.drafter.record import DrafterHistory, PublishedDrafter
-from services.drafter.training.state import LEARNER, MANIFEST, Manifest, States
+from services.contracts.learner import DrafterHistory, PublishedDrafter
+from services.drafter.training.session import LEARNER, MANIFEST, Manifest, States
 
 published = st.builds(
     PublishedDrafter,

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from paceline.internal.v1 import draft_pb2 as pb
 from services.contracts.errors import InvalidArgument
-from services.contracts.rollout import RolloutKind, StoredRollout
-from services.contracts.rollout_messages import MESSAGE_BYTES, batches, from_proto, to_proto
+from services.contracts.rollout import (
+    MESSAGE_BYTES,
+    RolloutKind,
+    StoredRollout,
+    batches,
+    from_proto,
+    to_proto,
+)
 from tests.unit.drafts.rollouts import ahead, assert_same, make
 
 rollouts = st.builds(

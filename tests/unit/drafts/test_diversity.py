@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.generation.rollouts.diversity import NGRAM, distinct_share, keep, reuse_allowed
+from services.generation.draft_cache.cache import NGRAM, distinct_share, keep, reuse_allowed
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=30)
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from services.gateway.batches.adaptive_lenience import CEILING, DEFAULT_RULES, next_lenience
+from services.gateway.state.lenience import CEILING, DEFAULT_RULES, next_lenience
 
 leniences = st.floats(1.0, CEILING)
 kls = st.floats(0, 1e6)

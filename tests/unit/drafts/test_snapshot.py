@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.drafts.archive import Archive, BadSnapshot, open_snapshot, write_snapshot
-from services.drafts.metrics import DraftStoreMetrics
+from services.drafts.service import Archive, BadSnapshot, DraftStoreMetrics, open_snapshot, write_snapshot
 from services.drafts.store import DraftStore
 from tests.unit.drafts.rollouts import ahead, describe, make
 
@@ -68,7 +67,7 @@ def test_a_file_of_something_else_is_refused(path: Path) -> None:
 
 
 def test_a_later_format_is_refused_by_its_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.drafts.archive.FORMAT", 2)
+    monkeypatch.setattr("services.drafts.service.SNAPSHOT_FORMAT", 2)
     write_snapshot(path, ROLLOUTS[:1], at=1)
     monkeypatch.undo()
     with pytest.raises(BadSnapshot, match="has format 2; this version reads 1"):

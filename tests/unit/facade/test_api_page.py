@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.facade.api_page import api_page
+from services.facade.routes.paceline import api_page
 
 DESCRIBED = {
     "info": {"title": "T", "version": "1", "summary": "<b>"},

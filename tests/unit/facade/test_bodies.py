@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from services.contracts.sampling import MOST_ALLOWED
-from services.facade.dialects.asked import MOST_STOP_TOKENS, Limits
+from services.facade.dialects.body import MOST_STOP_TOKENS, Body, Limits
 from services.facade.dialects.chat import ChatBody
-from services.facade.dialects.completions import CompletionBody
 from services.facade.dialects.paceline import HintBody
-from services.facade.dialects.parameters import Body
 from services.facade.dialects.sglang import GenerateBody
 from services.facade.dialects.tokens import DetokenizeBody, TokenizeBody, TokensBody
 from services.facade.dialects.trl import TrlBody
-from services.facade.work.bodies import Invalid, RefusedBody, prepared
-from services.facade.work.turns import CallerTurns
+from services.facade.dialects.vllm import CompletionBody
+from services.facade.work.jobs import Invalid, RefusedBody, prepared
+from services.facade.work.pool import CallerTurns
 from tests.unit.facade.test_text import Bytes
 
 LIMITS = Limits("m", vocab_size=256, max_model_len=32)

@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.contracts.errors import InvalidArgument
-from services.facade.chat_template import traits_of
-from services.facade.dialects.chat import RESERVED, ChatBody, chat_prompt
-from services.facade.dialects.completions import CompletionBody, completion_prompts
-from services.facade.dialects.messages import PART_FIELDS
-from services.facade.text import FolderTokenizer, not_by_template
+from services.facade.dialects.chat import PART_FIELDS, RESERVED, ChatBody, chat_prompt
+from services.facade.dialects.vllm import CompletionBody, completion_prompts
+from services.facade.text import FolderTokenizer, not_by_template, traits_of
 from tests.support.vllm_chat import VllmChat, byte_ids
 
 HEAD = "{% for m in messages %}<{{ m.role }}{{ '/' ~ m.name if m.name else '' }}>"

@@ -14,13 +14,13 @@ from vllm.config import ModelConfig
 from paceline.v1.rollout_pb2 import HintNextBatchRequest
 from services.facade.app import app
 from services.facade.config import FacadeConfig
-from services.facade.dialects.asked import Limits
+from services.facade.dialects.body import Limits
 from services.facade.dialects.chat import ChatBody
-from services.facade.dialects.completions import CompletionBody
-from services.facade.dialects.defaults import FILE, model_defaults
 from services.facade.dialects.paceline import HintBody
 from services.facade.dialects.tokens import TokensBody
-from services.platform.config.sources import ConfigError
+from services.facade.dialects.vllm import GENERATION_CONFIG as FILE
+from services.facade.dialects.vllm import CompletionBody, model_defaults
+from services.platform.config import ConfigError
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.models import VOCAB_SIZE, tiny_model
 

@@ -13,12 +13,9 @@ import pytest
 
 from paceline import types as t
 from services.contracts.errors import InvalidArgument
-from services.facade.chat_template import TemplateTraits
 from services.facade.dialects import sglang, trl, vllm
 from services.facade.dialects.answers import AnswerWriter, usage
-from services.facade.dialects.chat import ChatBody
-from services.facade.dialects.completions import CompletionBody, completion_prompts
-from services.facade.dialects.parameters import (
+from services.facade.dialects.body import (
     LEAST_LOGPROB,
     check_samples,
     check_unsupported,
@@ -26,9 +23,12 @@ from services.facade.dialects.parameters import (
     prompt_id_of,
     run_seed,
 )
-from services.facade.dialects.sglang_answers import SglangWriter
+from services.facade.dialects.chat import ChatBody
+from services.facade.dialects.sglang import SglangWriter
+from services.facade.dialects.vllm import CompletionBody, completion_prompts
 from services.facade.names import GivenNames, SampleNames, SamplesAsked
 from services.facade.samples import SampleOutput
+from services.facade.text import TemplateTraits
 
 RAW, PROCESSED = t.LogprobsMode.RAW, t.LogprobsMode.PROCESSED
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from services.facade.config import FacadeConfig
-from services.facade.gateway_client import GatewayClient
+from services.facade.gateway import GatewayClient
 
 
 class _Client:

@@ -9,7 +9,7 @@ import pytest
 from paceline import types as t
 from services.contracts.errors import InvalidArgument
 from services.facade import names as module
-from services.facade.dialects.parameters import prompt_id_of
+from services.facade.dialects.body import prompt_id_of
 from services.facade.names import AbortedSamples, GivenNames, SampleNames, SamplesAsked, given_names
 from services.facade.samples import SampleOutput
 

@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from paceline.tokens import TokenScope
+from services.facade.access import Origins
 from services.facade.config import FacadeConfig
-from services.facade.origins import Origins
 
 HERE = "127.0.0.1:7480"
 ANONYMOUS = {"token": "t", "anonymous_scopes": frozenset({TokenScope.ROLLOUTS})}

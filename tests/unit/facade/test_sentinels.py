@@ -11,11 +11,12 @@ from paceline import types as t
 from paceline.convert import sampling_to_proto
 from services.contracts.errors import InvalidArgument
 from services.contracts.sampling import resolve
-from services.facade.dialects import sglang, tokens, trl, vllm, vllm_control
+from services.facade.dialects import sglang, tokens, trl, vllm
+from services.facade.dialects import vllm as vllm_control
+from services.facade.dialects.body import Body, check_unsupported
 from services.facade.dialects.chat import ChatBody
-from services.facade.dialects.completions import CompletionBody
 from services.facade.dialects.paceline import HintBody, RewardBody, RewardsBody
-from services.facade.dialects.parameters import Body, check_unsupported
+from services.facade.dialects.vllm import CompletionBody
 
 SENTINELS: list[Any] = [None, "", [], {}, False, 0, -1]
 BASES: dict[str, dict[str, Any]] = {

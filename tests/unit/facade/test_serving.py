@@ -13,10 +13,9 @@ from starlette.types import Message
 from services.facade.config import FacadeConfig
 from services.facade.dialects import sglang
 from services.facade.dialects.answers import AnswerWriter
-from services.facade.dialects.completions import CompletionBody
-from services.facade.dialects.sglang_answers import SglangWriter
-from services.facade.fleet import ServedFleet
-from services.facade.forecasts import Forecasts
+from services.facade.dialects.sglang import SglangWriter
+from services.facade.dialects.vllm import CompletionBody
+from services.facade.gateway import Forecasts, ServedFleet
 from services.facade.http_errors import fault
 from services.facade.metrics import FacadeMetrics
 from services.facade.names import SampleNames

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from services.contracts.errors import InvalidArgument
-from services.facade.chat_template import TemplateTraits
-from services.facade.text import TextStream, longest_beginning, needs_text, text_of
+from services.facade.text import TemplateTraits, TextStream, longest_beginning, needs_text, text_of
 
 
 class Bytes:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.unicode import check_unicode
+from services.facade.work.jobs import check_unicode
 
 TEXTS = st.text(st.characters(codec=None), max_size=4)
 BODIES = st.recursive(

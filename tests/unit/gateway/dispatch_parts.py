@@ -12,27 +12,24 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
-from services.gateway.batches.group import BatchGroup
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import GatewaySample
-from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.estimator import WorkEstimator
-from services.gateway.dispatch.instance_events import InstanceEvents
-from services.gateway.dispatch.placement import InstanceSlots
-from services.gateway.dispatch.placer import Placer
-from services.gateway.dispatch.running_batch import ActiveBatches, RunningBatch
-from services.gateway.dispatch.settlement import Settlement
-from services.gateway.dispatch.turns import Pace, Turns
-from services.gateway.dispatch.work_link import Attempt, WorkLink
-from services.gateway.finished.ended_singles import EndedSingles
-from services.gateway.fleet.health import FleetHealth
-from services.gateway.journal.backlog import JournalBacklog
-from services.gateway.journal.batch_record import BatchHead, BatchRecord
-from services.gateway.journal.journal_write import JournalWrite, collect, settle
+from services.gateway.feeds.learner import EndedSingles
+from services.gateway.journal.record import BatchHead, BatchRecord, JournalWrite, collect, settle
+from services.gateway.journal.writer import JournalBacklog
 from services.gateway.metrics import GatewayMetrics
-from services.platform.backoff import ExponentialBackoff
+from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
+from services.gateway.scheduler.dispatcher import Dispatcher, Settlement
+from services.gateway.scheduler.estimator import WorkEstimator
+from services.gateway.scheduler.instance_events import InstanceEvents
+from services.gateway.scheduler.placement import InstanceSlots
+from services.gateway.scheduler.placer import Placer
+from services.gateway.scheduler.turns import Pace, Turns
+from services.gateway.scheduler.work_link import Attempt, WorkLink
+from services.gateway.state.fleet_health import FleetHealth
+from services.gateway.state.rollout_batch import RolloutBatch
+from services.gateway.state.sample import BatchGroup, GatewaySample
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.redis.registry import InstanceRecord
+from services.platform.tasks import ExponentialBackoff
 
 VERSION = 7
 STOP = sample_pb2.FINISH_REASON_STOP

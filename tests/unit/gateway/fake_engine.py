@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from paceline.internal.v1 import generation_pb2 as pb
-from services.platform.notify import Notifier
+from services.platform.tasks import Notifier
 
 
 def rpc_error(code: grpc.StatusCode, details: str = "") -> grpc.aio.AioRpcError:

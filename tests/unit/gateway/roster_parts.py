@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.gateway.connections import roster as module
-from services.gateway.connections.roster import Roster
-from services.gateway.fleet.health import FleetHealth, FleetRules, MemberState
-from services.gateway.fleet.update_book import PublishedVersion, UpdateBook
+from services.gateway.instances import roster as module
+from services.gateway.instances.roster import Roster
+from services.gateway.state.fleet_health import FleetHealth, FleetRules, MemberState
+from services.gateway.state.update_book import PublishedVersion, UpdateBook
 from services.platform.redis.registry import InstanceRecord
 from tests.unit.gateway.dispatch_parts import VERSION, DispatchParts
 from tests.unit.gateway.fake_engine import FakeEngine

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import paceline
-from paceline import WeightCollective, WeightStream, safetensors
+from paceline import WeightCollective, WeightStream
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.internal.v1 import weight_peer_pb2
@@ -28,23 +28,22 @@ from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.times import duration
 from paceline.v1 import weight_pb2, weight_pb2_grpc
 from paceline.v1 import weight_stream_pb2_grpc as stream_rpc
+from paceline.weights import safetensors
 from services.gateway.config import GatewayConfig
-from services.gateway.connections.connection import Connection
-from services.gateway.connections.samples_in_flight import InFlightSamples
-from services.gateway.connections.updater import Updater
-from services.gateway.fleet.update_book import PublishedVersion, UpdateBook
+from services.gateway.instances.connection import Connection
+from services.gateway.instances.updater import InFlightSamples, Updater
 from services.gateway.server.trainer_services import WeightServicer
+from services.gateway.state.update_book import PublishedVersion, UpdateBook
 from services.generation.config import GenerationConfig
 from services.generation.engine.types import TensorSpec
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.manifest import most_bytes
-from services.generation.weights.staging import StagedWeights
+from services.generation.weights.staging import StagedWeights, most_bytes
+from services.generation.weights.stream.broadcasts import ReceiverProcess
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER, WeightStreamMetrics
-from services.generation.weights.stream.receiver_process import ReceiverProcess
 from services.generation.weights.stream.streams import WeightStreams
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
 from services.platform.tasks import end

@@ -9,11 +9,10 @@ from prometheus_client import CollectorRegistry
 
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.errors import ResourceExhausted
-from services.gateway.batches.account import Account
-from services.gateway.batches.messages import BatchBuilder, grown
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.dispatch.accounts import Accounts
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.scheduler.active_batches import Accounts
+from services.gateway.state.messages import BatchBuilder, grown
+from services.gateway.state.rollout_batch import Account, RolloutBatch
 from services.platform.security.caller import TokenHolder
 
 ACCOUNT = Account("few", 100)

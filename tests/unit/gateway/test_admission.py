@@ -9,8 +9,8 @@ import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.sampling import ModelLimits
-from services.gateway.batches.adaptive_lenience import CEILING
-from services.gateway.batches.admission import check_exactness, check_generate, check_report
+from services.gateway.api.validation import check_exactness, check_generate, check_report
+from services.gateway.state.lenience import CEILING
 
 LENIENT = sample_pb2.EXACTNESS_LEVEL_LENIENT
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64)

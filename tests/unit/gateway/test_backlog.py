@@ -14,13 +14,12 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import seconds_of
 from services.contracts.errors import ResourceExhausted
-from services.gateway.dispatch.placement import InstanceSlots
-from services.gateway.dispatch.turns import Pace
-from services.gateway.dispatch.work_link import WorkLink
-from services.gateway.journal.backlog import JournalBacklog
+from services.gateway.journal.writer import JournalBacklog
 from services.gateway.metrics import GatewayMetrics
-from services.platform.backoff import ExponentialBackoff
-from services.platform.tasks import end
+from services.gateway.scheduler.placement import InstanceSlots
+from services.gateway.scheduler.turns import Pace
+from services.gateway.scheduler.work_link import WorkLink
+from services.platform.tasks import ExponentialBackoff, end
 from tests.unit.gateway.dispatch_parts import VERSION, DispatchParts, a_batch, finished, tokens, turn
 
 

@@ -13,12 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from paceline.internal.v1 import generation_pb2
 from paceline.times import duration, seconds_of
 from paceline.v1 import sample_pb2
-from services.gateway.batches.group import BatchGroup
-from services.gateway.batches.messages import final_sample, work_item
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import EventEffect, GatewaySample, Likeliest, SamplePhase, TokenColumns
-from services.gateway.journal.journal_write import collect, has_more, settle, undo
-from services.gateway.journal.sample_chunks import WHOLE, Head, PartialSample, TokenChunk, join_spans, pack
+from services.gateway.journal.chunks import WHOLE, Head, PartialSample, TokenChunk, join_spans, pack
+from services.gateway.journal.record import collect, has_more, settle, undo
+from services.gateway.state.messages import final_sample, work_item
+from services.gateway.state.rollout_batch import RolloutBatch
+from services.gateway.state.sample import (
+    BatchGroup,
+    EventEffect,
+    GatewaySample,
+    Likeliest,
+    SamplePhase,
+    TokenColumns,
+)
 from tests.unit.gateway.dispatch_parts import record_of
 
 STOP, LENGTH, ABORTED = (

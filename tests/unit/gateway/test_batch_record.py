@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from paceline.v1 import rollout_pb2
-from services.gateway.journal.batch_record import BatchHead, BatchRecord, StoredBatch, first_cursor
-from services.gateway.journal.headroom import used_share
-from services.gateway.journal.result_cache import ResultCache
+from services.gateway.journal.record import BatchHead, BatchRecord, ResultCache, StoredBatch, first_cursor
+from services.gateway.journal.writer import used_share
 
 SAMPLES = 6
 KEY = ("run", "b")

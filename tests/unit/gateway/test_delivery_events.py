@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.calls.reading import BatchPlace
+from paceline.calls.rollouts import BatchPlace
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.gateway.journal.batch_record import BatchHead, BatchRecord
-from services.gateway.rollouts import delivery
-from services.gateway.rollouts.delivery import events_of
+from services.gateway.api import delivery
+from services.gateway.api.delivery import events_of
+from services.gateway.journal.record import BatchHead, BatchRecord
 
 
 def record_of(samples: int) -> BatchRecord:

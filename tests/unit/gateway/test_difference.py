@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline import convert
 from paceline import types as t
 from paceline.v1 import rollout_pb2 as pb
-from services.gateway.batches.difference import first_difference
+from services.gateway.api.validation import first_difference
 from tests.support.random_messages import RandomMessages
 
 GROUPS = [t.Group("p0", [1, 2, 3], 4), t.Group("p1", [1, 2], 4, t.SamplingParams(top_p=0.5))]

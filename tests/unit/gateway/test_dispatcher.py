@@ -10,11 +10,11 @@ from google.rpc import code_pb2
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.errors import RESUMING, ResourceExhausted
-from services.gateway.batches.calls import CallRules
-from services.gateway.batches.messages import final_sample
-from services.gateway.batches.sample import SamplePhase
-from services.gateway.dispatch.estimator import DraftCoverage
-from services.gateway.dispatch.work_link import report_interval
+from services.gateway.scheduler.estimator import DraftCoverage
+from services.gateway.scheduler.work_link import report_interval
+from services.gateway.state.calls import CallRules
+from services.gateway.state.messages import final_sample
+from services.gateway.state.sample import SamplePhase
 from tests.unit.gateway.dispatch_parts import (
     DispatchParts,
     a_batch,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.v1 import rollout_pb2
-from services.gateway.batches.messages import BatchBuilder
-from services.gateway.finished.ended_singles import EndedSingles
+from services.gateway.feeds.learner import EndedSingles
+from services.gateway.state.messages import BatchBuilder
 
 BUILDER = BatchBuilder(max_seconds=1.0, max_attempts=1)
 

@@ -8,8 +8,7 @@ from itertools import combinations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from services.gateway.dispatch.placement import InstancePool, InstanceSlots
-from services.gateway.dispatch.waiting_queue import WaitingQueue, WaitingSample
+from services.gateway.scheduler.placement import InstancePool, InstanceSlots, WaitingQueue, WaitingSample
 
 runs = st.lists(
     st.tuples(st.integers(1, 8), st.lists(st.floats(1, 1e4), min_size=1, max_size=30)), min_size=2, max_size=4

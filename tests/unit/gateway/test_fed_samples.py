@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.gateway.batches.messages import BatchBuilder
-from services.gateway.batches.sample import SampleEnding
-from services.gateway.finished.learner_feed import sample_of
+from services.gateway.feeds.learner import sample_of
+from services.gateway.state.messages import BatchBuilder
+from services.gateway.state.sample import SampleEnding
 
 BUILDER = BatchBuilder(max_seconds=1.0, max_attempts=1)
 ENDING = SampleEnding(0, sample_pb2.FINISH_REASON_STOP, sample_pb2.SAMPLE_STATUS_COMPLETED, 1.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.gateway.fleet.health import FleetHealth, FleetRules, InstanceLoss, MemberState
+from services.gateway.state.fleet_health import FleetHealth, FleetRules, InstanceLoss, MemberState
 from services.platform.redis.registry import InstanceRecord
 
 

@@ -11,8 +11,8 @@ import pytest
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.gateway.config import GatewayConfig
-from services.gateway.server.forwarding import peer_config, send
-from services.platform.config.settings import TlsConfig
+from services.gateway.gateway import peer_config, send
+from services.platform.config import TlsConfig
 
 REFUSAL = InvalidArgument([Violation("request", "is no message")])
 

@@ -11,13 +11,12 @@ from hypothesis import given
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.sampling import ModelLimits
-from services.gateway.batches.admission import as_submission, check_groups, check_submit
-from services.gateway.batches.group import BatchGroup
-from services.gateway.batches.messages import BatchBuilder, grown
-from services.gateway.batches.sample import EventEffect, GatewaySample, SamplePhase
-from services.gateway.fleet.update_book import PublishedVersion, UpdateBook
-from services.gateway.journal.batch_record import BatchHead, BatchRecord
-from services.gateway.journal.recorded_request import merged
+from services.gateway.api.validation import as_submission, check_groups, check_submit
+from services.gateway.journal.journal import merged
+from services.gateway.journal.record import BatchHead, BatchRecord
+from services.gateway.state.messages import BatchBuilder, grown
+from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
+from services.gateway.state.update_book import PublishedVersion, UpdateBook
 from tests.unit.gateway.dispatch_parts import DispatchParts, a_batch
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64)

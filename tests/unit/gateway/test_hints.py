@@ -10,11 +10,11 @@ from hypothesis import given
 
 from paceline.internal.v1 import bubble_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
-from services.gateway.batches.messages import BatchBuilder
-from services.gateway.batches.sample import GenerationSpan
-from services.gateway.dispatch.estimator import DraftCoverage, remaining_work
-from services.gateway.dispatch.step_report import IdleTimeBook
-from services.gateway.hints.book import Hint, HintBook, HintedRun, HintOutcome, hinted_batch, make_hint
+from services.gateway.api.hints import Hint, HintBook, HintedRun, HintOutcome, hinted_batch, make_hint
+from services.gateway.feeds.step_report import IdleTimeBook
+from services.gateway.scheduler.estimator import DraftCoverage, remaining_work
+from services.gateway.state.messages import BatchBuilder
+from services.gateway.state.sample import GenerationSpan
 
 
 def request(

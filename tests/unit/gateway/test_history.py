@@ -12,12 +12,11 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import sample_pb2
 from services.contracts.rollout import StoredRollout
-from services.gateway.batches.group import BatchGroup
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import GatewaySample
-from services.gateway.finished import history_writer as module
-from services.gateway.finished.history_writer import HistoryWriter
+from services.gateway.feeds import history as module
+from services.gateway.feeds.history import HistoryWriter
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.state.rollout_batch import RolloutBatch
+from services.gateway.state.sample import BatchGroup, GatewaySample
 from services.platform.tasks import end
 
 

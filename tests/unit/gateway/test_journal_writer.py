@@ -12,16 +12,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.contracts.gateway_keys import BatchKey
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import EventEffect
-from services.gateway.journal import journal_writer
-from services.gateway.journal.backlog import JournalBacklog
-from services.gateway.journal.batch_record import BatchRecord
-from services.gateway.journal.journal_write import JournalWrite
-from services.gateway.journal.journal_writer import JournalWriter
-from services.gateway.journal.recorded_batches import RecordedBatches
+from services.gateway.journal import writer
+from services.gateway.journal.record import BatchRecord, JournalWrite, RecordedBatches
+from services.gateway.journal.writer import JournalBacklog, JournalWriter
 from services.gateway.metrics import GatewayMetrics
-from services.platform.notify import Notifier
+from services.gateway.state.rollout_batch import RolloutBatch
+from services.gateway.state.sample import EventEffect
+from services.platform.tasks import Notifier
 from tests.unit.gateway.dispatch_parts import LONG, a_batch, finished, record_of, tokens, turn
 
 
@@ -77,7 +74,7 @@ class Written:
 
 @pytest.fixture
 async def written(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Written]:
-    monkeypatch.setattr(journal_writer, "_PAUSE", LONG)
+    monkeypatch.setattr(writer, "_PAUSE", LONG)
     async with _running(Written()) as made:
         yield made
 

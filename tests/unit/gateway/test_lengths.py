@@ -7,7 +7,7 @@ import tracemalloc
 import hypothesis.strategies as st
 from hypothesis import given
 
-from services.gateway.dispatch.estimator import UNKNOWN_LENGTH, WINDOW, LengthPredictor
+from services.gateway.scheduler.estimator import UNKNOWN_LENGTH, WINDOW, LengthPredictor
 
 
 def test_what_is_known_best_counts_first() -> None:

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis import given
 
-from services.gateway.dispatch.placement import MOST_COMPARED, InstancePool, InstanceSlots
-from services.gateway.dispatch.waiting_queue import Placement, WaitingQueue, WaitingSample
+from services.gateway.scheduler.placement import (
+    MOST_COMPARED,
+    InstancePool,
+    InstanceSlots,
+    Placement,
+    WaitingQueue,
+    WaitingSample,
+)
 
 lengths = st.floats(min_value=1, max_value=1e5)
 samples = st.lists(st.tuples(st.integers(0, 5), lengths), max_size=40)

@@ -7,7 +7,7 @@ import pytest
 from grpc.aio import Metadata
 
 from services.contracts.errors import NotFound, to_status
-from services.gateway.connections.connection import received_error
+from services.gateway.instances.connection import received_error
 
 
 @pytest.mark.parametrize(

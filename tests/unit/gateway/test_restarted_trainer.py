@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline import safetensors
 from paceline.cli.app import run
-from paceline.send_window import cut
 from paceline.v1 import weight_pb2, weight_pb2_grpc, weight_stream_pb2
-from paceline.weight_sender import WeightSender
+from paceline.weights import safetensors
+from paceline.weights.pieces import cut
+from paceline.weights.stream import WeightSender
 from services.generation.weights import staging
-from services.generation.weights.contents import ShardContent
-from services.generation.weights.shards import WeightShard
+from services.generation.weights.files import ShardContent, WeightShard
 from services.generation.weights.stream.reception import Reception
 from services.generation.weights.stream.stored_stream import StoredStream
 from tests.unit.gateway.stream_fleet import NEW, STREAM, WAIT, StreamFleet, Tensors, stream_fleet, until

@@ -11,12 +11,11 @@ from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.contracts.seeds import sample_seed
-from services.gateway.batches.group import BatchGroup
-from services.gateway.batches.messages import BatchBuilder, exactness_of, final_sample, work_item
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import EventEffect, GatewaySample
-from services.gateway.finished.history_writer import rollout_of
-from services.gateway.journal.journal_write import collect
+from services.gateway.feeds.history import rollout_of
+from services.gateway.journal.record import collect
+from services.gateway.state.messages import BatchBuilder, exactness_of, final_sample, work_item
+from services.gateway.state.rollout_batch import RolloutBatch
+from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample
 from tests.unit.gateway.dispatch_parts import record_of
 
 EXACT, LENIENT = sample_pb2.EXACTNESS_LEVEL_EXACT, sample_pb2.EXACTNESS_LEVEL_LENIENT

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from paceline.v1 import rollout_pb2
-from services.gateway.journal.batch_record import BatchHead, BatchRecord
+from services.gateway.api.reports import known_rewards
 from services.gateway.journal.fenced_records import RunLenience
-from services.gateway.rollouts.reports import known_rewards
+from services.gateway.journal.record import BatchHead, BatchRecord
 
 
 def recorded(done: set[int]) -> BatchRecord:

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from paceline.internal.v1 import weight_peer_pb2
-from services.gateway.fleet.health import MemberState
-from services.gateway.fleet.update_book import PublishedVersion
+from services.gateway.state.fleet_health import MemberState
+from services.gateway.state.update_book import PublishedVersion
 from services.platform.tasks import end
 from tests.unit.gateway.dispatch_parts import VERSION, a_batch, tokens, turn
 from tests.unit.gateway.fake_engine import rpc_error

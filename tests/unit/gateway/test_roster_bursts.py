@@ -13,13 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
-from services.gateway.dispatch.placement import InstanceSlots
-from services.gateway.dispatch.turns import Pace
-from services.gateway.dispatch.work_link import Attempt, WorkLink
-from services.gateway.journal.backlog import JournalBacklog
+from services.gateway.journal.writer import JournalBacklog
 from services.gateway.metrics import GatewayMetrics
-from services.platform.backoff import ExponentialBackoff
-from services.platform.tasks import end
+from services.gateway.scheduler.placement import InstanceSlots
+from services.gateway.scheduler.turns import Pace
+from services.gateway.scheduler.work_link import Attempt, WorkLink
+from services.platform.tasks import ExponentialBackoff, end
 from tests.unit.gateway.dispatch_parts import VERSION, a_batch, turn
 from tests.unit.gateway.fake_engine import FakeWorkCall, rpc_error
 from tests.unit.gateway.roster_parts import Fleet

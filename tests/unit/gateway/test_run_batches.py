@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import InvalidArgument
-from services.gateway.journal.batch_record import BatchHead, BatchRecord
-from services.gateway.rollouts.run_batches import page_of, status_of
+from services.gateway.api.run_batches import page_of, status_of
+from services.gateway.journal.record import BatchHead, BatchRecord
 
 
 def record(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.v1 import sample_pb2
-from services.gateway.batches.sample import TokenColumns
-from services.gateway.journal.sample_chunks import join_spans, pack, whole
+from services.gateway.journal.chunks import join_spans, pack, whole
+from services.gateway.state.sample import TokenColumns
 
 TOKENS = st.one_of(st.integers(0, 200_000), st.integers(0, 2**32 - 1))
 LOGPROBS = st.floats(width=32, allow_nan=False)

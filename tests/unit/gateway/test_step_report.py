@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.batches.sample import GatewaySample, GenerationSpan
-from services.gateway.dispatch.activity import BINS, ActivityCurve
-from services.gateway.dispatch.critical_path import PARTS, TimedSample, time_parts
-from services.gateway.dispatch.step_report import SHOWN, IdleTimeBook, StepReport, step_record
-from services.gateway.finished.reward_book import RewardBook
-from services.gateway.fleet.update_times import UpdateTimes
+from services.gateway.api.reports import RewardBook
+from services.gateway.feeds.step_report import (
+    BINS,
+    PARTS,
+    SHOWN,
+    ActivityCurve,
+    IdleTimeBook,
+    StepReport,
+    TimedSample,
+    step_record,
+    time_parts,
+)
+from services.gateway.instances.updater import UpdateTimes
+from services.gateway.state.sample import GatewaySample, GenerationSpan
 from services.platform.redis.decision_log import DecisionRecord
 
 SECONDS = st.floats(0, 50, allow_nan=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.journal.sample_chunks import WHOLE, Head
-from services.gateway.journal.stored_samples import parse_ended
+from services.gateway.journal.chunks import WHOLE, Head
+from services.gateway.journal.journal import parse_ended
 
 
 def test_cursors_and_heads_come_as_one_text_and_events_as_another() -> None:

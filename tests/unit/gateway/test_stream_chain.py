@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.fleet.stream_chain import MOST_PEERS, ChainLink, chain, predecessors
+from services.gateway.instances.roster import MOST_PEERS, ChainLink, chain, predecessors
 
 LINKS = st.lists(
     st.builds(

@@ -14,8 +14,11 @@ from paceline.times import duration
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.errors import AlreadyExists, FailedPrecondition
 from services.contracts.sampling import ModelLimits
-from services.gateway.batches.admission import check_groups, check_submit
-from services.gateway.batches.calls import (
+from services.gateway.api.validation import check_groups, check_submit
+from services.gateway.journal.chunks import Head, PartialSample, join_spans
+from services.gateway.journal.record import collect, settle
+from services.gateway.scheduler.placement import InstancePool, InstanceSlots, WaitingQueue, WaitingSample
+from services.gateway.state.calls import (
     CallAnswer,
     CallRules,
     WaitingCalls,
@@ -24,13 +27,9 @@ from services.gateway.batches.calls import (
     sample_call,
     with_calls,
 )
-from services.gateway.batches.messages import BatchBuilder, work_item
-from services.gateway.batches.rollout_batch import RolloutBatch
-from services.gateway.batches.sample import EventEffect, SamplePhase
-from services.gateway.dispatch.placement import InstancePool, InstanceSlots
-from services.gateway.dispatch.waiting_queue import WaitingQueue, WaitingSample
-from services.gateway.journal.journal_write import collect, settle
-from services.gateway.journal.sample_chunks import Head, PartialSample, join_spans
+from services.gateway.state.messages import BatchBuilder, work_item
+from services.gateway.state.rollout_batch import RolloutBatch
+from services.gateway.state.sample import EventEffect, SamplePhase
 from tests.unit.gateway.dispatch_parts import a_batch, record_of
 
 CALL, END = 9, 2

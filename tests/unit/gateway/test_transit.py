@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.dispatch.instance_events import MovesInTransit
-from services.gateway.dispatch.work_link import Attempt
+from services.gateway.scheduler.instance_events import MovesInTransit
+from services.gateway.scheduler.work_link import Attempt
 
 
 def moved() -> Attempt:

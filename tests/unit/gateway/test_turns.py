@@ -12,11 +12,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.gateway.batches.sample import SamplePhase
-from services.gateway.dispatch.running_batch import RunningBatch
-from services.gateway.dispatch.turns import Pace, Turns
-from services.platform.observability import metered_loop
-from services.platform.observability.metered_loop import MeteredLoop
+from services.gateway.scheduler.active_batches import RunningBatch
+from services.gateway.scheduler.turns import Pace, Turns
+from services.gateway.state.sample import SamplePhase
+from services.platform.observability import event_loop
+from services.platform.observability.event_loop import MeteredLoop
 from tests.unit.gateway.dispatch_parts import DispatchParts, RecordingLink, a_batch, finished, tokens
 
 ONE_STEP = 0.0
@@ -119,7 +119,7 @@ async def test_messages_that_find_no_time_left_in_a_turn_wait_for_a_later_one_in
 def test_the_loop_knows_its_longest_turn_by_both_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(wall=100.0, cpu=10.0)
     readings = SimpleNamespace(perf_counter=lambda: clock.wall, thread_time=lambda: clock.cpu)
-    monkeypatch.setattr(metered_loop, "time", readings)
+    monkeypatch.setattr(event_loop, "time", readings)
     select = selectors.DefaultSelector.select
 
     def wait(selector: selectors.DefaultSelector, timeout: float | None = None) -> list[Any]:

@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2
 from hypothesis import given
 
 from services.contracts.errors import FailedPrecondition, NotFound
-from services.gateway.fleet.update_book import (
+from services.gateway.state.update_book import (
     InFlightTreatment,
     PublishedVersion,
     UpdateBook,

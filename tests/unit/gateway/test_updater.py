@@ -19,24 +19,22 @@ from services.contracts.errors import (
     ServiceError,
     Unavailable,
 )
-from services.gateway.batches.messages import final_sample
 from services.gateway.config import GatewayConfig
-from services.gateway.connections import connection as connection_module
-from services.gateway.connections.connection import Connection
-from services.gateway.connections.samples_in_flight import InFlightSamples
-from services.gateway.connections.updater import Updater
-from services.gateway.dispatch.turns import Pace
-from services.gateway.fleet.health import MemberState
-from services.gateway.fleet.update_book import (
+from services.gateway.instances import connection as connection_module
+from services.gateway.instances.connection import Connection
+from services.gateway.instances.updater import InFlightSamples, Updater
+from services.gateway.journal import fenced_records
+from services.gateway.scheduler.turns import Pace
+from services.gateway.state.fleet_health import MemberState
+from services.gateway.state.messages import final_sample
+from services.gateway.state.update_book import (
     InFlightTreatment,
     PublishedVersion,
     UpdateBook,
     UpdatePhase,
     WeightUpdate,
 )
-from services.gateway.journal import fenced_records
-from services.platform.notify import Notifier
-from services.platform.tasks import end
+from services.platform.tasks import Notifier, end
 from tests.unit.gateway.dispatch_parts import (
     VERSION,
     DispatchParts,

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline import Adapter, WeightFolder, expansion, safetensors
-from paceline.expansion import BaseWeights
-from paceline.send_window import cut
+from paceline import Adapter, WeightFolder
 from paceline.v1 import weight_pb2, weight_stream_pb2
-from paceline.weight_sender import WeightSender
+from paceline.weights import expansion, safetensors
+from paceline.weights.expansion import BaseWeights
+from paceline.weights.pieces import cut
+from paceline.weights.stream import WeightSender
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.shards import WeightShard
+from services.generation.weights.files import WeightShard
 from services.generation.weights.stream import reception
 from services.generation.weights.stream.stored_stream import StoredStream
 from tests.unit.gateway.dispatch_parts import VERSION, a_batch

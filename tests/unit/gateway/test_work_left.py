@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from services.gateway.dispatch.running_batch import WorkLeft
+from services.gateway.scheduler.active_batches import WorkLeft
 from tests.unit.gateway.dispatch_parts import DispatchParts, a_batch, finished, tokens, turn
 
 

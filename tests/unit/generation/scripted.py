@@ -24,7 +24,7 @@ from services.generation.engine.types import (
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.samples import SampleTable
 
 # The cached token that no script takes over.
 REFUSED = 511

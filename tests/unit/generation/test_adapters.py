@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paceline import Adapter, WeightFolder, expansion, safetensors
+from paceline import Adapter, WeightFolder
 from paceline import types as t
-from paceline.expansion import BaseWeights
+from paceline.weights import expansion, safetensors
+from paceline.weights.expansion import BaseWeights
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.weights.adapters import merged, plan_merge, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.manifest import read_manifest
-from services.generation.weights.staging import StagedWeights
+from services.generation.weights.staging import StagedWeights, read_manifest
 
 Tensors = dict[str, torch.Tensor]
 Q, MLP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import safetensors
+from paceline.weights import safetensors
 from services.contracts.errors import DataLoss, FailedPrecondition
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.shards import WeightShard, open_shards
+from services.generation.weights.files import WeightShard, open_shards
 from tests.support.disks import largest_file
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.rollouts.cache import agreement
+from services.generation.draft_cache.cache import agreement
 from tests.unit.generation.rollouts import rollout
 
 letters = st.lists(st.integers(0, 1), max_size=12)

@@ -21,9 +21,13 @@ from services.generation.config import GenerationConfig
 from services.generation.engine.types import EngineLoad, SampleStep
 from services.generation.loop.metrics import BackgroundMetrics, EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.samples import SampleTable
 from services.generation.loop.work_stream import WorkStream
-from services.generation.pregeneration.stream import BackgroundReport, BackgroundStream, EngineAvailability
+from services.generation.pregeneration.background import (
+    BackgroundReport,
+    BackgroundStream,
+    EngineAvailability,
+)
 from services.generation.server.weight_updates import WeightUpdates
 from services.generation.weights.expansion import GivenWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.drafters.suffix.drafter import Backlog
+from services.generation.drafters.suffix import Backlog
 from tests.unit.generation.rollouts import rollout
 
 

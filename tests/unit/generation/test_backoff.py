@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.speculation.backoff import DraftBackoff
+from services.generation.speculation.speculation import DraftBackoff
 
 
 def asked(backoff: DraftBackoff, saved: Iterable[float], samples: int = 16) -> list[bool]:

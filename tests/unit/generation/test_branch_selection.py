@@ -8,13 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
-from services.generation.engine.draft_tree import ROOT, DraftTree
+from services.generation.draft_cache.origin import NOWHERE
+from services.generation.engine.trees.tree import ROOT, DraftTree
 from services.generation.engine.types import EngineSampleState, SampleStep
-from services.generation.rollouts.origin import NOWHERE
-from services.generation.speculation.batch_sizes import draft_token_counts
 from services.generation.speculation.drafter import Proposals, ProposedBranches, TokenDrafter
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.speculation.selection.selection import branch_survival, cut, search, survivals
+from services.generation.speculation.planner import KnobDrivenPlanner
+from services.generation.speculation.selection.selection import (
+    branch_survival,
+    cut,
+    draft_token_counts,
+    search,
+    survivals,
+)
 from services.generation.speculation.speculation import Speculation
 from tests.support.step_times import KnownStepTime, planner_mode, settled
 

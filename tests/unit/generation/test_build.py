@@ -11,8 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.generation import build as root
-from services.generation.build import GenerationProcess, build
-from services.generation.build_drafts import build_drafts
+from services.generation.build import GenerationProcess, build, build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.engine.types import EngineLoad
 from services.platform.redis.connection import connect
@@ -75,7 +74,7 @@ async def test_an_instance_whose_steps_cannot_be_measured_serves(
         asked.append(seconds)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("services.generation.engine.sweep.measure_steps", measure_steps)
+    monkeypatch.setattr("services.generation.engine.startup.measure_steps", measure_steps)
     process = await built(sweep_seconds=2)
     assert asked == [2]
     assert process.instance.record().state == "serving"

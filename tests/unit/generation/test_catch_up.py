@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.engine.draft_models.catch_up import allot
+from services.generation.engine.draft_models.eagle3 import allot
 
 counts = st.lists(st.integers(0, 300), min_size=1, max_size=40)
 

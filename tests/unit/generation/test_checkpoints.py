@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2, sample_pb2
 from services.generation.engine.types import Finish, SampleStep
-from services.generation.loop import outbox, reporting
-from services.generation.loop.checkpoints import CheckpointRules, Checkpoints
-from services.generation.loop.outbox import ResponseOutbox
+from services.generation.loop import work_stream
 from services.generation.loop.samples import RunningSample
-from services.generation.loop.work_stream import WorkStream
-from services.generation.migration.unclaimed import Unclaimed
+from services.generation.loop.work_stream import CheckpointRules, Checkpoints, ResponseOutbox, WorkStream
+from services.generation.migration.arrivals import Unclaimed
 from tests.unit.generation.scripted import sample_request
 
 RULES = CheckpointRules(tokens=100, seconds=5.0)
@@ -39,7 +37,7 @@ class Work:
 
     def __init__(self, events: asyncio.AbstractEventLoop, rules: CheckpointRules = RULES) -> None:
         # Else the first checkpoint of a sample comes after any part of what the rules say.
-        with patch.object(reporting.random, "random", return_value=0.5):
+        with patch.object(work_stream.random, "random", return_value=0.5):
             self.stream = WorkStream(events, rules)
         self.now = 0.0
         self.numbers = count(1)
@@ -284,7 +282,7 @@ def test_whatever_happens_every_token_is_told_once_and_before_the_end(
     events = asyncio.new_event_loop()
     work = Work(events, CheckpointRules(tokens=12, seconds=1.0))
     work.stream.report_every(interval)
-    before, outbox.MOST_BYTES = outbox.MOST_BYTES, most_bytes
+    before, work_stream.MOST_BYTES = work_stream.MOST_BYTES, most_bytes
     try:
         for name, value in operations:
             _do(work, name, value)
@@ -292,7 +290,7 @@ def test_whatever_happens_every_token_is_told_once_and_before_the_end(
         work.responses()
         assert work.told == {handle: made for handle, made in work.made.items() if made}
     finally:
-        outbox.MOST_BYTES = before
+        work_stream.MOST_BYTES = before
         events.close()
 
 
@@ -343,8 +341,8 @@ def test_responses_are_merged_up_to_a_size(events: asyncio.AbstractEventLoop) ->
         work.flush()
     responses = work.responses()
     sizes = [response.ByteSize() for response in responses]
-    assert max(sizes) <= outbox.MOST_BYTES
-    assert min(sizes[:-1]) > outbox.MOST_BYTES / 2
+    assert max(sizes) <= work_stream.MOST_BYTES
+    assert min(sizes[:-1]) > work_stream.MOST_BYTES / 2
     assert work.told == work.made
 
 

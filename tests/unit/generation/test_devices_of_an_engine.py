@@ -12,14 +12,10 @@ import torch
 from pydantic import ValidationError
 
 from kernels.backend import Backend
-from kernels.short_query_attention.choice import AttentionName
+from kernels.short_query_attention.race import AttentionName
 from services.generation.config import GenerationConfig
-from services.generation.engine.attention.backend import use_attention
-from services.generation.engine.batch_invariance import (
-    INVARIANCE_VARIABLE,
-    choose_invariance,
-    invariance_refusal,
-)
+from services.generation.engine.attention_backend import use_attention
+from services.generation.engine.environment import INVARIANCE_VARIABLE, choose_invariance, invariance_refusal
 
 
 @pytest.mark.parametrize(
@@ -92,7 +88,7 @@ def test_in_that_mode_attention_is_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
     def measured(*args: Any, **options: Any) -> AttentionName:
         raise AssertionError("nothing is to be measured")
 
-    monkeypatch.setattr("services.generation.engine.attention.backend.choose", lambda device: Backend.TRITON)
+    monkeypatch.setattr("services.generation.engine.attention_backend.choose", lambda device: Backend.TRITON)
     monkeypatch.setitem(os.environ, INVARIANCE_VARIABLE, "1")
     config = SimpleNamespace(model_config=SimpleNamespace(use_mla=False))
     assert use_attention(config, torch.device("cuda"), measured) is AttentionName.VLLM

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from services.generation.engine.draft_agreement import TOLERANCES, Decoded, disagreement
+from services.generation.engine.startup import TOLERANCES, Decoded, disagreement
 
 SAMPLES, TOKENS, LIKELIEST = 4, 12, 20
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.rollout import RolloutKind, StoredRollout
-from services.generation.rollouts.cache import (
+from services.generation.draft_cache.cache import (
     PROMPT_OVERHEAD,
     ROLLOUT_OVERHEAD,
     DraftCache,
     ShardQuery,
     is_better,
 )
-from services.generation.rollouts.origin import NOWHERE, Origin
+from services.generation.draft_cache.origin import NOWHERE, Origin
 from tests.unit.generation.rollouts import rollout
 
 VOCAB = 1000

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.contracts.knobs import Knobs
-from services.generation.drafters.draft_model.drafter import AcceptanceCounts, DraftModelDrafter
+from services.generation.drafters.draft_model import AcceptanceCounts, DraftModelDrafter
 from services.generation.engine.types import Drafted, EngineSampleState, ModelProposal
 from services.generation.speculation.drafter import Proposal, Proposals
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
+from services.generation.speculation.planner import KnobDrivenPlanner
 from tests.support.proposals import proposal_of
 from tests.support.step_times import KnownStepTime
 

@@ -13,11 +13,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import drafter_pb2 as pb
-from services.contracts.drafter import checkpoint
-from services.contracts.drafter.checkpoint import Checkpoint
+from services.contracts import drafter_checkpoint
+from services.contracts.drafter_checkpoint import Checkpoint
 from services.contracts.errors import FailedPrecondition, InvalidArgument
-from services.generation.drafters.draft_model.drafter import AcceptanceCounts
-from services.generation.drafters.draft_model.metrics import Eagle3Metrics
+from services.generation.drafters.draft_model import AcceptanceCounts, Eagle3Metrics
 from services.generation.server.draft_model_service import DraftModelService
 from tests.support.eagle3 import head_shape, random_head, save_head
 from tests.support.models import tiny_model
@@ -99,7 +98,7 @@ async def test_a_head_takes_the_place_of_another(rig: Rig) -> None:
     assert await models.load(3, third.path, third.sha256) == 2
     ((name, tensors), _) = rig.engine.swaps
     assert name == "eagle3"
-    assert tensors.keys() == checkpoint.load(second.path)[1].keys()
+    assert tensors.keys() == drafter_checkpoint.load(second.path)[1].keys()
     assert rig.drafter.versions == [2, 3]
     found = await in_use(models)
     assert (found.drafter_version, found.sha256) == (3, third.sha256)
@@ -120,7 +119,7 @@ async def test_what_became_of_drafts_is_told(rig: Rig) -> None:
 
 
 def _truncate(made: Checkpoint) -> Checkpoint:
-    weights = made.path / checkpoint.WEIGHTS
+    weights = made.path / drafter_checkpoint.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-100])
     return made
 
@@ -130,7 +129,7 @@ def _other_sha(made: Checkpoint) -> Checkpoint:
 
 
 def _gone(made: Checkpoint) -> Checkpoint:
-    (made.path / checkpoint.CONFIG).unlink()
+    (made.path / drafter_checkpoint.CONFIG).unlink()
     return made
 
 

@@ -12,15 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler.reference import coupled_argmax_reference
-from services.generation.engine.attention.branch_plan import plan_of, runs_of
-from services.generation.engine.attention.branches import BranchLayout
-from services.generation.engine.draft_tree import ROOT, DraftTree, chain_length, depths_of
-from services.generation.engine.sampling.draw_settings import DrawSettings
-from services.generation.engine.sampling.noise import NOISE_KEY, SampleNoise
+from services.generation.engine.sampling.inputs import NOISE_KEY, DrawSettings, SampleNoise
 from services.generation.engine.sampling.rows import Rows
-from services.generation.engine.sampling.segments import segments_of
-from services.generation.engine.sampling.tree_sampler import sample_trees
-from services.generation.engine.tree_rules import sample_refusal
+from services.generation.engine.trees.attention import BranchLayout
+from services.generation.engine.trees.cpu_attention import plan_of, runs_of
+from services.generation.engine.trees.sampling import sample_refusal, sample_trees, segments_of
+from services.generation.engine.trees.tree import ROOT, DraftTree, chain_length, depths_of
 from services.generation.engine.types import Verifier
 from tests.support.draft_trees import random_tree, walk
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.contracts.drafter.eagle3_compatibility import unlike_current, unlike_target
+from services.contracts.drafter_checkpoint import unlike_current, unlike_target
 
 TARGET = {
     "hidden_size": 128,

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.generation.config import GenerationConfig
-from services.generation.engine.runner_choice import (
+from services.generation.engine.environment import (
     RUNNER_VARIABLE,
     check_runner,
     refusal,

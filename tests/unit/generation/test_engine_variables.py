@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.generation.engine.runner_choice import set_variables
+from services.generation.engine.environment import set_variables
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline import Adapter, WeightFolder, delta, delta_codec, expansion, safetensors
-from paceline.expansion import BaseWeights, ExpansionKind
+from paceline import Adapter, WeightFolder
+from paceline.weights import delta, expansion, safetensors
+from paceline.weights import delta as delta_codec
+from paceline.weights.expansion import BaseWeights, ExpansionKind
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import read_manifest
 from tests.support.disks import largest_file
 
 Made = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
@@ -48,7 +50,7 @@ class Trainer:
         place = self.root / f"delta-{base}-{version}"
         assert old.folder is not None
         assert new.folder is not None
-        delta.encode(old.folder, base, new.folder, place)
+        delta.write(old.folder, base, new.folder, place)
         return GivenWeights(None if alone else new.folder, new.checksum, place)
 
 

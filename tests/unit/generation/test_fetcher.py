@@ -12,10 +12,9 @@ from prometheus_client import CollectorRegistry
 from services.contracts.errors import Unavailable
 from services.contracts.rollout import StoredRollout
 from services.drafts.client import Fetched
-from services.generation.rollouts.cache import DraftCache, ShardQuery, Shards
-from services.generation.rollouts.fetcher import ShardFetcher
-from services.generation.rollouts.metrics import RolloutMetrics
-from services.generation.rollouts.origin import Origin
+from services.generation.draft_cache.cache import DraftCache, RolloutMetrics, ShardQuery, Shards
+from services.generation.draft_cache.fetcher import ShardFetcher
+from services.generation.draft_cache.origin import Origin
 from tests.unit.generation.rollouts import rollout
 
 WAIT = 60.0

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.contracts.rollout import RolloutKind
-from services.generation.pregeneration.forking import affordable
-from services.generation.pregeneration.leases import DraftLease, DraftLeases
-from services.generation.pregeneration.task_starter import work_item
+from services.generation.pregeneration.background import work_item
+from services.generation.pregeneration.leases import DraftLease, DraftLeases, affordable
 
 MARGIN = 0.1
 

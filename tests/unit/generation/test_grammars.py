@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
-from services.contracts.schemas.walk import schema_faults
+from services.contracts.schemas import schema_faults
 from services.generation.engine.grammars import Grammars, masks_for
 from tests.support.json_walks import STOP, TOKENS, finished_text, schemas, vocabulary
 from tests.support.soak import Progress, record

@@ -15,8 +15,8 @@ from paceline.v1 import sample_pb2
 from services.contracts.errors import Aborted, DataLoss, FailedPrecondition, ServiceError, Unavailable
 from services.generation.config import GenerationConfig
 from services.generation.server.weight_updates import WeightUpdates
-from services.generation.weights.contents import Proceed
 from services.generation.weights.expansion import GivenWeights, WeightReader
+from services.generation.weights.files import Proceed
 from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from tests.support.models import tiny_model

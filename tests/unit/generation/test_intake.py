@@ -15,13 +15,13 @@ from paceline.v1 import sample_pb2
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.contracts.sampling import ModelLimits
 from services.drafts.client import Fetched
+from services.generation.draft_cache.cache import DraftCache, Shards
+from services.generation.draft_cache.fetcher import ShardFetcher
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.loop.work_items import AdmissionTerms
 from services.generation.loop.work_stream import WorkStream
-from services.generation.rollouts.cache import DraftCache, Shards
-from services.generation.rollouts.fetcher import ShardFetcher
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation

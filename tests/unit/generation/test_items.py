@@ -23,9 +23,9 @@ from services.contracts.errors import (
 )
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.contracts.sampling import ModelLimits
+from services.generation.draft_cache.cache import DraftCache
 from services.generation.engine.types import EngineRequest, Verifier
 from services.generation.loop.work_items import AdmissionTerms, check_item, refusal
-from services.generation.rollouts.cache import DraftCache
 from tests.support.instances import item
 from tests.unit.generation.rollouts import rollout
 

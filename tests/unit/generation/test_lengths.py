@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.draft_lengths import DraftableBatch, DraftLengths, choose_lengths
 from services.generation.speculation.drafter import Proposal, Proposals
+from services.generation.speculation.plan import DraftableBatch, DraftLengths, choose_lengths
 from tests.support.step_times import KnownStepTime
 
 # A step of 10 ms whose rows are free up to about a hundred, and a draft step of 3 ms.

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from services.contracts.rollout import RolloutKind
-from services.generation.rollouts.cache import DraftCache, reusable
-from services.generation.rollouts.origin import Origin
+from services.generation.draft_cache.cache import DraftCache, reusable
+from services.generation.draft_cache.origin import Origin
 from tests.unit.generation.rollouts import rollout
 
 HERE = Origin("r", "p", slot=0, step=9)

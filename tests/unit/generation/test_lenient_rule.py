@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import Purpose, uniform
 from kernels.coupled_sampler.sample import sample
-from services.generation.engine.marks import pack, pack_rows, unpack
-from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
-from services.generation.engine.sampling.proposed import proposals_of
+from services.generation.engine.sampling.inputs import CachedRollout, SampleNoise
+from services.generation.engine.sampling.outputs import pack, pack_rows, unpack
 from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.sampler import proposals_of
 from services.generation.engine.types import Verifier
 
 VOCAB = 4

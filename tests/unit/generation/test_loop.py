@@ -17,18 +17,16 @@ from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
 from services.contracts.errors import ResourceExhausted, ServiceError, Unavailable
 from services.contracts.rollout import RolloutKind
+from services.generation.draft_cache.cache import DraftCache
+from services.generation.draft_cache.origin import NOWHERE, Origin
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import Verifier
-from services.generation.loop.checkpoints import CheckpointRules
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.engine_thread import EngineWork, WorkKind
 from services.generation.loop.metrics import EngineMetrics
-from services.generation.loop.outbox import OutboxEvent
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.loop.sample_table import SampleTable
-from services.generation.loop.work_stream import WorkStream
-from services.generation.rollouts.cache import DraftCache
-from services.generation.rollouts.origin import NOWHERE, Origin
+from services.generation.loop.samples import SampleTable
+from services.generation.loop.work_stream import CheckpointRules, OutboxEvent, WorkStream
 from services.generation.speculation.drafter import TokenDrafter
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation

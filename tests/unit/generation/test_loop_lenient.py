@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
+from services.generation.draft_cache.lenient_reuse import SOURCE, Reuse
 from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.drafters.reference.lenient_reuse import SOURCE, Reuse
 from services.generation.engine.types import Verifier
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts

@@ -11,16 +11,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
-from services.generation.build_drafts import build_drafts
+from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import EngineSampleState
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.speculation.drafter import DraftContext
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import FixedLengthPlanner
+from services.generation.speculation.planner import KnobDrivenPlanner
 from services.generation.speculation.speculation import DraftPlanner, Speculation
-from services.step_time.saved_sweep import SavedSweep, SweepSubject, UnusableSweep
+from services.step_time.sweep import SavedSweep, SweepSubject, UnusableSweep
 from tests.support.models import tiny_model
 from tests.support.step_times import KnownStepTime, settled
 from tests.unit.generation.scripted import ScriptedEngine

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.short_query_attention import AttentionStep
-from kernels.short_query_attention.ancestor_mask import ancestor_mask
-from kernels.short_query_attention.reference import attend_reference
-from services.generation.engine.attention.branches import BranchLayout
-from services.generation.engine.attention.masked_branches import MaskedBranches, layers_at_once
-from services.generation.engine.draft_tree import ROOT, chain_length
+from kernels.short_query_attention.attend import attend_reference
+from kernels.short_query_attention.inputs import ancestor_mask
 from services.generation.engine.sampling.rows import Rows
-from services.generation.engine.sampling.segments import segments_of
+from services.generation.engine.trees.attention import BranchLayout, MaskedBranches, layers_at_once
+from services.generation.engine.trees.sampling import segments_of
+from services.generation.engine.trees.tree import ROOT, chain_length
 from tests.support.draft_trees import random_tree
 
 VOCAB, BLOCK, HEADS, KV_HEADS, SIZE = 6, 4, 4, 2, 16

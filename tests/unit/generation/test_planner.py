@@ -14,12 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState
+from services.generation.speculation.decision import PlanDecision, PlanReason
 from services.generation.speculation.drafter import Proposal
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.speculation.modes.decision import PlanDecision, PlanReason
-from services.generation.speculation.modes.planner import PlannerMode
-from services.generation.speculation.modes.planner_metrics import PlannerMetrics
+from services.generation.speculation.modes import PlannerMode
 from services.generation.speculation.plan import Drafts, StepShape
+from services.generation.speculation.planner import KnobDrivenPlanner, PlannerMetrics
 from tests.support.proposals import Draft, batched, by_sample
 from tests.support.step_times import KnownStepTime, planner_mode, settled
 

@@ -12,8 +12,8 @@ import structlog
 
 from services.contracts.knobs import Knobs
 from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
 from services.generation.speculation.plan import Drafts
+from services.generation.speculation.planner import KnobDrivenPlanner
 from services.generation.speculation.speculation import Speculation
 from services.step_time.estimator import StepTimeEstimator
 from tests.unit.generation.test_loop import Rig

@@ -19,12 +19,11 @@ from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from paceline.v1 import sample_pb2
 from services.contracts.rollout import RolloutKind, StoredRollout
-from services.generation.pregeneration.coordinator import SERVICE, CoordinatorConnection, CoordinatorGone
+from services.generation.pregeneration.background import EngineAvailability, PollSituation, work_item
 from services.generation.pregeneration.leases import DraftLease, DraftLeases
-from services.generation.pregeneration.stream import EngineAvailability, PollSituation
-from services.generation.pregeneration.task_starter import work_item
+from services.generation.pregeneration.pregenerator import SERVICE, CoordinatorConnection, CoordinatorGone
 from services.generation.pregeneration.upload_queue import UploadQueue
-from services.platform.config.settings import ServiceConfig
+from services.platform.config import ServiceConfig
 from services.platform.redis.registry import InstanceRecord
 
 WAIT = 60.0

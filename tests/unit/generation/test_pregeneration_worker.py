@@ -14,22 +14,19 @@ from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.times import timestamp
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.config import GenerationConfig
-from services.generation.loop.metrics import EngineMetrics
+from services.generation.draft_cache.cache import DraftCache
+from services.generation.draft_cache.origin import Origin
+from services.generation.loop.metrics import EngineMetrics, PregenerationMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.loop.work_items import AdmissionTerms
 from services.generation.loop.work_stream import WorkStream
 from services.generation.pregeneration import pregenerator
-from services.generation.pregeneration.coordinator import CoordinatorGone
-from services.generation.pregeneration.metrics import PregenerationMetrics
-from services.generation.pregeneration.pregenerator import Pregenerator
+from services.generation.pregeneration.pregenerator import CoordinatorGone, Pregenerator
 from services.generation.pregeneration.upload_queue import UploadQueue
-from services.generation.rollouts.cache import DraftCache
-from services.generation.rollouts.origin import Origin
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation
 from services.platform.redis.connection import Keys
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from tests.unit.generation.scripted import RUNNER_UP, ScriptedEngine, sample_request, scripted_loop, settled
 
 WAIT = 60.0

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import Purpose, uniform
 from kernels.coupled_sampler.sample import sample
-from services.generation.engine.sampling.noise import SampleNoise
-from services.generation.engine.sampling.proposed import proposals_of
-from services.generation.engine.sampling.recorded import CONTEXT, DraftsOfRow, RecordedDrafts, RecordedTokens
+from services.generation.engine.sampling.inputs import (
+    CONTEXT,
+    DraftsOfRow,
+    RecordedDrafts,
+    RecordedTokens,
+    SampleNoise,
+)
 from services.generation.engine.sampling.rows import Rows
+from services.generation.engine.sampling.sampler import proposals_of
 from services.generation.engine.types import Verifier
 
 PROMPT = [7, 8, 9]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.generation.engine.reloading import LOGGER, MESSAGE, StaleLayers, check_layers, stale_layers
+from services.generation.engine.worker import LOGGER, MESSAGE, StaleLayers, check_layers, stale_layers
 
 
 class Head(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.sampling import Sampling
-from services.generation.drafters.reference.lenient_reuse import SOURCE, Reuse, guess_of, share
+from services.generation.draft_cache.lenient_reuse import SOURCE, Reuse, guess_of, share
 from services.generation.engine.types import EngineRequest, EngineSampleState, SampleStep, Verifier
 
 BUDGET = 1 << 20

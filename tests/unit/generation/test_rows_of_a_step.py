@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from services.contracts.sampling import Sampling
+from services.generation.draft_cache.lenient_reuse import Reuse
 from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.drafters.reference.lenient_reuse import Reuse
 from services.generation.engine.types import (
     EngineLoad,
     EngineRequest,

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.internal.v1 import generation_pb2 as pb
 from services.contracts.sampling import Sampling
-from services.generation.server.schema_checks import SchemaChecks
+from services.generation.server.sample_intake import SchemaChecks
 from tests.unit.generation.test_intake import WAIT, Rig, close, lenient, named, reason, starts
 
 GOOD, BAD, SLOW, BROKEN = '{"const": "good"}', '{"const": "bad"}', '{"const": "slow"}', '{"const": "broken"}'

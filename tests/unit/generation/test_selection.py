@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.generation.speculation.batch_sizes import draft_token_counts
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.plan import best_proposals
-from services.generation.speculation.selection.selection import cut, search, survivals
+from services.generation.speculation.selection.selection import cut, draft_token_counts, search, survivals
 
 N, WIDTH = 5, 4
 # What is alike to a search: survival within a bucket, and what is less than all buckets but the lowest.

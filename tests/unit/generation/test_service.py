@@ -14,10 +14,11 @@ from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 
-from paceline import WeightFolder, safetensors
+from paceline import WeightFolder
 from paceline.errors import Violation
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
+from paceline.weights import safetensors
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.generation.config import GenerationConfig
 from services.generation.engine.types import EngineRequest, Verifier
@@ -25,18 +26,16 @@ from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.engine_thread import EngineWork, WorkKind
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.loop.sample_table import SampleTable
-from services.generation.server.generation_service import GenerationService
-from services.generation.server.instance import GenerationInstance
+from services.generation.loop.samples import SampleTable
+from services.generation.server.generation_service import GenerationInstance, GenerationService
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_updates import AppliedWeights, WeightUpdates
-from services.generation.weights.contents import Proceed
 from services.generation.weights.expansion import GivenWeights
+from services.generation.weights.files import Proceed
 from services.generation.weights.staging import StagedWeights
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.redis.connection import Keys
-from services.platform.redis.registration import Registration
-from services.platform.redis.registry import InstanceRecord
+from services.platform.redis.registry import InstanceRecord, Registration
 from tests.support.instances import item
 from tests.support.models import tiny_model
 from tests.support.waiting import until

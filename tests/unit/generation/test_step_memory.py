@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vllm.v1.worker.gpu_worker import Worker
 
 from kernels.coupled_sampler import triton_finish, triton_threshold
-from services.generation.engine import step_memory as memory
-from services.generation.engine.step_memory import StepMemory, row_capacity, step_memory
+from services.generation.engine import step_sizes as memory
+from services.generation.engine.step_sizes import StepMemory, row_capacity, step_memory
 from services.generation.engine.worker import CoupledGPUWorker
 
 

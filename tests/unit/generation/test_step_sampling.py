@@ -14,16 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.generation.engine.marks import unpack
 from services.generation.engine.runner import CoupledRunnerMixin
 from services.generation.engine.sampling import sampler
-from services.generation.engine.sampling.draw_settings import DrawSettings
-from services.generation.engine.sampling.noise import SampleNoise
-from services.generation.engine.sampling.penalties import History, TokenCounts, penalise
+from services.generation.engine.sampling.constraints import History, TokenCounts, penalise
+from services.generation.engine.sampling.inputs import DrawSettings, SampleNoise
+from services.generation.engine.sampling.outputs import unpack
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.v2 import row_sampler
-from services.generation.engine.v2.device_rows import DeviceRows
-from services.generation.engine.v2.settings import BatchSettings
+from services.generation.engine.v2.row_sampler import BatchSettings, DeviceRows
 
 VOCAB = 512
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.sampling import Sampling
-from services.generation.engine.stop_strings import StopSearch, StopStrings
+from services.generation.engine.text import StopSearch, StopStrings
 from services.generation.engine.types import Finish, SampleStep
 
 # Few letters, so that strings begin, fail and overlap all the time; a character of two bytes in two tokens.

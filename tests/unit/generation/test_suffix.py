@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kernels.suffix_index import SuffixIndex
 from services.contracts.rollout import RolloutKind, StoredRollout
-from services.generation.drafters.suffix.drafter import SuffixDrafter
+from services.generation.drafters.suffix import SuffixDrafter
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposal
 from tests.support.proposals import unbatched

@@ -13,24 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import safetensors
+from paceline.weights import safetensors
 from services.generation.config import GenerationConfig
-from services.generation.weights import host_room
-from services.generation.weights.host_room import (
-    adopted_disk,
-    check_host,
-    host_memory,
-    private_dirty,
-    weight_sizes,
-)
+from services.generation.weights import update_room
 from services.generation.weights.update_room import (
     AdoptedDisk,
     HostMemory,
     UpdateDoesNotFit,
     WeightSizes,
+    adopted_disk,
+    check_host,
     check_update_room,
+    host_memory,
+    private_dirty,
+    weight_sizes,
 )
-from services.platform.memory_limits import memory_limits
+from services.platform.memory import memory_limits
 
 GB = 10**9
 SIZES = WeightSizes(model=140 * GB, tensor=2 * GB)
@@ -155,7 +153,7 @@ def test_an_instance_is_refused_unless_told_otherwise(
 ) -> None:
     safetensors.write(tmp_path, {"a": np.zeros((4, 8), np.float32)})
     full = AdoptedDisk(tmp_path, total=1, free=0, held=0, in_memory=False)
-    monkeypatch.setattr(host_room, "adopted_disk", lambda _path: full)
+    monkeypatch.setattr(update_room, "adopted_disk", lambda _path: full)
     config = GenerationConfig(model=str(tmp_path), redis_url="redis://r", adopted_weights=tmp_path)
     with pytest.raises(UpdateDoesNotFit, match="space in"):
         check_host(config)

@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from services.contracts.errors import InvalidArgument
 from services.contracts.sampling import MOST_TOP_LOGPROBS, RANGES, ModelLimits, Sampling, check_sampling
-from services.generation.engine.prefix_hits import PrefixHits
-from services.generation.engine.refusals import WRONG_VALUES, refused
-from services.generation.engine.sampling.draw_settings import DrawSettings
-from services.generation.engine.sampling.noise import NOISE_KEY, SampleNoise
-from services.generation.engine.stop_strings import StopStrings
+from services.generation.engine.sampling.inputs import NOISE_KEY, DrawSettings, SampleNoise
+from services.generation.engine.text import StopStrings
 from services.generation.engine.types import EngineRequest
-from services.generation.engine.v2.settings import BatchSettings, noise_of
-from services.generation.engine.vllm_requests import VllmRequests
+from services.generation.engine.v2.row_sampler import BatchSettings, noise_of
+from services.generation.engine.vllm_requests import WRONG_VALUES, PrefixHits, VllmRequests, refused
 
 VOCAB, LENGTH, END = 64, 40, 63
 LIMITS = ModelLimits(VOCAB, LENGTH, has_text=True, end_tokens=(END,))

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import safetensors
-from paceline.send_window import cut
 from paceline.v1 import weight_stream_pb2 as pb
+from paceline.weights import safetensors
+from paceline.weights.pieces import cut
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.weights.stream import stored_stream
-from services.generation.weights.stream.followers import Followers
-from services.generation.weights.stream.peer_order import PeerOrder
+from services.generation.weights.stream.reception import Followers, PeerOrder
 from services.generation.weights.stream.stored_stream import StoredStream
 
 TENSORS = {f"w{number}": np.arange(500.0) + number for number in range(9)}

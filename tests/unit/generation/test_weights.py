@@ -23,16 +23,15 @@ import torch
 from hypothesis import given
 from safetensors.torch import save_file
 
-from paceline import safetensors
-from paceline.safetensors import INDEX
+from paceline.weights import safetensors
+from paceline.weights.safetensors import INDEX
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.engine.types import TensorSpec
-from services.generation.weights import shards
+from services.generation.weights import files as shards
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.contents import least_infinite
 from services.generation.weights.expansion import GivenWeights, WeightReader
-from services.generation.weights.manifest import read_manifest
-from services.generation.weights.staging import stage
+from services.generation.weights.files import least_infinite
+from services.generation.weights.staging import read_manifest, stage
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Tensors = dict[str, torch.Tensor]
@@ -528,7 +527,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from paceline import safetensors
-from services.generation.weights.manifest import read_manifest
+from services.generation.weights.staging import read_manifest
 from services.generation.weights.staging import stage
 
 def private():

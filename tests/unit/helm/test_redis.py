@@ -11,7 +11,7 @@ import helm_python as helm
 import pytest
 import yaml
 
-from services.platform.config.store_url import parse_store_url
+from services.platform.config import parse_store_url
 from tests.support.cluster.charts import rendered
 from tests.unit.helm.release import (
     CHART,

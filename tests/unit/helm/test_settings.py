@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from services.platform.config.settings import ServiceConfig, listening_problems
-from services.platform.config.sources import ConfigError, read_config
-from services.platform.config.store_url import parse_store_url
-from services.platform.observability.probes import ANSWER_SECONDS
+from services.platform.config import (
+    ConfigError,
+    ServiceConfig,
+    listening_problems,
+    parse_store_url,
+    read_config,
+)
+from services.platform.observability.http_ports import ANSWER_SECONDS
 from services.platform.security.guard import find_grant, grant_files, read_grants
 from tests.unit.helm.release import (
     ELSEWHERE,

@@ -26,11 +26,17 @@ from paceline import (
     SampleStatus,
     UnavailableError,
 )
-from paceline.integrations.prompts import prompt_id_of
 from paceline.integrations.trl import PacelineRollout, RolloutFailedError, UnsupportedTrainerError
-from paceline.integrations.trl.grouping import group_repeated, in_order
-from paceline.integrations.trl.requests import check, sampling_of, tokenize
-from paceline.integrations.trl.schedule import Cadence, Lookahead
+from paceline.integrations.trl.requests import (
+    Cadence,
+    Lookahead,
+    check,
+    group_repeated,
+    in_order,
+    sampling_of,
+    tokenize,
+)
+from paceline.prompts import prompt_id_of
 from tests.support.trl_alone import import_trl
 
 A, B, C = [1, 2], [3], [4, 5, 6]

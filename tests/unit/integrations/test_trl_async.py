@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from paceline import Sample, SampleStatus
 from paceline.errors import UnavailableError
 from paceline.integrations.trl import PacelineWeightTransfer, RolloutFailedError, UnsupportedTrainerError
-from paceline.integrations.trl.scoring import score
+from paceline.integrations.trl.async_grpo import score
 from tests.support.open_batches import WAIT, RunInMemory, sample
 from tests.support.trl_alone import import_trl
 

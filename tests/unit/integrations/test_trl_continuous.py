@@ -11,7 +11,7 @@ import grpc
 
 from paceline import Sample, SamplingParams
 from paceline.errors import FailedPreconditionError
-from paceline.integrations.trl.continuous import ContinuousGroups, GroupRequest, Prompt
+from paceline.integrations.trl.async_grpo import ContinuousGroups, GroupRequest, Prompt
 from tests.support.open_batches import WAIT, RunInMemory
 
 NAN = float("nan")

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.adapters import _plain
 from paceline.integrations.errors import UnsupportedTrainerError
-from paceline.integrations.trl import policy
+from paceline.integrations.trl import lora
 from paceline.integrations.trl.lora import MergedWeights
-from paceline.lora_options import BY_FLEET, BY_TRAINER, refused
+from paceline.weights.adapters import BY_FLEET, BY_TRAINER, _plain, refused
 from services.contracts.errors import InvalidArgument
 from services.generation.weights.adapters import plan_merge
 
@@ -125,12 +124,12 @@ def test_an_instance_merges_what_the_trainer_does_or_names_the_option(row: Any) 
             plan_merge(config, found, shapes)
         assert row.by_fleet in str(refusal.value)
         with pytest.raises(UnsupportedTrainerError):
-            policy.adapter_of(trainer)
+            lora.adapter_of(trainer)
         return
     plan = plan_merge(config, found, shapes)
     merged = {name: base[name] + plan.scale * tensors[b] @ tensors[a] for name, (b, a) in plan.pairs.items()}
     torch.testing.assert_close(served(fresh(tied=False), {**base, **merged}), log_probabilities(model))
-    adapter, below = policy.adapter_of(trainer)
+    adapter, below = lora.adapter_of(trainer)
     assert {name.replace(".default.", ".") for name in adapter.tensors} == set(tensors)
     assert all(below[name].equal(base[name]) for name in base)
 
@@ -220,4 +219,4 @@ def test_what_is_trained_beside_an_adapter_is_not_pushed_without_a_word() -> Non
     model.get_base_model().model.norm.weight.requires_grad_(True)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(unwrap_model=lambda model: model), model=model)
     with pytest.raises(UnsupportedTrainerError, match=r"norm\.weight is trained beside it"):
-        policy.adapter_of(trainer)
+        lora.adapter_of(trainer)

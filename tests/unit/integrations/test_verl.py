@@ -14,8 +14,8 @@ import pytest
 
 from paceline import InFlight, LogprobsMode, SamplingParams
 from paceline.integrations.verl import FleetSettings, UnsupportedTrainerError
-from paceline.integrations.verl.sampling import RolloutDefaults, wants_logprobs
-from paceline.integrations.verl.weights import push
+from paceline.integrations.verl.requests import RolloutDefaults, wants_logprobs
+from paceline.integrations.verl.settings import push
 
 
 def rollout(**changed: Any) -> RolloutDefaults:

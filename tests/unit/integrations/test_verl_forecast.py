@@ -11,9 +11,9 @@ import pytest
 
 from paceline.calls import GatewayCalls
 from paceline.errors import PacelineError
-from paceline.integrations.prompts import prompt_id_of
 from paceline.integrations.verl.requests import SampleQueue
-from paceline.transport import Unary
+from paceline.prompts import prompt_id_of
+from paceline.transport.interface import Unary
 from paceline.v1 import rollout_pb2
 from tests.unit.integrations.test_verl_requests import BAD, SHORT, GatewayInMemory, Refusal, ask, until
 

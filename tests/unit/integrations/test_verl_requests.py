@@ -13,7 +13,7 @@ from paceline import Sample, SamplingParams
 from paceline.calls import GatewayCalls
 from paceline.errors import InvalidArgumentError
 from paceline.integrations.verl.requests import SampleQueue
-from paceline.transport import Ended, Stream, Unary
+from paceline.transport.interface import Ended, Stream, Unary
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
 
 A, B, C = [1, 2], [3], [4, 5, 6]

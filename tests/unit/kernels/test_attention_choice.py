@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.short_query_attention.choice import MARGIN, AttentionName, Timing, fastest
-from kernels.short_query_attention.race import RaceShape, race
-from services.generation.engine.attention.race import keep, recall
+from kernels.short_query_attention.race import MARGIN, AttentionName, RaceShape, Timing, fastest, race
+from services.generation.engine.kernel_choice import keep, recall
 
 VLLM, OURS, FLASHINFER = AttentionName.VLLM, AttentionName.OURS, AttentionName.FLASHINFER
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.short_query_attention.launch import Scratch, programs_for, tile_rows
+from kernels.short_query_attention.inputs import Scratch, programs_for, tile_rows
 from kernels.tuning import Tuning
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.engine.attention.rules import LONGEST_SHORT_QUERY, LayerTraits, is_short, refusal
+from services.generation.engine.attention_backend import LONGEST_SHORT_QUERY, LayerTraits, is_short, refusal
 
 PLAIN = LayerTraits(head_size=128, heads=16, kv_heads=8)
 

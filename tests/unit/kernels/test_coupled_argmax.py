@@ -6,8 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler import INVALID, Domain, coupled_argmax_reference, cpu, gumbel
-from kernels.coupled_sampler.cpu import coupled_argmax, warm_up
-from kernels.coupled_sampler.cpu_row import CHUNK
+from kernels.coupled_sampler.cpu import CHUNK, coupled_argmax, warm_up
 
 PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -8,10 +8,9 @@ import torch
 
 from kernels import backend
 from kernels.backend import Backend, BackendUnavailable
-from services.generation.engine.attention.kernel_choice import use_kernels
-from services.generation.engine.sampling.draw_settings import DrawSettings
-from services.generation.engine.sampling.noise import CachedRollout, SampleNoise
-from services.generation.engine.sampling.penalties import History, TokenCounts
+from services.generation.engine.kernel_choice import use_kernels
+from services.generation.engine.sampling.constraints import History, TokenCounts
+from services.generation.engine.sampling.inputs import CachedRollout, DrawSettings, SampleNoise
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import sample
 from services.generation.engine.types import Verifier

@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 
-from kernels.coupled_sampler.bounds import CELLS_PER_UNIT, LOWEST_GAP, UNREACHABLE, WORD_THRESHOLDS
-from kernels.coupled_sampler.cpu_noise import (
-    fill_words,
-    from_order_key,
-    gumbel_of_word,
-    order_key,
-    schedule_keys,
-)
+from kernels.coupled_sampler.cpu import fill_words, from_order_key, gumbel_of_word, order_key, schedule_keys
 from kernels.coupled_sampler.noise import (
+    CELLS_PER_UNIT,
     G_MAX,
     G_MIN,
+    LOWEST_GAP,
+    UNREACHABLE,
+    WORD_THRESHOLDS,
     Domain,
     Purpose,
     gumbel,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.coupled_sampler.philox import philox4x32, split_seed
+from kernels.coupled_sampler.noise import philox4x32, split_seed
 
 
 @pytest.mark.parametrize(

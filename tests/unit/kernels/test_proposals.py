@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import Purpose, uniform
-from kernels.coupled_sampler.proposals import LEAST, RowProposals, accepts, log_odds
+from kernels.coupled_sampler.proposals import LEAST, RowProposals, accepts, log_odds, uniforms
 from kernels.coupled_sampler.sample import Edited, sample
-from kernels.coupled_sampler.uniforms import uniforms
 
 
 def accepted(row, token, theta):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import gumbel
-from kernels.coupled_sampler.runner_up import runner_up
-from kernels.coupled_sampler.uniforms import gumbels
+from kernels.coupled_sampler.proposals import gumbels
+from kernels.coupled_sampler.sample import runner_up
 
 VOCAB = 300
 seeds = st.integers(0, 2**64 - 1)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.w4a16 import GROUPS, W4Weight, dequantise, for_cpu, matmul, matmul_cpu, quantise
-from kernels.w4a16.reference import pack, unpack
+from kernels.w4a16.weight import pack, unpack
 
 # Half a step, and what rounding the scale clips at the ends of the range.
 STEPS = {torch.float32: 0.5001, torch.float16: 0.505, torch.bfloat16: 0.54}

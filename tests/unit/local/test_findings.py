@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.local.findings import FindingState, Needs, findings
+from services.local.doctor import FindingState, Needs, findings
 from services.local.machine import Machine
 
 GB = 1_000_000_000

@@ -10,8 +10,7 @@ import pytest
 
 from services.local.child import ChildSpec
 from services.local.config import PlatformConfig
-from services.local.forks import is_forked
-from services.local.specs import Specs
+from services.local.launch import Specs, is_forked
 from services.local.zygote import Zygote
 
 SPECS = Specs(PlatformConfig(Path("/m")), Path("/state"), "redis://x")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.log_rotation import LogRotation, last_lines, older, rotate
+from services.local.child import LogRotation, last_lines, older, rotate
 
 WRITER = """
 import sys
@@ -76,7 +76,7 @@ def test_a_log_that_cannot_be_copied_stays(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_thread_looks_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.local.log_rotation._SECONDS", 0.001)
+    monkeypatch.setattr("services.local.child._ROTATION_SECONDS", 0.001)
     looked = tmp_path / "looked.log"
     looked.write_text("x" * 100)
     rotation = LogRotation(lambda: [looked], most_bytes=10, files=2)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.local.findings import FindingState
-from services.local.model_outlook import findings_of
+from services.local.doctor import FindingState, findings_of
 
 TOLD = {"refusal": "", "unknown": "", "dtype": "float32", "kinds": ["FullAttentionSpec"], "refused": {}}
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from services.local import machine, pinning
+from services.local import machine
+from services.local import machine as pinning
 
 
 def test_an_instance_has_as_many_threads_as_cores() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.local import PlatformConfig, PlatformError
-from services.local.platform_token import with_token
-from services.local.specs import Specs
+from services.local.launch import Specs
+from services.local.platform import with_token
 
 
 @pytest.fixture

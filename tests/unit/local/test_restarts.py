@@ -1,7 +1,7 @@
 """Restarts of dead processes."""
 
+from services.local.child import Restarts
 from services.local.config import RestartPolicy
-from services.local.keeper import Restarts
 
 
 def test_delays_grow_up_to_the_maximum() -> None:

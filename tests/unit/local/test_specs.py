@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline import Tls
-from services.local import specs
+from services.local import launch
 from services.local.config import PlatformConfig
-from services.local.specs import Specs
+from services.local.launch import Specs
 
 CONFIG = PlatformConfig(model=Path("/m"), token="secret", instance_options=("--kv-cache-memory-bytes", "5"))
 STATE = Path("/state")
@@ -23,7 +23,7 @@ def test_an_instance_on_cpu_is_told_its_cores_and_its_memory() -> None:
     spec = Specs(CONFIG, STATE, "redis://x").instance(1, environment, (1,))
     assert "--threads-bind=1" in spec.argv
     assert "--instance-id=instance-1" in spec.argv
-    assert f"--kv-cache-memory-bytes={specs.CPU_KV_BYTES}" in spec.argv
+    assert f"--kv-cache-memory-bytes={launch.CPU_KV_BYTES}" in spec.argv
     assert spec.argv[-2:] == CONFIG.instance_options, "given options come last, so they count"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from services.local.start_watch import StartWatch, WatchedStart
+from services.local.platform import StartWatch, WatchedStart
 
 
 def test_what_becomes_ready_is_told_once_and_a_silence_lasts_ten_seconds() -> None:

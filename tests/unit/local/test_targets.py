@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.local.child import Child, ChildSpec
-from services.local.targets_file import TargetsFile, targets
-from services.platform.ready_file import write_ready_file
+from services.local.platform import TargetsFile, targets
+from services.platform.launching import write_ready_file
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.local import PlatformConfig, up
-from services.local.specs import Specs
+from services.local.launch import Specs
 from services.models.local_model import hub_name
 
 

@@ -27,15 +27,14 @@ from services.contracts.sampling import ModelLimits
 from services.generation.config import GenerationConfig
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.kv_types import Exported, KvSpace, Reserved
-from services.generation.engine.kv_worker import KvWorkerMixin
 from services.generation.engine.types import EngineLoad, EngineRequest, EngineSampleState, SampleStep
 from services.generation.kv_transfer.block_store import Geometry
-from services.generation.kv_transfer.port import KvPort
+from services.generation.kv_transfer.port import KvPort, KvWorkerMixin
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
-from services.generation.loop.sample_table import SampleTable
+from services.generation.loop.samples import SampleTable
 from services.generation.loop.work_items import AdmissionTerms
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.migration import Migration
@@ -283,7 +282,7 @@ def _kv(tokens: Sequence[int], position: int, layer: int) -> float:
 
 @dataclass(slots=True)
 class _Instance:
-    """What the services use of `services.generation.server.instance.GenerationInstance`."""
+    """What the services use of `services.generation.server.generation_service.GenerationInstance`."""
 
     loop: EngineLoop
     closed: str = ""

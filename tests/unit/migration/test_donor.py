@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.kv_transfer.reason import Reason
-from services.generation.migration.donor import Action, Donor, Event, Fate, Stage
+from services.generation.migration.protocol import Action, Donor, Event, Fate, Stage
 
 FORWARD = [Action.COPY, Action.PAUSE, Action.SEND, Action.COMMIT, Action.RELEASE]
 

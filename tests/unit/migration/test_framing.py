@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.kv_transfer.framing import (
+from services.generation.kv_transfer.links import (
     HEADER_BYTES,
     MOST_TEXT,
     BadFrame,

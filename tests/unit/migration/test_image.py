@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import seconds_of
 from services.contracts.sampling import ModelLimits, Sampling, resolve
+from services.generation.draft_cache.origin import Origin
 from services.generation.engine.types import EngineRequest, SampleStep, Verifier
 from services.generation.kv_transfer.block_store import Geometry
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.samples import RunningSample
 from services.generation.loop.work_items import AdmissionTerms, check_item
-from services.generation.migration import image
-from services.generation.migration.terms import capacity_of, check_geometry, geometry_of
-from services.generation.migration.unclaimed import HANDLE, Unclaimed
-from services.generation.rollouts.origin import Origin
+from services.generation.migration import protocol
+from services.generation.migration.arrivals import HANDLE, Unclaimed
+from services.generation.migration.leaving import capacity_of, check_geometry, geometry_of
 from tests.unit.generation.scripted import sample_request
 
 VERSION = 3
@@ -84,7 +84,7 @@ def running(request: EngineRequest, **fields: Any) -> RunningSample:
 
 @given(SAMPLINGS)
 def test_sampling_parameters_come_back(sampling: Sampling) -> None:
-    assert resolve(image.sampling_params(sampling)) == sampling
+    assert resolve(protocol.sampling_params(sampling)) == sampling
 
 
 @given(TOKENS, TOKENS, st.sampled_from(Verifier), st.integers(0, 2**64 - 1), TOKENS)
@@ -98,7 +98,7 @@ def test_a_sample_comes_back_with_its_response_as_prefix(
         request = replace(request, lenience=2.5)
     sample = running(request, origin=Origin("run", "p", 4, 9), streamed=seed % 2 == 1)
     sample.record(SampleStep("s1", response, [0.0] * len(response)), 1.0, 1.5, "")
-    item = image.item_of(sample, VERSION)
+    item = protocol.item_of(sample, VERSION)
     arrived = check_item(item, TERMS, (), lambda: "s2")
     assert arrived == replace(request, sample_id="s2", prefix=tuple(response))
     assert Origin.of(item) == sample.origin
@@ -113,7 +113,7 @@ def test_counters_go_on() -> None:
     counters = sample.finished(None, 9.0)
     # The clock of another machine.
     arrived = running(replace(sample.request, prefix=tuple(sample.response)))
-    image.take_counters(arrived, counters, 1009.0)
+    protocol.take_counters(arrived, counters, 1009.0)
     at_once = arrived.finished(None, 1009.0)
     assert at_once.cached_context_tokens == 4, "all but the last token of prompt and response"
     at_once.ClearField("cached_context_tokens")
@@ -128,13 +128,13 @@ def test_counters_go_on() -> None:
 
 
 def test_the_crc_of_a_response_tells_order_and_length() -> None:
-    crcs = {image.tokens_crc(tokens) for tokens in ([], [1], [1, 2], [2, 1], [0, 1], [1, 0], [2**31])}
+    crcs = {protocol.tokens_crc(tokens) for tokens in ([], [1], [1, 2], [2, 1], [0, 1], [1, 0], [2**31])}
     assert len(crcs) == 7
 
 
 def test_drafter_states_come_back() -> None:
     states = {"reference": b"\x00\x01", "eagle3": b""}
-    assert image.carried(image.drafter_states(states)) == states
+    assert protocol.carried(protocol.drafter_states(states)) == states
 
 
 def test_geometry_says_what_differs() -> None:

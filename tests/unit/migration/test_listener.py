@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from services.generation.kv_transfer.listener import Listener
-from services.generation.kv_transfer.outgoing import KvPart
+from services.generation.kv_transfer.links import TcpLink
+from services.generation.kv_transfer.port import Listener
 from services.generation.kv_transfer.reason import NotMoved, Reason
-from services.generation.kv_transfer.transport import TcpLink
-from services.platform.config.settings import TlsConfig
+from services.generation.kv_transfer.transfers import KvPart
+from services.platform.config import TlsConfig
 from tests.support.certificates import Authority
 from tests.unit.migration.test_port import SIZE, TOKEN, WAIT, End, caches, make_end, same, send, until
 

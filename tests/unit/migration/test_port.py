@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.generation.kv_transfer import transport
+from services.generation.kv_transfer import links
 from services.generation.kv_transfer.block_store import KvStore, UnsupportedCaches
-from services.generation.kv_transfer.framing import MOST_TEXT, Frame, FrameKind, Hello
-from services.generation.kv_transfer.outgoing import KvPart
+from services.generation.kv_transfer.links import MOST_TEXT, Frame, FrameKind, Hello
 from services.generation.kv_transfer.port import KvPort
 from services.generation.kv_transfer.reason import NotMoved, Reason
-from services.platform.config.settings import TlsConfig
+from services.generation.kv_transfer.transfers import KvPart
+from services.platform.config import TlsConfig
 from tests.support.certificates import Authority
 
 BLOCKS, SIZE, LAYERS, HEADS, CONTENT = 12, 4, 3, 2, 6
@@ -147,7 +147,7 @@ def test_broken_kv_never_reaches_a_block(ends: tuple[End, End]) -> None:
     before = [each.clone() for each in receiver.kv]
     receiver.port.expect("m", TOKEN, (1, 2), 0, WAIT)
     host, _, port = receiver.address.rpartition(":")
-    link = transport.TcpLink(socket.create_connection((host, int(port))), time.monotonic() + WAIT)
+    link = links.TcpLink(socket.create_connection((host, int(port))), time.monotonic() + WAIT)
     hello = Hello("m", 0, TOKEN).encode()
     link.send(Frame(FrameKind.HELLO, crc=zlib.crc32(hello), length=len(hello)), hello)
     payload = bytes(receiver.port._receiver._store.geometry.block_bytes)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.generation.kv_transfer.reason import Reason
-from services.generation.migration.receiver import REMEMBERED, ReceiverLedger, ReceiverState
+from services.generation.migration.protocol import REMEMBERED, ReceiverLedger, ReceiverState
 
 
 def opened(*names: str, most: int = 8) -> ReceiverLedger:

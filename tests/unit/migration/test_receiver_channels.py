@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.generation.migration.receiver_channels import ReceiverChannels
+from services.generation.migration.migration import ReceiverChannels
 
 
 class Channel:

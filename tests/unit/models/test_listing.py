@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.models.listing import ListingError, RemoteFile, inside, read_checksums, wanted
+from services.models.source import ListingError, RemoteFile, inside, read_checksums, wanted
 
 HASH = "ab" * 32
 

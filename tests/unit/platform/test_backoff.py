@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.platform.backoff import ExponentialBackoff
+from services.platform.tasks import ExponentialBackoff
 
 
 @given(failures=st.integers(1, 10_000))

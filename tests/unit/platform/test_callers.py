@@ -12,11 +12,20 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paceline.channel import ON_BEHALF, call_metadata
+from paceline.transport.channel import ON_BEHALF, call_metadata
 from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2, weight_stream_pb2
 from services.contracts.errors import InvalidArgument, PermissionDenied
-from services.platform.security.caller import TokenHolder, act_for, current_caller, may_see, read_caller
-from services.platform.security.named_runs import FIELDS, WITHOUT_RUN, check_runs, runs_named
+from services.platform.security.caller import (
+    FIELDS,
+    WITHOUT_RUN,
+    TokenHolder,
+    act_for,
+    check_runs,
+    current_caller,
+    may_see,
+    read_caller,
+    runs_named,
+)
 
 PUBLIC = (rollout_pb2, weight_pb2, fleet_pb2, weight_stream_pb2)
 OF_NO_RUN = {

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from paceline.address import is_loopback
-from services.platform.config.settings import ServiceConfig, listening_problems
-from services.platform.config.sources import load_config
+from paceline.transport.channel import is_loopback
+from services.platform.config import ServiceConfig, listening_problems, load_config
 
 
 class ToyConfig(ServiceConfig):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.platform.cores import bind_ranks, cpu_list, parse_cpu_list, share_cores
+from services.platform.launching import bind_ranks, cpu_list, parse_cpu_list, share_cores
 
 
 @given(st.integers(1, 64), st.integers(1, 64))

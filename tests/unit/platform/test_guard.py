@@ -17,10 +17,9 @@ from paceline.internal.v1 import bubble_pb2, draft_pb2, generation_pb2, weight_p
 from paceline.tokens import TokenScope, hash_token, new_token
 from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2, weight_stream_pb2
 from services.contracts.errors import PermissionDenied, ResourceExhausted, ServiceError, Unauthenticated
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.sources import ConfigError
-from services.platform.config.watched import Unreadable
+from services.platform.config import ConfigError, ServiceConfig
 from services.platform.security.caller import TokenHolder, act_for, current_caller
+from services.platform.security.certificates import Unreadable
 from services.platform.security.guard import Grant, Guard, guard_of, read_grants, scopes_for
 
 SUBMIT = "/paceline.v1.RolloutService/SubmitRollouts"

@@ -13,7 +13,7 @@ import ctypes, resource, sys, threading
 # Where pages are huge, a step takes few of them either way.
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
 
-from services.platform.heap import keep_freed_memory
+from services.platform.memory import keep_freed_memory
 
 if sys.argv[1] == "kept":
     assert keep_freed_memory()

@@ -13,26 +13,25 @@ from typing import Any
 
 import pytest
 
-from kernels.suffix_index import archive
-from paceline import delta, expansion, safetensors
-from paceline.foreign_json import parse_json, parse_object, read_object
-from paceline.rendezvous import NotOfRound, Rendezvous
-from paceline.report import entries
-from services.contracts.drafter import checkpoint
+from kernels.suffix_index import records
+from paceline.files import parse_json, parse_object, read_object
+from paceline.report import facts
+from paceline.weights import delta, expansion, safetensors
+from paceline.weights.rendezvous import NotOfRound, Rendezvous
+from services.contracts import drafter_checkpoint
 from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
-from services.contracts.schemas.walk import schema_faults
+from services.contracts.schemas import schema_faults
 from services.facade import text
-from services.facade.dialects import messages
-from services.facade.dialects.unicode import check_unicode
-from services.generation.weights import adapters, shards
-from services.generation.weights.manifest import read_manifest
+from services.facade.dialects import chat
+from services.facade.work.jobs import check_unicode
+from services.generation.weights import adapters, files
+from services.generation.weights.staging import read_manifest
 from services.generation.weights.stream.stored_stream import StoredStream
-from services.models import receipt
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.sources import ConfigError, read_config
-from services.platform.config.watched import Unreadable
+from services.models import download
+from services.platform.config import ConfigError, ServiceConfig, read_config
+from services.platform.security.certificates import Unreadable
 from services.platform.security.guard import read_grants
-from services.reallocator.planning.step_time_model import UnsupportedArchitecture, architecture_of
+from services.reallocator.planning.throughput import UnsupportedArchitecture, architecture_of
 
 DEEP = 1_000_000
 FORMS: dict[str, bytes] = {
@@ -103,8 +102,8 @@ def of_text(read: Callable[[str], object]) -> Callable[[Path, bytes], object]:
 
 
 def saved_index(_: Path, content: bytes) -> object:
-    body = archive._MAGIC + archive._LENGTH.pack(len(content)) + content
-    return archive.read(body + archive._digest(body))
+    body = records._MAGIC + records._LENGTH.pack(len(content)) + content
+    return records.read(body + records._digest(body))
 
 
 def model_without_header(folder: Path) -> object:
@@ -131,17 +130,19 @@ READERS: dict[str, Reader] = {
     "index-of-delta": Reader(with_file(safetensors.INDEX, delta._files)),
     "header-of-delta": Reader(lambda _, content: delta._parse(content[:8].ljust(8) + content, 0)),
     "index-of-shards": Reader(
-        with_file(safetensors.INDEX, lambda folder: shards.open_shards(folder, indexed=True, served=10)),
-        TYPED,
+        with_file(safetensors.INDEX, lambda folder: files.open_shards(folder, indexed=True, served=10)), TYPED
     ),
     "header": Reader(
-        with_header(lambda folder: shards.open_shards(folder, indexed=False, served=1 << 18)), TYPED
+        with_header(lambda folder: files.open_shards(folder, indexed=False, served=1 << 18)), TYPED
     ),
     "adapter": Reader(with_file(adapters.CONFIG, lambda folder: adapters.read_adapter(folder, {})), TYPED),
     "manifest": Reader(with_file("config.json", model_without_header), TYPED),
     "stream": Reader(with_file(safetensors.INDEX, StoredStream.of_folder), (ValueError, OSError)),
-    "drafter": Reader(with_file(checkpoint.CONFIG, checkpoint.read_config), (checkpoint.CorruptCheckpoint,)),
-    "receipt": Reader(with_file(receipt.NAME, receipt.read_receipt), ()),
+    "drafter": Reader(
+        with_file(drafter_checkpoint.CONFIG, drafter_checkpoint.read_config),
+        (drafter_checkpoint.CorruptCheckpoint,),
+    ),
+    "receipt": Reader(with_file(download.NAME, download.read_receipt), ()),
     "step-times": Reader(
         with_file("config.json", lambda folder: architecture_of(folder, "bfloat16")),
         (UnsupportedArchitecture,),
@@ -149,10 +150,10 @@ READERS: dict[str, Reader] = {
     "tokenizer": Reader(
         with_file("tokenizer_config.json", lambda f: text._json(f / "tokenizer_config.json")), ()
     ),
-    "decision-log": Reader(of_text(lambda content: entries.parsed([content]))),
+    "decision-log": Reader(of_text(lambda content: facts.parsed([content]))),
     "round": Reader(round_of, (NotOfRound,)),
     "schema": Reader(of_text(schema_faults.__wrapped__), ()),
-    "tool-arguments": Reader(of_text(messages._arguments), ()),
+    "tool-arguments": Reader(of_text(chat._arguments), ()),
     "body": Reader(lambda _, content: check_unicode(content), (InvalidArgument,)),
     "suffix-index": Reader(saved_index),
     "tokens": Reader(with_file("t.yaml", lambda folder: read_grants(folder / "t.yaml")), (Unreadable,)),
@@ -182,16 +183,16 @@ def test_json_of_others_is_read_or_refused_as_promised(tmp_path: Path, name: str
     "read",
     [
         lambda path: read_object(path / "x"),
-        lambda path: checkpoint.read_config(path),
-        lambda path: checkpoint.digest(path),
+        lambda path: drafter_checkpoint.read_config(path),
+        lambda path: drafter_checkpoint.digest(path),
         lambda path: delta._files(path),
         lambda path: StoredStream.of_folder(path),
         lambda path: architecture_of(path, "bfloat16"),
-        lambda path: shards.read_header(path / "model.safetensors"),
+        lambda path: files.read_header(path / "model.safetensors"),
     ],
 )
 def test_a_pipe_is_no_file(tmp_path: Path, read: Callable[[Path], object]) -> None:
-    names = ("x", checkpoint.CONFIG, safetensors.INDEX, "config.json", "model.safetensors")
+    names = ("x", drafter_checkpoint.CONFIG, safetensors.INDEX, "config.json", "model.safetensors")
     for name in set(names):
         os.mkfifo(tmp_path / name)
     with pytest.raises((OSError, ValueError, ServiceError, UnsupportedArchitecture)):
@@ -204,15 +205,15 @@ def test_a_header_has_room_for_what_the_served_model_has(tmp_path: Path, served:
     header = json.dumps({f"tensor.{number}": empty for number in range(2000)}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     if allowed:
-        (found,) = shards.open_shards(tmp_path, indexed=False, served=served)
+        (found,) = files.open_shards(tmp_path, indexed=False, served=served)
         assert len(found.tensors) == 2000
     else:
         with pytest.raises(InvalidArgument, match="allowed are 1064"):
-            shards.open_shards(tmp_path, indexed=False, served=served)
+            files.open_shards(tmp_path, indexed=False, served=served)
 
 
 def test_a_header_that_is_too_long_is_never_parsed(tmp_path: Path) -> None:
     size = 3 << 20
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"[" * size)
     with pytest.raises(InvalidArgument, match=f"header of {size} bytes, allowed are"):
-        shards.open_shards(tmp_path, indexed=False, served=10)
+        files.open_shards(tmp_path, indexed=False, served=10)

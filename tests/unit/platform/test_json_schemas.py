@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from services.contracts.schemas import branches
-from services.contracts.schemas.patterns import LONGEST_PATTERN, pattern_fault
-from services.contracts.schemas.walk import LONGEST_SCHEMA, MOST_FAULTS, schema_faults
+from services.contracts import schemas
+from services.contracts.schemas import (
+    LONGEST_PATTERN,
+    LONGEST_SCHEMA,
+    MOST_FAULTS,
+    pattern_fault,
+    schema_faults,
+)
 
 INT, TEXT = {"type": "integer"}, {"type": "string"}
 
@@ -287,8 +292,8 @@ def test_a_plain_pattern_is_allowed(pattern: str) -> None:
 
 def test_a_list_that_many_places_refer_to_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[Any]()
-    as_json = branches._as_json
-    monkeypatch.setattr(branches, "_as_json", lambda value: [read.append(value), as_json(value)][1])
+    as_json = schemas._as_json
+    monkeypatch.setattr(schemas, "_as_json", lambda value: [read.append(value), as_json(value)][1])
     alternatives = of("object", properties={f"p{n}": node(oneOf=[A, B]) for n in range(500)})
     schema = defining(alternatives, a=node(enum=[*range(1000)]), b=node(enum=[*range(1000, 2000)]))
     schema |= {"required": sorted(schema["properties"]), "additionalProperties": False}

@@ -10,11 +10,10 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from services.platform.config.settings import ServiceConfig
-from services.platform.grpc.links import Link, Links
-from services.platform.notify import Notifier
+from services.platform.config import ServiceConfig
+from services.platform.grpc.channel import Link, Links
 from services.platform.redis.registry import InstanceRecord, Registry
-from services.platform.tasks import end
+from services.platform.tasks import Notifier, end
 
 WAIT = 60.0
 Records = dict[str, InstanceRecord] | None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.platform.memory_limits import memory_share, own_memory_share
+from services.platform.memory import memory_share, own_memory_share
 
 
 def _group(folder: Path, limit: str, used: int, droppable: int, first: bool = False) -> None:

@@ -12,8 +12,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from services.platform.config.settings import ServiceConfig
-from services.platform.config.store_url import parse_store_url
+from services.platform.config import ServiceConfig, parse_store_url
 from services.platform.redis.connection import OUTAGES, Refused, reason_of, translated
 
 SCRIPT_OF_6_2 = (

@@ -12,8 +12,14 @@ import pytest
 from paceline.v1 import rollout_pb2
 from services.contracts.errors import InvalidArgument, ResourceExhausted
 from services.platform.grpc import parse_budget
-from services.platform.grpc.parse_budget import LEAST_MESSAGE_BYTES, SMALL_BYTES, ParseBudget
-from services.platform.grpc.wire_count import FIELD_BYTES, SLICE_FIELDS, shape_of
+from services.platform.grpc.parse_budget import (
+    FIELD_BYTES,
+    LEAST_MESSAGE_BYTES,
+    SLICE_FIELDS,
+    SMALL_BYTES,
+    ParseBudget,
+    shape_of,
+)
 
 SHAPE = shape_of(rollout_pb2.SubmitRolloutsRequest.DESCRIPTOR)
 MOST = 8 << 20

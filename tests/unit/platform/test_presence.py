@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.platform.redis.presence import Presence
-from services.platform.redis.registry import HEARTBEAT, SETTLING
+from services.platform.redis.registry import HEARTBEAT, SETTLING, Presence
 
 # Ticks of the simulated clock: a second, the life of a record, the pauses of a watcher and of a process between
 # heartbeats and after one that failed, and the longest that a heartbeat hangs after Redis can be reached again.

@@ -10,8 +10,7 @@ from typing import Any
 
 import structlog
 
-from services.platform.observability.metered_loop import LONG_TURN, MeteredLoop, TurnSelector
-from services.platform.observability.turn_profiler import TurnProfiler
+from services.platform.observability.event_loop import LONG_TURN, MeteredLoop, TurnProfiler, TurnSelector
 
 
 def crunch(seconds: float, profiler: TurnProfiler) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.platform.config.watched import CHECK_SECONDS, RELOADS, Watched
+from services.platform.security.certificates import CHECK_SECONDS, RELOADS, Watched
 
 
 class Clock:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.contracts.errors import InvalidArgument
-from services.contracts.weight_folder import check_weight_folder
+from services.contracts.files import check_weight_folder
 
 
 @pytest.mark.parametrize("path", ["/a", "/" + "x" * 255, "/" + "é" * 127, "/x" * 2047])

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.v1 import rollout_pb2
-from services.platform.grpc.wire_count import (
+from services.platform.grpc.parse_budget import (
     FIELD_BYTES,
     SLICE_FIELDS,
     VALUE_WIDTHS,

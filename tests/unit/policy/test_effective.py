@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.convert.fleet import knobs_from_proto, knobs_to_proto
 from paceline.internal.v1 import policy_pb2 as pb
-from paceline.knobs import knobs_from_proto, knobs_to_proto
 from services.contracts.knob_store import KnobRecords, Rung, StoredSetting
 from services.contracts.knobs import Knobs, KnobScope
-from services.generation.speculation.active_knobs import ActiveKnobs
-from services.policy.effective import effective, is_of
+from services.generation.speculation.planner import ActiveKnobs
+from services.policy.knobs_in_force import effective, is_of
 
 FLEET = KnobScope()
 RUN = KnobScope("run", "r")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.speculation.exploration import Exploration
+from services.generation.speculation.decision import Exploration
 from tests.support.step_times import settled
 
 MANY, SAMPLES = 200, 20

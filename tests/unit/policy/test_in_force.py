@@ -7,10 +7,9 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import policy_pb2 as pb
-from services.contracts.knob_messages import knobs_from_proto
 from services.contracts.knob_store import KnobRecords, KnobStore, Rung
-from services.contracts.knobs import KnobScope
-from services.policy.in_force import KnobsInForce
+from services.contracts.knobs import KnobScope, knobs_from_proto
+from services.policy.knobs_in_force import KnobsInForce
 from services.policy.metrics import PolicyMetrics
 
 RAISED = 42

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contracts.knob_messages import tallies, tally_message
-from services.contracts.knobs import Knobs
+from services.contracts.knobs import Knobs, tallies, tally_message
+from services.generation.draft_cache.origin import Origin
 from services.generation.engine.types import EngineSampleState, SampleStep
-from services.generation.rollouts.origin import Origin
-from services.generation.speculation.account import SpeculationAccount
+from services.generation.speculation.decision import PlanReason
 from services.generation.speculation.drafter import (
     DraftContext,
     Proposal,
@@ -24,9 +23,8 @@ from services.generation.speculation.drafter import (
     Samples,
     TokenDrafter,
 )
-from services.generation.speculation.knob_driven_planner import KnobDrivenPlanner
-from services.generation.speculation.modes.decision import PlanReason
 from services.generation.speculation.plan import StepShape
+from services.generation.speculation.planner import KnobDrivenPlanner, SpeculationAccount
 from services.generation.speculation.speculation import Speculation
 from tests.support.step_times import KnownStepTime, settled
 

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knob_store import Rung
-from services.contracts.knobs import LadderKnobs
-from services.contracts.step_totals import Acceptance
-from services.policy.ladder import climb, start
+from services.contracts.knobs import Acceptance, LadderKnobs
+from services.policy.steps import climb, start
 
 KNOBS = LadderKnobs(lengths=(2, 4, 8))
 

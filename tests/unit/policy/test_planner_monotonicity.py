@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.engine.types import EngineSampleState
+from services.generation.speculation.decision import PlanDecision
 from services.generation.speculation.drafter import Proposal, Proposals
-from services.generation.speculation.modes.decision import PlanDecision
 from tests.support.step_times import KnownStepTime, planner_mode
 
 WINDOW = 6

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.draft_lengths import DraftableBatch
+from services.generation.speculation.decision import PlanReason
 from services.generation.speculation.drafter import Proposal, Proposals
-from services.generation.speculation.modes.decision import PlanReason
-from services.generation.speculation.modes.solver import SolverMode, solve
+from services.generation.speculation.modes import SolverMode, solve
+from services.generation.speculation.plan import DraftableBatch
 from services.step_time.estimator import StepTimeEstimator
 from tests.support.step_times import KnownStepTime
 

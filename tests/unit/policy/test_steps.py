@@ -7,9 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contracts.step_totals import Acceptance, StepTotals
-from services.policy.explain import step_ended
-from services.policy.steps import MAX_STEPS, StepBook
+from services.contracts.knobs import Acceptance, StepTotals
+from services.policy.steps import MAX_STEPS, StepBook, step_ended
 
 SETTLE = 2.0
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
-from services.generation.speculation.draft_lengths import DraftableBatch
-from services.generation.speculation.modes.decision import Mode, PlanReason
-from services.generation.speculation.modes.toggle import ToggleMode
-from services.generation.speculation.plan import Drafts
+from services.generation.speculation.decision import Mode, PlanReason
+from services.generation.speculation.modes import ToggleMode
+from services.generation.speculation.plan import DraftableBatch, Drafts
 from tests.support.step_times import KnownStepTime
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.platform.config.sources import read_config
+from services.platform.config import read_config
 from services.ray.config import ActorPlan, RayConfig, actors
 
 LEARNER = {"learner": True, "drafter": "/weights/first", "drafters": "/weights/drafters"}

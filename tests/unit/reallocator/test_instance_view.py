@@ -6,10 +6,8 @@ import pytest
 
 from paceline.internal.v1 import migration_pb2 as pb
 from services.reallocator.moves import Shunned
-from services.reallocator.planning.instance_view import instance_view, mean_length
-from services.reallocator.planning.remaining_length import RemainingLengthEstimator
-from services.reallocator.planning.step_time_model import Architecture, StepTime
-from services.reallocator.planning.throughput import Roofline
+from services.reallocator.planning.instance_view import RemainingLengthEstimator, instance_view, mean_length
+from services.reallocator.planning.throughput import Architecture, Roofline, StepTime
 
 MODEL = StepTime(
     architecture=Architecture(weight_bytes=1e9, kv_bytes=1e5, dense_flops=1e9, attention_flops=1e4)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.planning.learned_costs import LearnedCosts, MoveCosts, Trust
-from services.reallocator.planning.price import MoveBy
-from services.reallocator.planning.records import Move, Rule
+from services.reallocator.planning.records import Move, MoveBy, Rule
 
 KV = [Move("a", MoveBy.KV, 100), Move("b", MoveBy.KV, 100)]
 READ = [Move("a", MoveBy.PREFIX, 100, prefill=0.01), Move("b", MoveBy.PREFIX, 100, prefill=0.03)]

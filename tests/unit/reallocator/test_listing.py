@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.reallocator.planning.listing import MOST_LISTED, WITNESSES, ListingChoice
+from services.reallocator.planning.decision_scope import MOST_LISTED, WITNESSES, ListingChoice
 from services.reallocator.planning.records import LoadView, Move, ReallocationRules, Rule, Transfer
 from tests.unit.reallocator.fleets import FIGURE_5
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.reallocator.planning.measured_speed import (
+from services.reallocator.planning.throughput import (
     InstanceReport,
     Speed,
+    ThroughputCurve,
     achieved_gain,
     lost_seconds,
     pace,
@@ -17,7 +18,6 @@ from services.reallocator.planning.measured_speed import (
     step_seconds,
     tokens_per_second,
 )
-from services.reallocator.planning.throughput import ThroughputCurve
 
 FIRST = InstanceReport(at=10.0, samples=4, steps=100, tokens=1000)
 SECOND = InstanceReport(at=10.5, samples=4, steps=150, tokens=1400)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.platform.redis.registry import InstanceRecord
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.models import Rooflines
+from services.reallocator.members import Rooflines
 
 TINYMATH = "examples/tinymath/model"
 

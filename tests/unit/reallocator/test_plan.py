@@ -9,16 +9,19 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.reallocator.planning.cooldown import Cooldown
+from services.reallocator.planning.decision_scope import Cooldown
 from services.reallocator.planning.plan import evacuate, plan
-from services.reallocator.planning.price import MoveBy, MoveCost, lost, price
 from services.reallocator.planning.records import (
     Candidate,
     InstanceView,
     Move,
+    MoveBy,
+    MoveCost,
     ReallocationRules,
     Rule,
     Transfer,
+    lost,
+    price,
 )
 from services.reallocator.planning.throughput import ThroughputCurve
 from tests.unit.reallocator.fleets import FIGURE_5, FLAT, STEEP, candidate, fleets, moved, view

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.reallocator.planning.price import MoveBy, MoveCost, cheapest, lost, price
+from services.reallocator.planning.records import MoveBy, MoveCost, cheapest, lost, price
 from services.reallocator.planning.throughput import ThroughputCurve
 from tests.unit.reallocator.fleets import FIGURE_5, curves
 

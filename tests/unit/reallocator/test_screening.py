@@ -8,10 +8,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from services.reallocator.planning.decision_scope import worth_listing
 from services.reallocator.planning.plan import plan
-from services.reallocator.planning.price import MoveBy, MoveCost
-from services.reallocator.planning.records import InstanceView, LoadView, ReallocationRules, Rule
-from services.reallocator.planning.screening import worth_listing
+from services.reallocator.planning.records import (
+    InstanceView,
+    LoadView,
+    MoveBy,
+    MoveCost,
+    ReallocationRules,
+    Rule,
+)
 from services.reallocator.planning.throughput import ThroughputCurve
 from tests.unit.reallocator.fleets import FIGURE_5, FLAT, STEEP, view
 

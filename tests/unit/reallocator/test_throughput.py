@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reallocator.planning.step_time_model import Architecture, StepTime
-from services.reallocator.planning.throughput import Roofline, ThroughputCurve
+from services.reallocator.planning.throughput import Architecture, Roofline, StepTime, ThroughputCurve
 from tests.unit.reallocator.fleets import FIGURE_5, FLAT, STEEP, curves
 
 LLAMA_8B = Architecture(weight_bytes=16e9, kv_bytes=131072, dense_flops=16e9, attention_flops=524288)

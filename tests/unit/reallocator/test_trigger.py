@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.reallocator.planning.trigger import Trigger
+from services.reallocator.planning.decision_scope import Trigger
 
 A, B = ("a", 1), ("b", 1)
 

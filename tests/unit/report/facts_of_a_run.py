@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline import Decision
-from services.bubbles.filled import FilledSpan, filled_records
-from services.contracts.step_totals import Acceptance, StepTotals
-from services.gateway.batches.sample import GatewaySample, GenerationSpan
-from services.gateway.dispatch.critical_path import TimedSample
-from services.gateway.dispatch.step_report import IdleTimeBook, step_record
-from services.gateway.finished.reward_book import RewardBook
-from services.gateway.fleet.update_times import UpdateTimes
+from services.bubbles.service import FilledSpan, filled_records
+from services.contracts.knobs import Acceptance, StepTotals
+from services.gateway.api.reports import RewardBook
+from services.gateway.feeds.step_report import IdleTimeBook, TimedSample, step_record
+from services.gateway.instances.updater import UpdateTimes
+from services.gateway.state.sample import GatewaySample, GenerationSpan
 from services.platform.redis.decision_log import DecisionRecord
-from services.policy.explain import step_ended
-from services.policy.steps import StepEnd
+from services.policy.steps import StepEnd, step_ended
 
 BEGIN = 1_700_000_000.0
 

@@ -8,9 +8,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from paceline import Decision
-from paceline.report.bars import phases
-from paceline.report.entries import newest_run, parsed, read_facts
-from paceline.report.facts import DraftCounts, Filled, RunFacts
+from paceline.report.facts import DraftCounts, Filled, RunFacts, newest_run, parsed, read_facts
+from paceline.report.plots import phases
 from paceline.report.timeline import filled_share
 from tests.unit.report.facts_of_a_run import BEGIN, run_entries
 

@@ -9,16 +9,15 @@ from itertools import pairwise
 import pytest
 
 from paceline import types as t
-from paceline.report import palette
-from paceline.report.bars import PART_CLASSES, PHASES
-from paceline.report.entries import read_facts
-from paceline.report.facts import Filled, FleetNow, RunFacts
+from paceline.report import chart
+from paceline.report.chart import element, short, ticks
+from paceline.report.facts import Filled, FleetNow, RunFacts, read_facts
 from paceline.report.page import MOST_DECISIONS, render, tiles
-from paceline.report.svg import element, short, ticks
+from paceline.report.plots import PART_CLASSES, PHASES
 from tests.unit.report.facts_of_a_run import BEGIN, run_entries
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
-THEMES = {"light": palette.LIGHT, "dark": palette.DARK}
+THEMES = {"light": chart.LIGHT, "dark": chart.DARK}
 # Machado and others 2009, severity 1: how linear RGB looks to those who lack one kind of cone.
 DEFICIENCIES = {
     "protanopia": (
@@ -252,10 +251,10 @@ def test_text_and_marks_contrast_with_what_they_stand_on(theme: str) -> None:
     colours = THEMES[theme]
     for name in ("ink", "muted", "link"):
         for ground in ("page", "card"):
-            assert palette.contrast(colours[name], colours[ground]) >= 4.5, name
-    for name in palette.SERIES:
-        assert palette.contrast(colours[name], colours["card"]) >= 3.0, name
-    assert palette.contrast("#000000", "#ffffff") == pytest.approx(21)
+            assert chart.contrast(colours[name], colours[ground]) >= 4.5, name
+    for name in chart.SERIES:
+        assert chart.contrast(colours[name], colours["card"]) >= 3.0, name
+    assert chart.contrast("#000000", "#ffffff") == pytest.approx(21)
 
 
 def perceived(colour: str, matrix: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:

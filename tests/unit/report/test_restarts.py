@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 from paceline import Decision
 from paceline.cli import options
 from paceline.cli import report as command
-from paceline.report import bars, plots
-from paceline.report.attempts import counted, number_attempts
+from paceline.report import plots
+from paceline.report import plots as bars
 from paceline.report.chart import PageChart
-from paceline.report.entries import read_facts
-from paceline.report.facts import RunFacts
+from paceline.report.facts import RunFacts, counted, number_attempts, read_facts
 from paceline.report.page import render
-from services.gateway.batches.sample import GatewaySample, GenerationSpan
-from services.gateway.dispatch.critical_path import TimedSample
-from services.gateway.dispatch.step_report import StepReport, step_record
-from services.gateway.finished.reward_book import RewardBook
+from services.gateway.api.reports import RewardBook
+from services.gateway.feeds.step_report import StepReport, TimedSample, step_record
+from services.gateway.state.sample import GatewaySample, GenerationSpan
 from services.platform.redis.decision_log import DecisionRecord
 from tests.unit.report.facts_of_a_run import BEGIN, entry
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.internal.v1.demand_pb2 import InstanceDemand
 from paceline.v1 import fleet_pb2
-from services.policy.scaling.demand import Demand, Meter, ordinal
+from services.policy.scaling.recommendation import Demand, Meter, ordinal
 
 POOLS = ("a", "a-b")
 

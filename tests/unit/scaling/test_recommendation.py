@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.policy.scaling.config import PoolConfig, ScalingConfig
-from services.policy.scaling.demand import Demand, Due
-from services.policy.scaling.recommendation import PoolCapacity, recommend
+from services.policy.config import PoolConfig, ScalingConfig
+from services.policy.scaling.recommendation import Demand, Due, PoolCapacity, recommend
 
 
 def pool(name: str, minimum: int, maximum: int) -> PoolConfig:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policy.scaling.config import ScalingConfig
+from services.policy.config import ScalingConfig
 from services.policy.scaling.recommendation import Stabilizer
 
 CONFIG = ScalingConfig(up_seconds=10, down_seconds=60, cooldown_seconds=30, tolerance=0.1)

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from paceline.channel import Tls
-from paceline.transport import Ended, Stream, StreamAttempt, Unary
+from paceline.transport.channel import Tls
+from paceline.transport.interface import Ended, Stream, StreamAttempt, Unary
 
 R = TypeVar("R")
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paceline import Adapter, WeightFolder, adapters, expansion, safetensors
+from paceline import Adapter, WeightFolder
 from paceline import types as t
-from paceline.expansion import BaseWeights, ExpansionKind
+from paceline.weights import adapters, expansion, safetensors
+from paceline.weights.expansion import BaseWeights, ExpansionKind
 from tests.support.disks import largest_file
 
 BASE = BaseWeights(3, "index-sha256:base", "/weights/v00000003")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.address import Address, parse_address, parse_addresses
+from paceline.transport.channel import Address, parse_address, parse_addresses
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.calls.reading import BatchPlace
+from paceline.calls.rollouts import BatchPlace
 from paceline.v1 import rollout_pb2, sample_pb2
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import types as t
-from paceline.cli import options, policy, registered, status
+from paceline.cli import app, operations, options, policy
 from paceline.cli.app import run
 from paceline.tokens import hash_token
 
@@ -44,14 +44,14 @@ sys.exit(main(sys.argv[1:]))
 def registered_commands() -> EntryPoints:
     """Return what pyproject.toml registers, which an installation may not know yet."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = project["entry-points"][registered.GROUP]
-    return EntryPoints(EntryPoint(name, value, registered.GROUP) for name, value in named.items())
+    named = project["entry-points"][app.GROUP]
+    return EntryPoints(EntryPoint(name, value, app.GROUP) for name, value in named.items())
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = registered_commands()
-    monkeypatch.setattr(registered, "entry_points", lambda **params: found.select(**params))
+    monkeypatch.setattr(app, "entry_points", lambda **params: found.select(**params))
 
 
 def without(gone: set[str], *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -101,9 +101,7 @@ def test_help_has_every_command_in_a_section_and_examples_that_are_taken(
 ) -> None:
     assert run(["--help"]) == 0
     said = capsys.readouterr().out
-    assert [title for title in (*registered.SECTIONS, "Others") if f"\n{title}:\n" in said] == list(
-        registered.SECTIONS
-    )
+    assert [title for title in (*app.SECTIONS, "Others") if f"\n{title}:\n" in said] == list(app.SECTIONS)
     examples = re.findall(r"^ +paceline (\S+)((?: \S+)*)", said.partition("Examples:")[2], re.MULTILINE)
     assert len(examples) == 5
     for command, words in examples:
@@ -116,8 +114,8 @@ def test_help_has_every_command_in_a_section_and_examples_that_are_taken(
 def test_what_is_listed_of_a_command_is_what_it_says_of_itself(name: str) -> None:
     (entry,) = registered_commands().select(name=name)
     whole = typer.main.get_command(entry.load()).help or ""
-    assert whole.startswith(registered.brief(entry).removesuffix("."))
-    assert len(registered.brief(entry)) < 80
+    assert whole.startswith(app.brief(entry).removesuffix("."))
+    assert len(app.brief(entry)) < 80
 
 
 def test_listing_commands_imports_none_of_them() -> None:
@@ -284,9 +282,9 @@ def printed(table: Table) -> list[str]:
 
 def test_the_load_of_instances_is_readable_at_80_columns() -> None:
     with at_80_columns() as console:
-        tables = status.load_tables(INSTANCES, console)
+        tables = operations.load_tables(INSTANCES, console)
         # Names of a machine leave room for one table, and those of a cluster for two.
-        assert len(status.load_tables(INSTANCES[1:], console)) == 1
+        assert len(operations.load_tables(INSTANCES[1:], console)) == 1
     lines = [line for each in tables for line in printed(each)]
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines if line.startswith(f"{LONG} ")]
@@ -296,7 +294,7 @@ def test_the_load_of_instances_is_readable_at_80_columns() -> None:
 
 
 def test_the_places_of_instances_are_readable_at_80_columns() -> None:
-    lines = printed(status.place_table(INSTANCES))
+    lines = printed(operations.place_table(INSTANCES))
     assert max(map(len, lines)) <= 80
     assert lines[1].startswith(f"{LONG} ")
     assert "Qwen3-8B" in lines[1]
@@ -307,8 +305,8 @@ def test_the_places_of_instances_are_readable_at_80_columns() -> None:
 def test_a_name_that_is_longer_than_the_terminal_is_whole() -> None:
     name = "x" * 90
     with at_80_columns() as console:
-        for table in (*status.load_tables(_named(name), console), status.place_table(_named(name))):
-            status.print_whole(console, table)
+        for table in (*operations.load_tables(_named(name), console), operations.place_table(_named(name))):
+            operations.print_whole(console, table)
         assert isinstance(console.file, io.StringIO)
         assert console.file.getvalue().count(f"{name} ") == 3
 
@@ -318,7 +316,7 @@ def test_a_name_that_is_longer_than_the_terminal_is_whole() -> None:
     [(0, "0"), (9_999, "9999"), (12_345, "12.3k"), (99_960, "100k"), (999_600, "1.0M"), (10**12, "1T")],
 )
 def test_counts_are_short(count: int, shown: str) -> None:
-    assert status.short_count(count) == shown
+    assert operations.short_count(count) == shown
 
 
 @pytest.mark.usefixtures("connected")

@@ -9,10 +9,9 @@ from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
-from paceline.blocking import finish, iterate
+from paceline.blocking import StopSignal, finish, iterate, on_stop, stopped_by
 from paceline.errors import CancelledError
 from paceline.shards.concurrency import MOST_AHEAD, Tasks, Threads
-from paceline.shards.stop_signal import StopSignal, on_stop, stopped_by
 
 SECONDS = 60.0
 

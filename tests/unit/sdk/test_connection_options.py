@@ -8,11 +8,11 @@ from typing import Any
 import certifi
 import pytest
 
-from paceline.channel import Tls
 from paceline.cli import options
 from paceline.cli.app import run
-from paceline.cli.profiles import CONFIG
-from paceline.found_token import TOKEN
+from paceline.cli.options import CONFIG
+from paceline.transport.channel import Tls
+from paceline.transport.options import TOKEN
 
 CLOSED = "--address=127.0.0.1:1"
 """A port at which nothing listens."""

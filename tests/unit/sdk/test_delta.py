@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import delta, delta_codec, expansion, safetensors
 from paceline import types as t
-from paceline.expansion import ExpansionKind
-from paceline.weights import WeightFolder
+from paceline.weights import delta, expansion, safetensors
+from paceline.weights import delta as delta_codec
+from paceline.weights.expansion import ExpansionKind
+from paceline.weights.folder import WeightFolder
 from tests.support.disks import largest_file
 
 WIDTHS = st.sampled_from(["<u1", "<u2", "<u4", "<u8"])
@@ -103,7 +104,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path, Path]:
     new["reshaped"] = new.pop("f16").reshape(-1)
     base["reshaped"] = base["f16"]
     old, later = written(tmp_path / "v1", base), written(tmp_path / "v2", new, 150_000)
-    delta.encode(old, 1, later, tmp_path / "delta")
+    delta.write(old, 1, later, tmp_path / "delta")
     return old, later, tmp_path / "delta"
 
 
@@ -133,7 +134,7 @@ def test_pieces_of_any_size_make_the_same_version(
     base, new = written(root / "v1", model(0)), written(root / "v2", model(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "PIECE_BYTES", 8 * 50 * pieces)
-        delta.encode(base, 1, new, root / "delta", threads)
+        delta.write(base, 1, new, root / "delta", threads)
         assert expanded(base, root / "delta", root / "made") == contents(new)
 
 
@@ -190,7 +191,7 @@ def test_another_base_gives_other_weights_and_their_checksum_shows_it(
 def test_a_full_disk_leaves_no_delta(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
     base, new, _ = folders
     with largest_file(30_000), pytest.raises(OSError, match="File too large"):
-        delta.encode(base, 1, new, tmp_path / "full")
+        delta.write(base, 1, new, tmp_path / "full")
     assert not (tmp_path / "full").exists()
 
 
@@ -198,7 +199,7 @@ def test_folders_without_checksums_have_no_delta(tmp_path: Path, folders: tuple[
     base, new, _ = folders
     (base / safetensors.INDEX).write_text("{}")
     with pytest.raises(ValueError, match="no index with checksums"):
-        delta.encode(base, 1, new, tmp_path / "none")
+        delta.write(base, 1, new, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from paceline.dialer import Dialer
+from paceline.transport.grpc import Dialer
 
 
 def dialer(dialled: list[str], addresses: tuple[str, ...] = ("a:1", "b:1")) -> Dialer[grpc.Channel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.cli.drafter import drafter_lines
+from paceline.cli.policy import drafter_lines
 from paceline.types import Drafter
 
 TOLD = Drafter(

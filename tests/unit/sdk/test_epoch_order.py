@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from paceline import BatchHint, Group, SampleRequest, SamplingParams
-from paceline.epoch_order import MOST_NEEDED, EpochOrder, EpochOrders
+from paceline.prompts import MOST_NEEDED, EpochOrder, EpochOrders
 
 Step = Sequence[str]
 SAMPLING, OTHER = SamplingParams(max_tokens=8), SamplingParams(max_tokens=9)

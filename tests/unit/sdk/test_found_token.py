@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline import Client, TokenFileWarning
-from paceline.connection_options import ConnectionOptions
-from paceline.found_token import FoundToken, token_file_of
-from paceline.private_files import private_folder, write_private
+from paceline.files import private_folder, write_private
+from paceline.transport.options import ConnectionOptions, FoundToken, token_file_of
 
 HERE = "127.0.0.1:7400"
 

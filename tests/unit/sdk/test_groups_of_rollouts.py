@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 
 from paceline import Group
 from paceline import types as t
+from paceline.batches.rollout import AsyncRollout
 from paceline.convert import rollouts
-from paceline.rollout import AsyncRollout
 from paceline.v1 import sample_pb2
 
 

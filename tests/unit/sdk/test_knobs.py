@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from paceline import InvalidArgumentError
-from paceline.knobs import knobs_from_proto, knobs_to_proto
+from paceline.convert.fleet import knobs_from_proto, knobs_to_proto
 from paceline.v1 import knobs_pb2
 from services.contracts.errors import InvalidArgument
-from services.contracts.knob_messages import setting_of
-from services.contracts.knobs import Knobs
+from services.contracts.knobs import Knobs, setting_of
 
 
 def test_only_what_is_set_is_sent() -> None:

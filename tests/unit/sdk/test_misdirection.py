@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline import UnavailableError, retry
+from paceline import UnavailableError
 from paceline.blocking import finish
-from paceline.calls import GatewayCalls
-from paceline.misdirection import misdirection_of
+from paceline.calls import GatewayCalls, caller
+from paceline.errors import misdirection_of
 from paceline.v1 import weight_pb2
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
@@ -32,7 +32,7 @@ class Failed(grpc.RpcError):
 
 
 def test_a_gateway_that_was_reached_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=iter(range(100)).__next__))
+    monkeypatch.setattr(caller, "time", SimpleNamespace(monotonic=iter(range(100)).__next__))
     answers = {"GetVersions": [ANSWER, *[Failed()] * 20, ANSWER]}
     calls = GatewayCalls(ScriptedTransport(answers))
     assert finish(calls.versions()).policy_version == 3

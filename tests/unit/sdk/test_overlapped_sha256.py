@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.overlapped_sha256 import OverlappedSha256
+from paceline.weights.safetensors import OverlappedSha256
 
 # Around the size above which a thread is used.
 sizes = st.lists(st.integers(0, 200_000), max_size=8)

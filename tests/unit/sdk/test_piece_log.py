@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import safetensors
-from paceline.piece_log import PieceLog
+from paceline.weights import safetensors
+from paceline.weights.pieces import PieceLog
 
 
 def test_the_bytes_that_are_laid_out_are_those_of_the_files(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.errors import CancelledError
-from paceline.piece_tee import PieceTee
 from paceline.v1.weight_stream_pb2 import WeightPiece
+from paceline.weights.pieces import PieceTee
 
 SECONDS = 60.0
 

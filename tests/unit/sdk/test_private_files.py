@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.private_files import NotPrivateError, private_folder, read_private, write_private
+from paceline.files import NotPrivateError, private_folder, read_private, write_private
 
 
 def mode(path: Path) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
-from paceline import safetensors
 from paceline import types as t
+from paceline.aio import AsyncRun
 from paceline.blocking import finish
 from paceline.calls import GatewayCalls
 from paceline.errors import (
@@ -20,10 +20,10 @@ from paceline.errors import (
     InternalError,
     UnimplementedError,
 )
-from paceline.run import AsyncRun
 from paceline.v1 import weight_pb2 as pb
-from paceline.version_push import VersionPush
-from paceline.weights import push_folder
+from paceline.weights import safetensors
+from paceline.weights.folder import push_folder
+from paceline.weights.version_push import VersionPush
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 

@@ -5,8 +5,8 @@ import pytest
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2
 
+from paceline.calls.caller import Backoff, RetryPolicy
 from paceline.errors import InternalError, PacelineError, ResourceExhaustedError, UnavailableError
-from paceline.retry import Backoff, RetryPolicy
 
 UNAVAILABLE = UnavailableError(grpc.StatusCode.UNAVAILABLE, "gone")
 

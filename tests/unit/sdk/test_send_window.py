@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import safetensors, weight_sender
-from paceline.safetensors import FileWrite
-from paceline.send_window import SendWindow, SourceBehind, cut
 from paceline.v1 import weight_stream_pb2 as pb
 from paceline.v1 import weight_stream_pb2_grpc as rpc
-from paceline.weight_sender import SendStalled, WeightSender
+from paceline.weights import safetensors, stream
+from paceline.weights.pieces import SendWindow, SourceBehind, cut
+from paceline.weights.safetensors import FileWrite
+from paceline.weights.stream import SendStalled, WeightSender
 
 
 @given(
@@ -171,7 +171,7 @@ def test_what_is_sent_ahead_is_in_memory_once(monkeypatch: pytest.MonkeyPatch) -
         made.append(fields["piece"].position)
         return pb.PushWeightsRequest(**fields)
 
-    monkeypatch.setattr(weight_sender, "pb", SimpleNamespace(PushWeightsRequest=request))
+    monkeypatch.setattr(stream, "pb", SimpleNamespace(PushWeightsRequest=request))
     sender = WeightSender(iter(pieces), count * piece_bytes, 0.5)
     with served(Deaf()) as channel, pytest.raises(SendStalled):
         sender.send(channel, "t")

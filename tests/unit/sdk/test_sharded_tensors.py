@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import WeightFolder, safetensors
-from paceline.tensor_bytes import Entry
+from paceline import WeightFolder
+from paceline.weights import safetensors
+from paceline.weights.safetensors import Entry
 from tests.support.ranks_of_a_trainer import RANKS, SHARD_BYTES, whole_tensors
 
 WAIT = 150.0

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import Batch, Group, SamplingParams
-from paceline.channel import MAX_MESSAGE_BYTES
+from paceline.batches.shard_batch import MAX_SAMPLES, first_part, parts_of
 from paceline.convert import batch_to_proto
-from paceline.split import MAX_SAMPLES, first_part, parts_of
+from paceline.transport.channel import MAX_MESSAGE_BYTES
 
 
 def batch(groups: list[Group]) -> Batch:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import types as t
-from paceline.rollout import AsyncRollout
-from paceline.run_rollouts import RunRollouts
-from paceline.step_stats import StepStats
+from paceline.batches.rollout import AsyncRollout, StepStats
+from paceline.batches.run_rollouts import RunRollouts
 
 STATUSES = [t.SampleStatus.COMPLETED, t.SampleStatus.TRUNCATED, t.SampleStatus.ABORTED, t.SampleStatus.FAILED]
 

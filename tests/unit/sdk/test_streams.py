@@ -7,9 +7,9 @@ import pytest
 
 from paceline.blocking import iterate
 from paceline.calls import GatewayCalls
-from paceline.calls.reading import BatchPlace, BatchReading
+from paceline.calls.caller import RetryPolicy
+from paceline.calls.rollouts import BatchPlace, BatchReading
 from paceline.errors import STREAM_SILENT, UnavailableError
-from paceline.retry import RetryPolicy
 from paceline.v1 import fleet_pb2, rollout_pb2, sample_pb2
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline import Group, InvalidArgumentError, convert, safetensors
-from paceline.tensor_bytes import check
+from paceline import Group, InvalidArgumentError, convert
+from paceline.weights import safetensors
+from paceline.weights.safetensors import check
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import paceline
 from paceline import AsyncClient, Client, Shard, Tls
 from paceline.cli.app import run
-from paceline.found_token import token_file_of
+from paceline.files import private_folder, write_private
 from paceline.integrations.verl import FleetSettings
-from paceline.private_files import private_folder, write_private
+from paceline.transport.options import token_file_of
 
 BEYOND, SECRET = "192.0.2.2:7400", "pl_secret"
 """Address of no machine, RFC 5737."""

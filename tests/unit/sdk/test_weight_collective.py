@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import WeightCollective
-from paceline.rendezvous import local_address
 from paceline.v1.weight_stream_pb2 import WeightPiece
-from paceline.weight_bucket import SMALLEST_BUCKET, BucketWriter, head_of, most_piece_bytes, pieces_of
+from paceline.weights.rendezvous import (
+    SMALLEST_BUCKET,
+    BucketWriter,
+    head_of,
+    local_address,
+    most_piece_bytes,
+    pieces_of,
+)
 
 
 def pieces(sizes: list[int]) -> list[WeightPiece]:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline import WeightFolder, safetensors
+from paceline import WeightFolder
+from paceline.weights import safetensors
 
 
 def written(

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from paceline import InvalidArgumentError
 from paceline import types as t
+from paceline.aio import AsyncRun
 from paceline.blocking import finish
 from paceline.calls import GatewayCalls
-from paceline.run import AsyncRun
-from paceline.transport import Stream, Unary
+from paceline.transport.interface import Stream, Unary
 from paceline.v1 import weight_pb2
 from tests.unit.sdk.anything import anything
 from tests.unit.sdk.scripted_transport import ScriptedTransport

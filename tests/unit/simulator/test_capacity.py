@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.simulator.capacity import instances_for, last_step
+from services.simulator.capacity import SimulationProgress, instances_for, last_step
 from services.simulator.command import app
 from services.simulator.device_tables import H100, QWEN3_8B, decoding_table
-from services.simulator.progress import SimulationProgress
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload, read_trace
+from services.simulator.simulation_setup import (
+    LogNormalLengths,
+    SimulatedWorkload,
+    SimulationSetup,
+    read_trace,
+)
 
 SETUP = SimulationSetup(
     decoding_table("8B H100", QWEN3_8B, H100), 1, SimulatedWorkload(LogNormalLengths(300, 0.5, 1000), 50, 8)

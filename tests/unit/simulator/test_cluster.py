@@ -13,9 +13,14 @@ from services.bubbles.config import BubblesConfig
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import H100, QWEN3_8B, DeviceTable, decoding_table
-from services.simulator.simulated_source import PREGENERATED, SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import Ints, LogNormalLengths, SimulatedWorkload
+from services.simulator.simulation_setup import (
+    PREGENERATED,
+    Ints,
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 
 DEVICE = decoding_table("8B H100", QWEN3_8B, H100)
 WORK = SimulatedWorkload(LogNormalLengths(300, 0.9, 4000), 12, 8)

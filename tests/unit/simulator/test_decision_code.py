@@ -11,15 +11,19 @@ import services.simulator
 from services.bubbles import plan as bubble_plan
 from services.bubbles.config import BubblesConfig
 from services.contracts.knobs import Knobs
-from services.gateway.dispatch import placement
-from services.generation.speculation.modes import planner
+from services.gateway.scheduler import placement
+from services.generation.speculation import modes
 from services.reallocator.config import ReallocatorConfig
 from services.simulator import cluster_simulation, sample_moves, step_decider
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import H100, QWEN3_8B, decoding_table
-from services.simulator.simulated_source import PREGENERATED, SimulatedSource
-from services.simulator.simulation_setup import SimulationSetup
-from services.simulator.workload import LogNormalLengths, SimulatedWorkload
+from services.simulator.simulation_setup import (
+    PREGENERATED,
+    LogNormalLengths,
+    SimulatedSource,
+    SimulatedWorkload,
+    SimulationSetup,
+)
 
 SETUP = SimulationSetup(
     decoding_table("8B H100", QWEN3_8B, H100),
@@ -45,7 +49,7 @@ def _ask(*_: object, **__: object) -> None:
     ("owner", "name"),
     [
         (placement.InstancePool, "choose"),
-        (planner.PlannerMode, "choose"),
+        (modes.PlannerMode, "choose"),
         (bubble_plan.PregenerationPlan, "answer"),
         (sample_moves, "plan"),
     ],
@@ -58,9 +62,9 @@ def test_each_service_decides_for_itself(monkeypatch: pytest.MonkeyPatch, owner:
 
 def test_the_names_are_the_services_own() -> None:
     assert sample_moves.plan.__module__ == "services.reallocator.planning.plan"
-    assert cluster_simulation.InstancePool.__module__ == "services.gateway.dispatch.placement"
-    assert cluster_simulation.WaitingQueue.__module__ == "services.gateway.dispatch.waiting_queue"
-    assert step_decider.KnobDrivenPlanner.__module__ == "services.generation.speculation.knob_driven_planner"
+    assert cluster_simulation.InstancePool.__module__ == "services.gateway.scheduler.placement"
+    assert cluster_simulation.WaitingQueue.__module__ == "services.gateway.scheduler.placement"
+    assert step_decider.KnobDrivenPlanner.__module__ == "services.generation.speculation.planner"
 
 
 def test_every_mode_can_be_simulated() -> None:

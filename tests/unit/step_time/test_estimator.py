@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.step_time.estimator import StepTimeEstimator
-from services.step_time.prior import MeasuredStep, StepTimePrior, rising
+from services.step_time.sweep import MeasuredStep, StepTimePrior, rising
 from tests.support.step_times import KnownStepTime
 
 machines = st.builds(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.step_time.saved_sweep import SavedSweep, SweepSubject, UnusableSweep
+from services.step_time.sweep import SavedSweep, SweepSubject, UnusableSweep
 from tests.support.step_times import KnownStepTime
 
 SUBJECT = SweepSubject(

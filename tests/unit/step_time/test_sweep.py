@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.sampling import ModelLimits
-from services.generation.engine.sweep import measure_steps
+from services.generation.engine.startup import measure_steps
 from services.generation.engine.types import Finish, SampleStep
 from services.step_time.estimator import StepTimeEstimator
 from services.step_time.sweep import SHORT_CONTEXT, swept_batches

@@ -1,31 +1,260 @@
 """EAGLE-3 drafter: a head trained on the target's output, which reads the target's hidden features.
 
-Row t of the head reads the target's features of token t together with token t + 1, and says what token t + 2 will
-be; its KV is at slot t of the sample's own blocks. The rows that a sample misses are read in one pass before its
-first draft step, from the features that the target left: a row for each token that was accepted since, or all of
-them where the sample was decoded without the drafter so far, was preempted or came from another engine, or where
-the head is another now.
+Row t of the head reads the target's features of token t together with token t + 1, and predicts token t + 2; its
+KV is at slot t of the sample's blocks. The rows that a sample misses are read in one pass before its first draft
+step, from the features that the target left: a row for each token that was accepted since, or all of them where
+the sample was decoded without the drafter so far, was preempted or came from another engine, or where the head
+has changed. Draft steps behind the last token read the head's own hidden states, and their KV is provisional: the
+pass before the next draft overwrites it with the rows of the true tokens. Where samples share the block of a
+prefix, its last row belongs to the sample that came last, which read a token of the block behind. Only a guess
+depends on that.
 
-Draft steps behind the last token read the head's own hidden states, and their KV is provisional: the pass before
-the next draft writes the rows of the true tokens over it. Where samples share the block of a prefix, its last row
-is that of the sample that came last: it read a token of the block behind. Nothing but a guess depends on that.
+The target's features are kept in the engine's KV blocks, as if they were the KV of further layers. So vLLM counts
+their memory before it sizes the cache, and they share the fate of the target's KV: found in the prefix cache with
+it, moved to another engine, dropped, and computed again after a preemption. A drafter can therefore begin to
+draft for any sample at any time. Each rank of a tensor-parallel group keeps a share of them.
+
+The head is vLLM's, without vLLM's speculation: it is built from a copy of the engine's configuration with a
+speculative configuration in it, so that its attention layer is one more of the engine's layers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.compilation.backends import set_model_tag
+from vllm.config import SpeculativeConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from services.generation.engine.draft_models.catch_up import allot
-from services.generation.engine.draft_models.draft_pass import DraftPass, on
-from services.generation.engine.draft_models.draft_rows import DraftRows
-from services.generation.engine.draft_models.eagle3_model import Eagle3Model
-from services.generation.engine.draft_models.interface import StaleDrafter
+from services.contracts.drafter_checkpoint import layers_of, load, unlike_target
+from services.generation.engine.draft_models.draft_loop import DraftPass, DraftRows, on
+from services.generation.engine.draft_models.interface import StaleDrafter, UnsupportedDrafter
 from services.generation.engine.sampling.rows import IntArray
 from services.generation.engine.types import Ask, Drafted, Eagle3Options
+
+
+class _FeatureLayer(AttentionLayerBase):
+    """Layer that vLLM takes for an attention layer, so that it allocates blocks; never run."""
+
+    def __init__(self, like: Any) -> None:
+        self._like = like
+        # Of one group with the target's layers, whose metadata is then built once.
+        self.num_heads = like.num_heads
+        self.kv_cache = torch.empty(0)
+
+    def get_attn_backend(self) -> Any:
+        """Return the same as vLLM's attention layer."""
+        return self._like.get_attn_backend()
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """Return the same as vLLM's attention layer."""
+        return self._like.get_kv_cache_spec(vllm_config)
+
+
+class Features:
+    """Features by slot of the paged KV; created before the KV cache."""
+
+    def __init__(self, runner: Any, layers: Sequence[int]) -> None:
+        """Declare a layer for features to vLLM.
+
+        Args:
+            runner: vLLM's model runner, its model loaded.
+            layers: whose hidden states, rising; number i is what transformers has in hidden_states[i].
+
+        Raises:
+            UnsupportedDrafter: the target does not tell its hidden states, or has several kinds of KV.
+        """
+        target, config = runner.get_model(), runner.vllm_config
+        if not hasattr(target, "set_aux_hidden_state_layers"):
+            raise UnsupportedDrafter(f"{type(target).__name__} does not tell its hidden states")
+        if config.parallel_config.pipeline_parallel_size != 1:
+            raise UnsupportedDrafter("the target's layers are on several devices")
+        attention = get_layers_from_vllm_config(config, Attention)
+        kinds = {layer.get_kv_cache_spec(config) for layer in attention.values()}
+        if len(kinds) != 1:
+            raise UnsupportedDrafter("the target has several kinds of KV")
+        self.spec: Any = kinds.pop()
+        if self.spec.dtype != runner.dtype:
+            raise UnsupportedDrafter(f"the KV is {self.spec.dtype}, the hidden states are {runner.dtype}")
+        self._ranks = get_tensor_model_parallel_world_size()
+        self.width = len(layers) * runner.model_config.get_hidden_size()
+        self._share = -(-self.width // self._ranks)
+        # Values of one token in the KV of one layer.
+        per_layer = self.spec.page_size_bytes // self.spec.block_size // runner.dtype.itemsize
+        self._per_layer = per_layer
+        like, context = next(iter(attention.values())), config.compilation_config.static_forward_context
+        first = runner.model_config.get_total_num_hidden_layers() + 1
+        self._layers = {
+            f"model.features.{first + i}": _FeatureLayer(like) for i in range(-(-self._share // per_layer))
+        }
+        context.update(self._layers)
+        self._flat: list[torch.Tensor] = []
+        target.set_aux_hidden_state_layers(tuple(layers))
+        # The target then returns them beside its output.
+        runner.use_aux_hidden_state_outputs = True
+
+    def keep(self, states: Sequence[torch.Tensor], count: int) -> None:
+        """Store the features of the target's last forward pass; within its forward context.
+
+        Args:
+            states: of each layer, [rows, hidden], padded.
+            count: rows that are tokens.
+        """
+        slots = get_forward_context().slot_mapping[next(iter(self._layers))][:count]
+        whole = torch.cat([state[:count] for state in states], dim=-1)
+        begin = get_tensor_model_parallel_rank() * self._share if self._ranks > 1 else 0
+        share = whole[:, begin : begin + self._share]
+        for flat, part in zip(self._by_slot(), share.split(self._per_layer, dim=1), strict=False):
+            flat[:, : part.shape[1]].index_copy_(0, slots, part)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the features at some slots, [rows, width]."""
+        share = torch.cat([flat[slots] for flat in self._by_slot()], dim=1)[:, : self._share]
+        if self._ranks > 1:
+            share = tensor_model_parallel_all_gather(share.contiguous(), dim=-1)
+        return share[:, : self.width]
+
+    def _by_slot(self) -> list[torch.Tensor]:
+        """Return the memory of each layer as one row per slot; the rows of a block are contiguous, as its KV is."""
+        if not self._flat:
+            for layer in self._layers.values():
+                cache = layer.kv_cache
+                order = sorted(range(cache.ndim), key=lambda axis: (-cache.stride(axis), axis))
+                self._flat.append(cache.permute(order).view(-1, self._per_layer))
+        return self._flat
+
+
+class Eagle3Model:
+    """EAGLE-3 head: `fc` of features, one layer, `norm` and `lm_head`; the embedding is the target's."""
+
+    def __init__(self, runner: Any, options: Eagle3Options) -> None:
+        """Load the head.
+
+        Args:
+            runner: vLLM's model runner, its model loaded and its KV not yet.
+            options: the checkpoint.
+
+        Raises:
+            CorruptCheckpoint: the checkpoint is none.
+            UnsupportedDrafter: it is not of a drafter for this target, or the target can have none.
+        """
+        config, tensors = load(Path(options.checkpoint))
+        if faults := unlike_target(config, _facts(runner)):
+            raise UnsupportedDrafter(
+                f"{options.checkpoint} is no drafter for this model: {'; '.join(faults)}"
+            )
+        self.features = Features(runner, layers_of(config))
+        spec = SpeculativeConfig(
+            method="eagle3",
+            model=options.checkpoint,
+            num_speculative_tokens=options.most_tokens,
+            target_model_config=runner.model_config,
+            target_parallel_config=runner.vllm_config.parallel_config,
+        )
+        self._config = copy.copy(runner.vllm_config)
+        self._config.speculative_config = spec
+        before = set(get_layers_from_vllm_config(self._config, Attention))
+        with set_current_vllm_config(self._config), set_model_tag("eagle3"):
+            self._model: Any = get_model(vllm_config=self._config, model_config=spec.draft_model_config)
+        self._require_kv_of_target(before)
+        # One layer, called with another number of rows each time: compiled graphs would not be worth theirs.
+        self._model.model.do_not_compile = True
+        inner = self._model.model
+        _lend(inner, "embed_tokens", runner.get_model().model.embed_tokens)
+        # vLLM has one for all layers that rotate alike.
+        attention = inner.layers[0].self_attn
+        _lend(attention, "rotary_emb", attention.rotary_emb)
+        # As it is loaded: a CPU's kernels pack weights, and then no parameter has them.
+        self.nbytes = sum(
+            each.numel() * (runner.dtype.itemsize if each.is_floating_point() else each.element_size())
+            for name, each in tensors.items()
+            if name != "t2d"
+        )
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Project features to the input of the layer, [rows, hidden]."""
+        hidden: torch.Tensor = self._model.combine_hidden_states(features)
+        return hidden
+
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a pass within its forward context; returns the inputs of logits and of the next step.
+
+        Args:
+            tokens: each the one behind its position.
+            positions: of the hidden states.
+            hidden: from `combine`, or of an earlier step; all [rows].
+        """
+        found: tuple[torch.Tensor, torch.Tensor] = self._model(tokens, positions, hidden)
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits over the whole vocabulary, -inf for tokens that the head lacks; [rows, V]."""
+        found: torch.Tensor = self._model.compute_logits(hidden)
+        return found
+
+    def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load weights in place."""
+        with set_current_vllm_config(self._config):
+            reload_weights(self._config, self._model, iter(tensors.items()), None, True)
+
+    def _require_kv_of_target(self, before: set[str]) -> None:
+        layers = get_layers_from_vllm_config(self._config, Attention)
+        for name, layer in layers.items():
+            spec = layer.get_kv_cache_spec(self._config)
+            if name not in before and spec != self.features.spec:
+                raise UnsupportedDrafter(f"the drafter's KV is {spec}, the target's {self.features.spec}")
+
+
+def _lend(module: torch.nn.Module, name: str, part: torch.nn.Module) -> None:
+    """Let a module use another one that is no part of it: loading its weights spares the target's."""
+    delattr(module, name)
+    object.__setattr__(module, name, part)
+
+
+def _facts(runner: Any) -> dict[str, int]:
+    """Return the traits of the target with which a draft model must agree."""
+    config = runner.model_config
+    return {
+        "hidden_size": config.get_hidden_size(),
+        "vocab_size": config.get_vocab_size(),
+        "head_dim": config.get_head_size(),
+        "num_key_value_heads": config.get_total_num_kv_heads(),
+        "num_hidden_layers": config.get_total_num_hidden_layers(),
+    }
+
+
+def allot(missing: IntArray, budget: int) -> IntArray:
+    """Return how many missing tokens of each sample are computed before this step, [n].
+
+    Those that miss least come first, so that samples that are drafted for already are not held up by others; the
+    last one that anything is left for gets a part. That bounds what a step waits for when a whole batch enters
+    speculation at once (ReSpec, section 5.2): samples that have caught up draft, the others in later steps.
+
+    Args:
+        missing: tokens of each sample, [n], not negative.
+        budget: most tokens in all.
+    """
+    order = np.argsort(missing, kind="stable")
+    before = np.cumsum(missing[order]) - missing[order]
+    allotted = np.zeros_like(missing)
+    allotted[order] = np.clip(budget - before, 0, missing[order])
+    return allotted
 
 
 class _Read(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from multiprocessing.context import SpawnContext, SpawnProcess
 
-from services.generation.engine.v2.interpreter import install, is_installed
+from services.generation.engine.environment import install, is_installed
 
 if not is_installed():
     install()

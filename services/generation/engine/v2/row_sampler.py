@@ -1,26 +1,249 @@
-"""Sample and verify a step of V2's runner on the device: no number of it is needed in host memory.
+"""Sample and verify a step of V2's runner on the device: the host needs no number of it.
 
-As `sampling.sampler`: a sample with k draft tokens has k + 1 rows, and plain decoding is the case k = 0. A draft is
-accepted iff it is the token that the sample's noise picks, or by its probability, if it is a proposal.
+As in `sampling.sampler`, a sample with k draft tokens has k + 1 rows, and plain decoding is the case k = 0. A
+draft is accepted iff it is the token that the sample's noise picks, or by its probability, if it is a proposal.
+
+Layout, settings, penalties, masks by token and proposals are V1's, in the same order, computed where only the
+device knows the tokens. Masks by probability (min-p, top-k, top-p) are the kernels'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
-from kernels.coupled_sampler.proposals import RowProposals
-from kernels.coupled_sampler.runner_up import runner_up
-from kernels.coupled_sampler.sample import Edited, Sampled, sample
-from services.generation.engine.marks import NO_TOKEN, pack_rows
+from kernels.coupled_sampler.noise import Purpose
+from kernels.coupled_sampler.proposals import NO_PROPOSAL, RowProposals, log_odds, uniforms
+from kernels.coupled_sampler.sample import Edited, Sampled, runner_up, sample
+from services.generation.engine.grammars import apply_masks
 from services.generation.engine.sampling.constraints import RowMasks, chunks
-from services.generation.engine.v2.device_rows import DeviceRows
-from services.generation.engine.v2.row_constraints import Penalise, constrain
-from services.generation.engine.v2.settings import BatchSettings
+from services.generation.engine.sampling.inputs import NOISE_KEY, SampleNoise
+from services.generation.engine.sampling.outputs import NO_TOKEN, pack_rows
+from services.generation.engine.sampling.rows import IntArray, put
+from services.generation.engine.types import Verifier
+from services.generation.engine.v2.references import RolloutFollowers, RolloutTable
+
+_NO_NOISE: dict[str, Any] = {"seed": 0}
+
+
+def noise_of(params: SamplingParams) -> SampleNoise:
+    """Return how a request is sampled. One of vLLM's own, with which it warms up, says nothing of it."""
+    return SampleNoise(**(params.extra_args or {}).get(NOISE_KEY, _NO_NOISE))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Settings of the samples of a step, one entry a sample, [n], in host memory."""
+
+    samples: Sequence[SampleNoise]
+    seeds: torch.Tensor
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64] | None
+    top_p: npt.NDArray[np.float32] | None
+    min_p: npt.NDArray[np.float32] | None
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleNoise]) -> BatchSettings:
+        """Return the settings of these samples; `top_k`, `top_p` and `min_p` are None if nobody asks for them."""
+        n = len(samples)
+        seeds = np.fromiter((each.seed for each in samples), np.uint64, n)
+        top_k = np.fromiter((each.top_k for each in samples), np.int64, n)
+        top_p = np.fromiter((each.top_p for each in samples), np.float32, n)
+        min_p = np.fromiter((each.min_p for each in samples), np.float32, n)
+        return cls(
+            samples,
+            torch.from_numpy(seeds.view(np.int64)),
+            np.fromiter((each.temperature for each in samples), np.float32, n),
+            top_k if top_k.any() else None,
+            top_p if (top_p < 1).any() else None,
+            min_p if min_p.any() else None,
+        )
+
+    @property
+    def divisor(self) -> npt.NDArray[np.float32]:
+        """Divisor of the logits of each sample; 1 for greedy ones."""
+        return np.where(self.temperature > 0, self.temperature, np.float32(1))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """`cu[i]:cu[i+1]` are the rows of sample i; n samples, R rows.
+
+    `positions` [n] int64 counts the response tokens that a sample had before the step, and `inputs` [R] are the
+    tokens that rows were computed from, of which all but the first of a sample are its drafts: both on the device.
+    """
+
+    cu: IntArray
+    positions: torch.Tensor
+    inputs: torch.Tensor
+    samples: IntArray = field(init=False)
+    """Sample of each row, [R]."""
+    offsets: IntArray = field(init=False)
+    """Index of each row among the rows of its sample, [R]."""
+
+    def __post_init__(self) -> None:
+        samples = np.repeat(np.arange(len(self.cu) - 1), np.diff(self.cu))
+        object.__setattr__(self, "samples", samples)
+        object.__setattr__(self, "offsets", np.arange(self.cu[-1]) - self.cu[:-1][samples])
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the logits."""
+        return self.positions.device
+
+    @property
+    def drafted(self) -> IntArray:
+        """Number of drafts of each sample, [n]."""
+        drafted: IntArray = np.diff(self.cu) - 1
+        return drafted
+
+    def row_positions(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the response positions that some rows sample, by their indices on the device, [m]."""
+        there = self.put_all(samples=self.samples, offsets=self.offsets)
+        positions: torch.Tensor = (self.positions[there["samples"]] + there["offsets"])[rows]
+        return positions
+
+    def put_all(self, **vectors: npt.NDArray[Any]) -> dict[str, torch.Tensor]:
+        """Return several vectors on the device, by one copy."""
+        return put(self.device, **vectors)
+
+
+Penalise = Callable[[torch.Tensor], None]
+"""Applies penalties to the logits of a step, [R, V] float32, in place."""
+
+
+def constrain(
+    raw: torch.Tensor, rows: DeviceRows, batch: BatchSettings, penalise: Penalise, masks: RowMasks | None
+) -> torch.Tensor | None:
+    """Return the logits, [R, V] float32, before masks by probability; None if nothing changes them."""
+    samples = batch.samples
+    penalised = any(each.penalised for each in samples)
+    withheld = any(each.min_tokens and each.forbidden for each in samples)
+    limited = any(each.allowed for each in samples)
+    if not (penalised or withheld or limited or masks is not None):
+        return None
+    logits = raw.to(torch.float32, copy=True)
+    if penalised:
+        penalise(logits)
+    if withheld:
+        _withhold(logits, rows, batch)
+    if limited:
+        _limit(logits, rows, batch)
+    if masks is not None:
+        apply_masks(logits, masks.bits, masks.rows)
+    return logits
+
+
+def _withhold(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
+    """Mask the tokens that would end a sample in rows at which it may not end yet, in place."""
+    row, token, least = list[int](), list[int](), list[int]()
+    for i, each in enumerate(batch.samples):
+        if not (each.min_tokens and each.forbidden):
+            continue
+        own = range(int(rows.cu[i]), int(rows.cu[i + 1]))
+        row += [place for place in own for _ in each.forbidden]
+        token += list(each.forbidden) * len(own)
+        least += [each.min_tokens] * (len(own) * len(each.forbidden))
+    there = rows.put_all(row=np.array(row), token=np.array(token), least=np.array(least))
+    place = (there["row"], there["token"])
+    early = rows.row_positions(there["row"]) < there["least"]
+    logits[place] = torch.where(early, -torch.inf, logits[place])
+
+
+def _limit(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
+    """Mask all but the allowed tokens in the rows of samples that have some, in place."""
+    allowed = [batch.samples[owner].allowed for owner in rows.samples]
+    limited = np.flatnonzero([bool(each) for each in allowed])
+    counts = [len(allowed[row]) for row in limited]
+    token = np.fromiter(chain.from_iterable(allowed[row] for row in limited), np.int64, sum(counts))
+    there = rows.put_all(limited=limited, row=np.repeat(limited, counts), token=token)
+    place = (there["row"], there["token"])
+    kept = logits[place]
+    logits[there["limited"]] = -torch.inf
+    logits[place] = kept
+
+
+def proposals_of_rows(
+    rows: DeviceRows, batch: BatchSettings, followers: RolloutFollowers | None, table: RolloutTable
+) -> RowProposals | None:
+    """Return what the rows of a step propose, and how probable it must be; None if nothing is proposed.
+
+    Args:
+        rows: the layout.
+        batch: settings of the samples.
+        followers: samples that may follow a cached rollout of the table.
+        table: of them.
+    """
+    n, samples = len(batch.samples), rows.samples
+    rejecting = np.fromiter((each.verifier is Verifier.REJECTION for each in batch.samples), bool, n)
+    if followers is None and not rejecting.any():
+        return None
+    raw = np.zeros(len(samples), bool)
+    proposed = _Proposed(rows, batch.seeds.numpy())
+    last = np.isin(np.arange(len(samples)), rows.cu[1:] - 1)
+    if len(verified := np.flatnonzero(rejecting[samples] & ~last)):
+        proposed.reject(verified)
+    if followers is not None:
+        own = np.zeros(n, bool)
+        own[followers.places] = [
+            not batch.samples[place].processed_logprobs for place in followers.places.tolist()
+        ]
+        raw = own[samples]
+        proposed.follow(followers, table)
+    odds = log_odds(proposed.theta)
+    return RowProposals(proposed.tokens, odds, torch.from_numpy(raw), torch.from_numpy(rejecting))
+
+
+class _Proposed:
+    """Proposed tokens of all rows, [R] int64, and what their probabilities must exceed, [R] float64."""
+
+    def __init__(self, rows: DeviceRows, seeds: IntArray) -> None:
+        self._rows, self._seeds, count = rows, seeds, len(rows.samples)
+        self.tokens = torch.full((count,), NO_PROPOSAL, dtype=torch.int64, device=rows.device)
+        self.theta = torch.full((count,), torch.nan, dtype=torch.float64, device=rows.device)
+
+    def reject(self, index: IntArray) -> None:
+        """Propose the drafts behind some rows."""
+        there = self._rows.put_all(rows=index, seeds=self._seeds[self._rows.samples[index]])
+        place = there["rows"]
+        self.tokens[place] = self._rows.inputs[place + 1].long()
+        positions = self._rows.row_positions(place)
+        self.theta[place] = uniforms(there["seeds"], positions, Purpose.REJECTION)
+
+    def follow(self, followers: RolloutFollowers, table: RolloutTable) -> None:
+        """Propose the next tokens of rollouts, as far as the drafts before a row are the rollout's, too."""
+        rows = self._rows
+        of_table = np.full(len(rows.cu) - 1, -1)
+        of_table[followers.places] = followers.rows
+        index = np.flatnonzero(of_table[rows.samples] >= 0)
+        samples, offsets = rows.samples[index], rows.offsets[index]
+        there = rows.put_all(
+            rows=index,
+            table=of_table[samples],
+            offsets=offsets,
+            first=np.arange(len(index)) - offsets,
+            seeds=self._seeds[samples],
+        )
+        place, own = there["rows"], there["table"]
+        positions = rows.row_positions(place)
+        most = table.tokens.shape[1] - 1
+        wanted = table.tokens[own, positions.clamp(max=most)].long()
+        before = table.tokens[own, (positions - 1).clamp(0, most)]
+        # A row is the target's distribution after the drafts before it: no use once those are not the rollout.
+        differs = ((there["offsets"] > 0) & (rows.inputs[place] != before)).long().cumsum(0)
+        agrees = differs == differs[there["first"]]
+        follows = agrees & table.live[own] & (positions < table.lengths[own])
+        self.tokens[place] = torch.where(follows, wanted, NO_PROPOSAL)
+        drawn = uniforms(there["seeds"], positions, Purpose.LENIENT)
+        self.theta[place] = drawn * table.scales[own, positions.clamp(max=most)]
 
 
 class SampledRows(NamedTuple):

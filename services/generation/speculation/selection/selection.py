@@ -3,18 +3,53 @@
 The survival of a token is the probability that it and all tokens before it in its proposal are accepted. A step
 waits for the selection, for a handful of samples as for many, and a dozen numpy operations on small arrays take
 longer than all of it compiled. numba is imported at first use, which must be after vLLM was imported.
+
+Steps are restricted to numbers of verified tokens that recur. Kernels are specialised for the number of rows of a
+step: CPU matrix products are compiled for each new size, which takes as long as some steps of a small model, and
+only a limited number of them is cached; a GPU computes whole tiles and replays graphs captured for some sizes. So
+plans use a grid of sizes: the best size, or a few less. A coarser grid costs more than it saves, because every
+size left out is a token not verified. Where an engine has graphs, their sizes take the place of the grid up to
+the largest of them: steps of other sizes are padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.generation.speculation.batch_sizes import draft_token_counts
 from services.generation.speculation.drafter import Proposals, ProposedBranches
+
+# The grid has every size up to twice _FINE, and above it _FINE in each octave.
+_FINE, _OCTAVES = 16, 16
+_GRID = np.concatenate([np.arange(1, _FINE), *[np.arange(_FINE, 2 * _FINE) << k for k in range(_OCTAVES)]])
+
+
+@lru_cache(maxsize=1024)
+def draft_token_counts(num_samples: int, limit: int, graphs: tuple[int, ...] = ()) -> NDArray[np.int64]:
+    """Return the numbers of draft tokens that a step may verify, from 0 to at most `limit`, rising.
+
+    With these, `num_samples` plus the draft tokens is the size of a graph, or above the largest a size of the grid.
+    If no number above 0 is, or a graph would be left between, `limit` itself is also returned. The array is cached
+    and read-only.
+
+    Args:
+        num_samples: of the step.
+        limit: most draft tokens.
+        graphs: numbers of verified tokens for which the engine has graphs, rising.
+    """
+    largest = max(graphs, default=0)
+    sizes = np.concatenate((np.array(graphs, np.int64), _GRID[largest < _GRID]))
+    first, last = np.searchsorted(sizes, (num_samples, num_samples + limit), side="right")
+    counts = np.concatenate(([0], sizes[first:last] - num_samples))
+    if counts[-1] < limit and (len(counts) == 1 or num_samples + limit < largest):
+        counts = np.append(counts, limit)
+    counts.flags.writeable = False
+    return counts
+
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -77,14 +112,14 @@ def branch_survival(made: Sequence[Proposals], room: Ints, survival: Floats) -> 
 
     Its tokens in `survival` are cut: those of a chain and its branches are as many together as a chain may have.
     """
-    from services.generation.speculation.selection import compiled_trees
+    from services.generation.speculation.selection import compiled as compiled_trees
 
     for drafter, proposals in enumerate(made):
         if (own := proposals.branches) is not None:
             found = np.zeros(own.tokens.shape)
             acceptance = np.ascontiguousarray(own.acceptance, np.float64)
             window = proposals.tokens.shape[1]
-            compiled_trees.survive(survival[drafter], acceptance, own.parents, window, room, found)
+            compiled_trees.survive_trees(survival[drafter], acceptance, own.parents, window, room, found)
             return BranchSurvival(drafter, found)
     return None
 
@@ -109,10 +144,10 @@ def search(
         raise ValueError(f"{seconds.size} step times for {counts.size} numbers of draft tokens")
     picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((compiled.BUCKETS, 2))
     if branches is not None:
-        from services.generation.speculation.selection import compiled_trees
+        from services.generation.speculation.selection import compiled as compiled_trees
 
         drafter, own = branches
-        best = compiled_trees.search(survival, own, drafter, counts, seconds, price, picks, buckets)
+        best = compiled_trees.search_trees(survival, own, drafter, counts, seconds, price, picks, buckets)
         return SelectedCount(picks, buckets, *best)
     return SelectedCount(picks, buckets, *compiled.search(survival, counts, seconds, price, picks, buckets))
 
@@ -133,11 +168,11 @@ def cut(
     if branches is None:
         expected = compiled.cut(survival, found.picks, found.buckets, found.tokens, lengths)
         return lengths, expected, None
-    from services.generation.speculation.selection import compiled_trees
+    from services.generation.speculation.selection import compiled as compiled_trees
 
     drafter, own = branches
     taken = np.empty(own.shape, np.bool_)
-    expected = compiled_trees.cut(
+    expected = compiled_trees.cut_trees(
         survival, own, drafter, found.picks, found.buckets, found.tokens, lengths, taken
     )
     return lengths, expected, taken

@@ -23,13 +23,20 @@ import grpc
 import torch
 from torch.distributed import BroadcastOptions
 
-from paceline.rendezvous import NotOfRound, RankGone, Rendezvous, RoundRanks, TrainerGone, round_lives
-from paceline.safetensors import unfinished_file
 from paceline.v1.weight_pb2 import CollectiveRendezvous
-from paceline.weight_bucket import head_of, pieces_of
+from paceline.weights.rendezvous import (
+    NotOfRound,
+    RankGone,
+    Rendezvous,
+    RoundRanks,
+    TrainerGone,
+    head_of,
+    pieces_of,
+    round_lives,
+)
+from paceline.weights.safetensors import unfinished_file
 from services.contracts.errors import DataLoss, ServiceError, Unavailable, to_status
-from services.generation.weights.contents import ShardContent, read_content
-from services.generation.weights.shards import open_shard
+from services.generation.weights.files import ShardContent, open_shard, read_content
 from services.generation.weights.stream.stored_stream import StoredStream
 
 Report = Callable[[dict[str, Any]], None]

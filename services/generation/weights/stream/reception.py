@@ -1,30 +1,132 @@
-"""One version's weights while an instance receives them, from a trainer that pushes or from its peers."""
+"""One version's weights while an instance receives them, from a trainer that pushes or from its peers.
+
+`PeerOrder` chooses the peer to fetch from, the nearest that works. `Followers` knows the positions of the
+instances that fetch from this one, which decide how much its own source must keep. A refusal of the weights
+passes from instance to instance as `WeightsRefused`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import structlog
+from google.rpc import error_details_pb2
 
+from paceline.errors import parse_details
 from paceline.internal.v1 import weight_peer_pb2 as peer_pb
 from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
-from paceline.safetensors import unfinished_file
 from paceline.v1 import weight_stream_pb2 as pb
-from services.contracts.errors import DataLoss, ServiceError, Unavailable
-from services.generation.weights.contents import ShardContent, read_content
-from services.generation.weights.shards import open_shard
-from services.generation.weights.stream.followers import Followers
+from paceline.weights.safetensors import unfinished_file
+from services.contracts.errors import DOMAIN, DataLoss, ServiceError, Unavailable
+from services.generation.weights.files import ShardContent, open_shard, read_content
 from services.generation.weights.stream.metrics import INSTANCE, WeightStreamMetrics
-from services.generation.weights.stream.peer_order import PeerOrder
-from services.generation.weights.stream.refusal import WeightsRefused, refusal_of
 from services.generation.weights.stream.stored_stream import StoredStream
-from services.platform.notify import Notifier
-from services.platform.tasks import end
+from services.platform.tasks import ExponentialBackoff, Notifier, end
+
+
+@dataclass(eq=False, slots=True)
+class StreamFollower:
+    """An instance that fetches: what it has, and when it last said so."""
+
+    position: int
+    seen_at: float
+
+
+class Followers:
+    """Instances that fetch the same stream. Times are in seconds, monotonic."""
+
+    def __init__(self, grace: float, now: float) -> None:
+        """Without a word of theirs for `grace` seconds followers are not waited for."""
+        self._grace = grace
+        self._followers: set[StreamFollower] = set()
+        self._seen_at = now
+        self._confirmed = 0
+
+    def join(self, position: int, now: float) -> StreamFollower:
+        """Add one that begins at this position."""
+        follower = StreamFollower(position, now)
+        self._followers.add(follower)
+        self._seen_at = now
+        return follower
+
+    def acknowledge(self, follower: StreamFollower, position: int, now: float) -> None:
+        """Record what one has."""
+        follower.position = max(follower.position, position)
+        follower.seen_at = self._seen_at = now
+
+    def leave(self, follower: StreamFollower) -> None:
+        """Remove one whose call has ended."""
+        self._followers.discard(follower)
+
+    def confirmed(self, received: int, expected: bool, now: float) -> int:
+        """Return the position before which nothing needs to be kept at the source.
+
+        That is what the foremost follower has. Where followers are `expected` and there is none, the next one may
+        still come; after the grace it is all that was `received`, since nobody would go on from there.
+        """
+        heard = [each.position for each in self._followers if now - each.seen_at <= self._grace]
+        if heard:
+            self._confirmed = max(self._confirmed, *heard)
+        elif not expected or now - self._seen_at > self._grace:
+            self._confirmed = received
+        return min(self._confirmed, received)
+
+
+_PAUSE, _LONGEST_PAUSE = 0.25, 4.0
+
+
+class PeerOrder:
+    """Addresses, the best first. One that failed is left alone for a while. Times are in seconds, monotonic."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._rests = {address: ExponentialBackoff(_PAUSE, _LONGEST_PAUSE) for address in addresses}
+        self._until: dict[str, float] = {}
+
+    def choose(self, now: float) -> str | None:
+        """Return the best address that is not left alone; None: wait."""
+        return next((each for each in self._rests if self._until.get(each, now) <= now), None)
+
+    def failed(self, address: str, now: float) -> None:
+        """Leave an address alone, each time longer."""
+        self._until[address] = now + self._rests[address].failed()
+
+    def worked(self, address: str) -> None:
+        """Forget the failures of an address that sent something."""
+        self._rests[address].succeeded()
+
+    def wait(self, now: float) -> float | None:
+        """Return the seconds until an address may be tried again; None if there are none."""
+        return min((max(0.0, until - now) for until in self._until.values()), default=None)
+
+
+_REASON = "WEIGHTS_REFUSED"
+_STATUS_DETAILS = "grpc-status-details-bin"
+
+
+class WeightsRefused(ServiceError):
+    """Raised to who wants weights that were refused here: code, message and details are those of the refusal."""
+
+    def __init__(self, refusal: ServiceError) -> None:
+        # First, since details that have no room are left out.
+        told = error_details_pb2.ErrorInfo(reason=_REASON, domain=DOMAIN)
+        super().__init__(refusal.message, told, *refusal.details, code=refusal.code)
+
+
+def refusal_of(error: grpc.aio.AioRpcError) -> ServiceError | None:
+    """Return the refusal of which a peer tells; None if it failed otherwise."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _STATUS_DETAILS and isinstance(value, bytes):
+            details = parse_details(value)
+            others = [each for each in details if getattr(each, "reason", "") != _REASON]
+            if len(others) < len(details):
+                return ServiceError(error.details() or "", *others, code=error.code())
+    return None
+
 
 _log = structlog.get_logger(__name__)
 # Corrupt bytes in a row after which a disk or a network is given up, and not just one piece.

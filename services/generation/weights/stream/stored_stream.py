@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import Violation
-from paceline.foreign_json import parse_object
-from paceline.piece_log import PieceLog, Segment
-from paceline.regular_file import read_regular
-from paceline.safetensors import INDEX, MOST_INDEX_BYTES, finish_folder, shard_name, unfinished_file
+from paceline.files import parse_object, read_regular
 from paceline.v1 import weight_stream_pb2 as pb
+from paceline.weights.pieces import PieceLog, Segment
+from paceline.weights.safetensors import INDEX, MOST_INDEX_BYTES, finish_folder, shard_name, unfinished_file
 from services.contracts.errors import (
     DataLoss,
     FailedPrecondition,

@@ -21,9 +21,8 @@ from services.contracts.errors import (
 )
 from services.generation.config import GenerationConfig
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.stream.broadcasts import WeightBroadcasts
+from services.generation.weights.stream.broadcasts import ReceiverProcess, WeightBroadcasts
 from services.generation.weights.stream.metrics import WeightStreamMetrics
-from services.generation.weights.stream.receiver_process import ReceiverProcess
 from services.generation.weights.stream.reception import Received, Reception, StreamLimits
 from services.generation.weights.stream.stored_stream import StoredStream
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from services.generation.engine.attention.backend import ShortQueryTritonBackend
-from services.generation.engine.attention.masked_branches import BRANCHES
+from services.generation.engine.attention_backend import ShortQueryTritonBackend
 from services.generation.engine.core import Engine
+from services.generation.engine.trees.attention import BRANCHES
 from services.generation.engine.types import EngineOptions
 from services.generation.engine.worker import CoupledCPUWorker, CoupledGPUWorker
 from tests.integration.kernels.runs import generate, generate_trees, requests_of

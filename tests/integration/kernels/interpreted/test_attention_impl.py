@@ -16,20 +16,19 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kernels import backend
 from kernels.backend import Backend, KernelMismatch
 from kernels.short_query_attention import AttentionStep, triton_attend
-from kernels.short_query_attention.choice import AttentionName
-from kernels.short_query_attention.reference import attend_reference
-from kernels.short_query_attention.rivals import vllm_unified_attention
-from services.generation.engine.attention import backend as attention
-from services.generation.engine.attention.backend import (
+from kernels.short_query_attention.attend import attend_reference
+from kernels.short_query_attention.race import AttentionName, vllm_unified_attention
+from services.generation.engine import attention_backend as attention
+from services.generation.engine.attention_backend import (
     ShortQueryFlashBackend,
     ShortQueryMixin,
     ShortQueryTritonBackend,
     ShortQueryTritonImpl,
+    refusal,
     traits_of,
     use_attention,
 )
-from services.generation.engine.attention.kernel_choice import failed
-from services.generation.engine.attention.rules import refusal
+from services.generation.engine.kernel_choice import failed
 from tests.support.models import tiny_model
 
 HEADS, KV_HEADS, SIZE, BLOCK, MODEL_LENGTH = 4, 2, 32, 16, 256

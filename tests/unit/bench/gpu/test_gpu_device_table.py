@@ -11,8 +11,14 @@ import pytest
 from bench.gpu.device_table import TimedStep, fitted, main, measured_steps
 from bench.gpu.sizes import EngineKind, GpuCell, GpuSizes, Graphs
 from bench.gpu.state import State
-from services.simulator.device_file import known_devices, read_device
-from services.simulator.device_tables import H100, QWEN3_8B, decoding_table, devices
+from services.simulator.device_tables import (
+    H100,
+    QWEN3_8B,
+    decoding_table,
+    devices,
+    known_devices,
+    read_device,
+)
 
 TABLE = decoding_table("8B H100", QWEN3_8B, H100)
 SIZES = GpuSizes()

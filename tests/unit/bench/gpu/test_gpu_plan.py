@@ -14,7 +14,7 @@ from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.sizes import TINY, EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import State
 from bench.gpu.step import CEILINGS, ENVIRONMENT, GpuStep, left, total
-from services.contracts.drafter.checkpoint import load
+from services.contracts.drafter_checkpoint import load
 
 OURS = (EngineKind.V1, EngineKind.V2, EngineKind.AHEAD)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.contracts.drafter import checkpoint
-from services.contracts.drafter.checkpoint import Checkpoint, CorruptCheckpoint
+from services.contracts import drafter_checkpoint
+from services.contracts.drafter_checkpoint import Checkpoint, CorruptCheckpoint
 from services.drafter.learning.head import Eagle3Head, HeadShape
 
 SHAPE = HeadShape(20, 12, 16, 24, 4, 2, 4, layers=(1, 2, 3), eps=1e-6,
@@ -23,7 +23,7 @@ SHAPE = HeadShape(20, 12, 16, 24, 4, 2, 4, layers=(1, 2, 3), eps=1e-6,
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Checkpoint:
-    return checkpoint.save(tmp_path, 7, SHAPE.config(), Eagle3Head(SHAPE).tensors())
+    return drafter_checkpoint.save(tmp_path, 7, SHAPE.config(), Eagle3Head(SHAPE).tensors())
 
 
 @pytest.mark.parametrize("draft_vocabulary", [12, 20])
@@ -32,12 +32,12 @@ def test_what_is_saved_is_loaded(tmp_path: Path, draft_vocabulary: int) -> None:
     head = Eagle3Head(shape)
     if draft_vocabulary < 20:
         head.set_vocabulary(torch.tensor([0, 2, 3, 5, 6, 7, 9, 11, 13, 14, 16, 19]))
-    saved = checkpoint.save(tmp_path, 7, shape.config(), head.tensors())
-    config, tensors = checkpoint.load(saved.path, saved.sha256)
+    saved = drafter_checkpoint.save(tmp_path, 7, shape.config(), head.tensors())
+    config, tensors = drafter_checkpoint.load(saved.path, saved.sha256)
     assert saved.path == tmp_path / "drafter-000007"
-    assert checkpoint.version_of(saved.path) == saved.version == 7
+    assert drafter_checkpoint.version_of(saved.path) == saved.version == 7
     assert HeadShape.of(config) == shape
-    assert tensors.keys() == head.tensors().keys() == checkpoint.shapes(config).keys()
+    assert tensors.keys() == head.tensors().keys() == drafter_checkpoint.shapes(config).keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in head.tensors().items())
     assert ("d2t" in tensors) == (draft_vocabulary < 20), (
         "vLLM has no place for a map of the whole vocabulary"
@@ -45,10 +45,10 @@ def test_what_is_saved_is_loaded(tmp_path: Path, draft_vocabulary: int) -> None:
 
 
 def test_a_version_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
-    first = checkpoint.save(tmp_path, 1, SHAPE.config(), Eagle3Head(SHAPE).tensors())
-    second = checkpoint.save(tmp_path, 1, SHAPE.config(), Eagle3Head(SHAPE).tensors())
+    first = drafter_checkpoint.save(tmp_path, 1, SHAPE.config(), Eagle3Head(SHAPE).tensors())
+    second = drafter_checkpoint.save(tmp_path, 1, SHAPE.config(), Eagle3Head(SHAPE).tensors())
     assert first.sha256 != second.sha256
-    checkpoint.load(second.path, second.sha256)
+    drafter_checkpoint.load(second.path, second.sha256)
     assert [path.name for path in tmp_path.iterdir()] == ["drafter-000001"]
 
 
@@ -59,10 +59,10 @@ def test_a_disk_that_does_not_take_it_changes_nothing(
         path.write_bytes(content[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_durably", full)
+    monkeypatch.setattr(drafter_checkpoint, "write_durably", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(saved.path.parent, 7, SHAPE.config(), Eagle3Head(SHAPE).tensors())
-    checkpoint.load(saved.path, saved.sha256)
+        drafter_checkpoint.save(saved.path.parent, 7, SHAPE.config(), Eagle3Head(SHAPE).tensors())
+    drafter_checkpoint.load(saved.path, saved.sha256)
     assert [path.name for path in saved.path.parent.iterdir()] == ["drafter-000007"]
 
 
@@ -117,13 +117,13 @@ def test_a_broken_drafter_is_refused(saved: Checkpoint, name: str) -> None:
     spoil, says = FAULTS[name]
     spoil(saved.path)
     with pytest.raises(CorruptCheckpoint, match=says):
-        checkpoint.load(saved.path)
+        drafter_checkpoint.load(saved.path)
 
 
 def test_a_drafter_that_is_not_the_one_referred_to_is_refused(saved: Checkpoint) -> None:
     _tensors(lambda found: found["norm.weight"][0].mul_(1 + 2**-20))(saved.path)
-    checkpoint.load(saved.path)
-    for check in (checkpoint.load, checkpoint.verify):
+    drafter_checkpoint.load(saved.path)
+    for check in (drafter_checkpoint.load, drafter_checkpoint.verify):
         with pytest.raises(CorruptCheckpoint, match="SHA-256"):
             check(saved.path, saved.sha256)
 
@@ -132,9 +132,9 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
     tensors = Eagle3Head(SHAPE).tensors()
     tensors["norm.weight"] = torch.full((16,), torch.nan)
     with pytest.raises(ValueError, match="NaN"):
-        checkpoint.save(tmp_path, 1, SHAPE.config(), tensors)
+        drafter_checkpoint.save(tmp_path, 1, SHAPE.config(), tensors)
     with pytest.raises(ValueError, match="at least 1"):
-        checkpoint.save(tmp_path, 0, SHAPE.config(), Eagle3Head(SHAPE).tensors())
+        drafter_checkpoint.save(tmp_path, 0, SHAPE.config(), Eagle3Head(SHAPE).tensors())
     assert not list(tmp_path.iterdir())
 
 
@@ -164,4 +164,4 @@ def test_a_head_of_another_build_is_known() -> None:
 @pytest.mark.parametrize("name", ["drafter-1", "drafter-00000x", "policy-000001", "xdrafter-000001"])
 def test_other_names_are_no_drafters(name: str) -> None:
     with pytest.raises(ValueError, match="no drafter's name"):
-        checkpoint.version_of(Path("/somewhere") / name)
+        drafter_checkpoint.version_of(Path("/somewhere") / name)

@@ -11,10 +11,9 @@ import torch
 
 from kernels.coupled_sampler import coupled_argmax_reference
 from kernels.coupled_sampler.noise import gumbel
-from services.drafter.learning.data import TrainingSample
-from services.drafter.learning.evaluation import agreement
+from services.drafter.learning.data import LearningSettings, TrainingSample
 from services.drafter.learning.learner import Learner
-from services.drafter.learning.settings import LearningSettings
+from services.drafter.learning.objective import agreement
 from tests.unit.drafter.learning.plain import PlainHead
 from tests.unit.drafter.learning.samples import rollout
 

@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.contracts.drafter.checkpoint import CorruptCheckpoint
-from services.drafter.learning.data import TrainingSample, UpdateReport
-from services.drafter.learning.learner import Learner
-from services.drafter.learning.settings import LearningSettings, Targets
-from services.drafter.learning.state import CorruptState
+from services.contracts.drafter_checkpoint import CorruptCheckpoint
+from services.drafter.learning.data import LearningSettings, Targets, TrainingSample, UpdateReport
+from services.drafter.learning.learner import CorruptState, Learner
 from services.drafter.learning.target import PolicyMismatch
 from tests.unit.drafter.learning.conftest import VOCABULARY, write_policy
 from tests.unit.drafter.learning.samples import random_rollouts, rollout

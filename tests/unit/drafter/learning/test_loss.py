@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.learning.evaluation import agreement
+from services.drafter.learning.data import LearningSettings, Targets
 from services.drafter.learning.learner import Learner
-from services.drafter.learning.loss import rejection
-from services.drafter.learning.settings import LearningSettings, Targets
+from services.drafter.learning.objective import agreement, rejection
 from tests.unit.drafter.learning.conftest import VOCABULARY
 from tests.unit.drafter.learning.samples import random_rollouts
 

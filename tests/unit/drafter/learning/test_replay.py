@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from services.drafter.learning.evaluation import nothing, replay
+from services.drafter.learning.objective import nothing, replay
 
 
 def _walk(right: np.ndarray) -> tuple[int, list[int], list[int]]:

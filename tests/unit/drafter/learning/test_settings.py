@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.learning.batches import passes, steps
-from services.drafter.learning.settings import LearningSettings, default_layers
+from services.drafter.learning.data import LearningSettings, default_layers
 from services.drafter.learning.target import choose_vocabulary
+from services.drafter.learning.unroll import passes, steps
 from tests.unit.drafter.learning.samples import random_rollouts, rollout
 
 

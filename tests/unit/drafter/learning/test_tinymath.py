@@ -13,9 +13,8 @@ import transformers
 import examples.tinymath
 from examples.tinymath import tokenizer
 from kernels.coupled_sampler.cpu import coupled_argmax
-from services.drafter.learning.data import TrainingSample
+from services.drafter.learning.data import LearningSettings, TrainingSample
 from services.drafter.learning.learner import Learner
-from services.drafter.learning.settings import LearningSettings
 from services.drafter.warmup import read_rollouts, split, warm_up
 from tests.unit.drafter.learning.samples import rollout
 

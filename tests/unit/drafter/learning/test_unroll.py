@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.drafter.learning.batches import make_pass
+from services.drafter.learning.data import LearningSettings
 from services.drafter.learning.head import Eagle3Head
-from services.drafter.learning.settings import LearningSettings
 from services.drafter.learning.target import TargetModel
-from services.drafter.learning.unroll import Unroll
+from services.drafter.learning.unroll import Unroll, make_pass
 from tests.unit.drafter.learning.plain import PlainHead, draft_logits
 from tests.unit.drafter.learning.samples import random_rollouts
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.drafter.learning.weighting import HIGHEST, LOWEST, Weighting, weigh, weights_of
+from services.drafter.learning.data import HIGHEST, LOWEST, Weighting, weigh, weights_of
 from tests.unit.drafter.learning.samples import rollout
 
 known = st.floats(allow_nan=False, allow_infinity=False)

@@ -9,9 +9,9 @@ import numpy as np
 
 from kernels.suffix_index import Name, SuffixIndex
 from kernels.suffix_index.compiled import layout as at
-from kernels.suffix_index.compiled.edges import find
+from kernels.suffix_index.compiled.automaton import find
 from kernels.suffix_index.compiled.prediction import longest_match
-from kernels.suffix_index.prompt import IndexedPrompt
+from kernels.suffix_index.records import IndexedPrompt
 
 PROMPT_WEIGHT = 2.0**-100
 

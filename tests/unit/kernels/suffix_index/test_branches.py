@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.suffix_index import SuffixIndex
-from kernels.suffix_index.continuations import Continuations
+from kernels.suffix_index.records import Continuations
 
 
 def index_of(texts: Sequence[Sequence[int]], **options: float) -> SuffixIndex:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.suffix_index import SuffixIndex
-from kernels.suffix_index.compiled import recent
+from kernels.suffix_index.compiled import tables
 
 
 def _accepted(index: SuffixIndex, handle: int, text: list[int], window: int = 8) -> int:
@@ -55,18 +55,19 @@ def test_each_rollout_has_occurrences_of_its_own():
     offers = index.step(np.array([other]), np.array([3, 4], np.int32), cu, 1)
     # The shared table knows what follows 3 4; the other rollout's own text does not vote on it.
     assert offers.counts[0] == 1
-    found = np.zeros(len(recent.ORDERS), np.int64)
+    found = np.zeros(len(tables.RECENT_ORDERS), np.int64)
     hashes = np.zeros(16, np.uint64)
-    recent.look_up.py_func(np.zeros(64, np.uint64), hashes, 3, np.uint64(7), found)
-    assert found.tolist() == [-1] * len(recent.ORDERS)
+    tables.look_up_recent.py_func(np.zeros(64, np.uint64), hashes, 3, np.uint64(7), found)
+    assert found.tolist() == [-1] * len(tables.RECENT_ORDERS)
 
 
 @given(
-    st.lists(st.integers(-1, 3), min_size=len(recent.ORDERS), max_size=len(recent.ORDERS)), st.integers(0, 3)
+    st.lists(st.integers(-1, 3), min_size=len(tables.RECENT_ORDERS), max_size=len(tables.RECENT_ORDERS)),
+    st.integers(0, 3),
 )
 def test_votes_tell_which_contexts_are_for_and_against(found, token):
-    vote = int(recent.votes.py_func(np.array(found), token))
-    assert 0 <= vote < recent.VOTES
+    vote = int(tables.votes.py_func(np.array(found), token))
+    assert 0 <= vote < tables.VOTES
     pros = [i for i, each in enumerate(found) if each == token]
     cons = [i for i, each in enumerate(found) if each not in (token, -1)]
-    assert recent.most_known(vote) == (max(pros, default=-1), max(cons, default=-1))
+    assert tables.most_known(vote) == (max(pros, default=-1), max(cons, default=-1))

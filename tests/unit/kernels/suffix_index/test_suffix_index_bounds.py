@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kernels.suffix_index import SuffixIndex
-from kernels.suffix_index.prompt import TEXT_COST
+from kernels.suffix_index.records import TEXT_COST
 from tests.unit.kernels.suffix_index.reference import (
     check_memory,
     continuations,

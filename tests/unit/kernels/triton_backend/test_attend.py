@@ -7,10 +7,11 @@ import torch
 import triton.language as tl
 
 from kernels.backend import KernelMismatch
-from kernels.short_query_attention import AttentionStep, triton_attend, triton_queue
-from kernels.short_query_attention.launch import Scratch, tile_rows
-from kernels.short_query_attention.reference import attend_reference
-from kernels.short_query_attention.selfcheck import check_attention
+from kernels.selfcheck import check_attention
+from kernels.short_query_attention import AttentionStep, triton_attend
+from kernels.short_query_attention import triton_attend as triton_queue
+from kernels.short_query_attention.attend import attend_reference
+from kernels.short_query_attention.inputs import Scratch, tile_rows
 from kernels.short_query_attention.triton_attend import attend_triton, prepare
 from kernels.tuning import Tuning
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.coupled_sampler.masks import floors
-from kernels.coupled_sampler.masks import thresholds as specified
+from kernels.coupled_sampler.reference import floors
+from kernels.coupled_sampler.reference import thresholds as specified
 from kernels.coupled_sampler.triton_sample import LogitPart, thresholds
 from kernels.tuning import Tuning, using
 from kernels.w4a16 import quantise

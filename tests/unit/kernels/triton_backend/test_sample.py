@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from kernels.coupled_sampler import Domain, gumbel, triton_threshold
-from kernels.coupled_sampler.masks import floors, mass_of
-from kernels.coupled_sampler.masks import thresholds as specified
 from kernels.coupled_sampler.noise import words
+from kernels.coupled_sampler.reference import floors, mass_of
+from kernels.coupled_sampler.reference import thresholds as specified
 from kernels.coupled_sampler.sample import sample
 from kernels.coupled_sampler.triton_noise import gumbel_of, of_order_key, order_key, words_of
 from kernels.coupled_sampler.triton_sample import LogitPart, thresholds

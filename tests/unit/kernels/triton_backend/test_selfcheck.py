@@ -10,8 +10,8 @@ from kernels.coupled_sampler import triton_sample
 from kernels.kv_pack import triton_copy
 from kernels.selfcheck import check_kv_pack, check_sampler, check_w4a16
 from kernels.w4a16 import triton_quantise
-from services.generation.engine.attention import kernel_choice
-from services.generation.engine.attention.kernel_choice import use_kernels
+from services.generation.engine import kernel_choice
+from services.generation.engine.kernel_choice import use_kernels
 
 
 @pytest.fixture(autouse=True)

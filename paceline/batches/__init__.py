@@ -1,0 +1,1 @@
+"""Batches of a training job: submitted, opened, read, and used as sessions."""

@@ -1,0 +1,376 @@
+"""The batches of a training job: submitted whole, or opened and added to.
+
+A warning is logged for likely mistakes: the same samples twice, another trainer's weights, steps without a hint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Self
+
+from paceline import convert
+from paceline import types as t
+from paceline.batches.rollout import AsyncOpenBatch, AsyncRollout, StepStats
+from paceline.batches.sessions import AsyncSessions
+from paceline.batches.shard_batch import first_part
+from paceline.calls import GatewayCalls
+from paceline.convert.values import UINT64, integer
+from paceline.errors import NotFoundError
+from paceline.shards import OpenShard
+
+log = logging.getLogger("paceline")
+
+_KEPT_STEPS = 8
+_UNANNOUNCED = 3
+"""Steps in a row that nobody announced, of which a trainer is warned."""
+
+
+class RunWarnings:
+    """Warnings of one training job, each given once."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._asked: dict[tuple[int, int], set[str]] = {}
+        """Prompts that were asked for, by step and version; of the newest ones."""
+        self._knows_weights = False
+        self._last_step: int | None = None
+        self._announced = -1
+        """Highest step that was announced."""
+        self._unannounced = 0
+
+    def announced(self, step: int) -> None:
+        """Take note of a hint."""
+        self._announced = max(self._announced, step)
+
+    def begins(self, step: int) -> None:
+        """Warn where later steps begin that were not announced: nothing of them is generated ahead."""
+        later, self._last_step = self._last_step is not None and step > self._last_step, step
+        if not later:
+            return
+        self._unannounced = 0 if step <= self._announced else self._unannounced + 1
+        if self._unannounced == _UNANNOUNCED:
+            log.warning(
+                "run %s: the last %d steps were not announced, so nothing of them was generated ahead. Give all "
+                "batches to run.rollouts, or name the next prompts by run.hint, where they are known",
+                self._run_id,
+                _UNANNOUNCED,
+            )
+
+    def pushed(self) -> None:
+        """Take note that the job has pushed weights: what is served later is its own."""
+        self._knows_weights = True
+
+    def served(self, published: t.Versions) -> None:
+        """Warn if a job that has pushed nothing is served what somebody has pushed."""
+        if self._knows_weights or not published.policy_checksum:
+            return
+        self._knows_weights = True
+        log.warning(
+            "run %s: version %d is served, which was pushed, and not by this run object: its samples are of those "
+            "weights. Push yours first, or name policy_version=%d if that is what you want",
+            self._run_id,
+            published.policy_version,
+            published.policy_version,
+        )
+
+    def asked(self, step: int, version: int, prompt_ids: Iterable[str]) -> None:
+        """Warn of prompts that were asked for before in a step: their samples have the same seeds."""
+        before = self._asked.setdefault((step, version), set())
+        while len(self._asked) > _KEPT_STEPS:
+            del self._asked[next(iter(self._asked))]
+        asked = list(prompt_ids)
+        again = [each for each in asked if each in before]
+        before.update(asked)
+        if again:
+            log.warning(
+                "run %s: in step %d prompt %r%s was asked for before: the samples of its slots are the same again, "
+                "since their seeds come of run, step, prompt and slot. For other samples use another prompt_id, or "
+                "ask for more samples in one group",
+                self._run_id,
+                step,
+                again[0],
+                f" and {len(again) - 1} others" if len(again) > 1 else "",
+            )
+
+
+# Rollouts of earlier steps that are still read; of more, the newest.
+_KEPT_ROLLOUTS = 8
+# Steps whose figures are kept.
+
+
+class RunRollouts:
+    """Batches, hints and rewards of one training job."""
+
+    def __init__(self, client: GatewayCalls, run_id: str, seed: int) -> None:
+        self.client = client
+        self.run_id = run_id
+        self._seed = seed
+        self._numbers: dict[tuple[int, int], int] = {}
+        """Batches so far of each step and policy version."""
+        self._rollouts: list[AsyncRollout] = []
+        """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
+        self._stats: dict[int, list[StepStats]] = {}
+        """Figures of the rollouts of each step, those of the newest step last."""
+        self._warnings = RunWarnings(run_id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, raised: object, *_: object) -> None:
+        """Acknowledge what was read, unless an exception ends the run."""
+        if raised is None:
+            self.close()
+
+    def close(self) -> None:
+        """Acknowledge all batches that were read to their ends: nobody will read them again."""
+        self._acknowledge(math.inf)
+
+    async def end(self) -> t.RunEnded:
+        """End the job: cancel its unfinished samples, and let go of all that is kept for it, on every shard."""
+        self._rollouts.clear()
+        ended = await self.client.shards.all(lambda member: member.calls.end_run(self.run_id))
+        return t.RunEnded(sum(each.batches for each in ended), sum(each.cancelled for each in ended))
+
+    async def rollout(
+        self,
+        step: int,
+        groups: Iterable[t.Group],
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+        max_staleness: int | None = None,
+        stale: t.Stale = t.Stale.REFUSE,
+    ) -> AsyncRollout:
+        """Submit a batch and return its samples as an iterable, in completion order.
+
+        Seeds come of run, step, prompt and slot: the same prompt ids again in a step give the same samples again. A
+        warning says so; for other samples use other prompt ids, or more samples a group.
+
+        The samples are of the published policy version unless `policy_version` names another. Batches of higher
+        `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
+        one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of
+        earlier steps that were read to their ends are acknowledged: they cannot be read again. With `max_staleness`
+        the batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished
+        samples whose first token is more than so many versions behind.
+        """
+        batch = await self._batch(
+            step,
+            sampling,
+            policy_version,
+            groups=groups,
+            exactness=t.Exactness() if exactness is None else exactness,
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+            max_staleness=max_staleness,
+            stale=stale,
+        )
+        rollout = AsyncRollout(self.client, batch)
+        await self._begin(rollout)
+        self._note(batch, batch.groups)
+        self._warnings.begins(batch.step)
+        return rollout
+
+    @asynccontextmanager
+    async def open_batch(
+        self,
+        step: int,
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+        max_staleness: int | None = None,
+        stale: t.Stale = t.Stale.REFUSE,
+    ) -> AsyncIterator[AsyncOpenBatch]:
+        """Open a batch, to which groups are added while its samples are generated and read; close it when left.
+
+        An exception leaves it open, for a trainer that is restarted and opens it again; the gateway closes a batch
+        that nobody has to do with. Without `max_staleness` the samples are of the batch's version. With it, the
+        batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished samples
+        whose first token is more than so many versions behind. The other parameters are those of `rollout`.
+        """
+        opened = await self._opened(
+            step,
+            sampling,
+            policy_version,
+            exactness=t.Exactness() if exactness is None else exactness,
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+            max_staleness=max_staleness,
+            stale=stale,
+        )
+        yield opened
+        await opened.close()
+
+    @asynccontextmanager
+    async def sessions(
+        self,
+        step: int,
+        tools: t.ToolUse,
+        sampling: t.SamplingParams | None = None,
+        *,
+        exactness: t.Exactness | None = None,
+        policy_version: int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        weight: int = 1,
+        max_staleness: int | None = None,
+    ) -> AsyncIterator[AsyncSessions]:
+        """Open a batch whose samples call tools; end what is unfinished of it when left.
+
+        An exception leaves it open, for a trainer that is restarted and begins the same sessions again. With
+        `max_staleness` they go on under versions that are pushed meanwhile, and end when they are further behind.
+        The other parameters are those of `rollout`; `max_tokens` counts what environments say, too.
+        """
+        opened = await self._opened(
+            step,
+            sampling,
+            policy_version,
+            exactness=t.Exactness() if exactness is None else exactness,
+            deadline=deadline,
+            priority=priority,
+            weight=weight,
+            max_staleness=max_staleness,
+            tools=tools,
+        )
+        sessions = AsyncSessions(opened)
+        yield sessions
+        await sessions.leave()
+
+    async def _opened(
+        self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any
+    ) -> AsyncOpenBatch:
+        """Open a batch with these fields."""
+        batch = await self._batch(step, sampling, policy_version, groups=(), **fields)
+        opened = AsyncOpenBatch(self.client, batch, partial(self._note, batch))
+        await self._begin(opened)
+        return opened
+
+    async def _batch(
+        self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any
+    ) -> t.Batch:
+        """Return the next batch of a step, of the published version unless another is named."""
+        step = integer(step, "step", *UINT64)
+        if policy_version is None:
+            published = await self.client.shards.published()
+            self._warnings.served(published)
+            policy_version = published.policy_version
+        policy_version = integer(policy_version, "policy_version", *UINT64)
+        batch = t.Batch(
+            run_id=self.run_id,
+            batch_id=self._name(step, policy_version),
+            step=step,
+            policy_version=policy_version,
+            sampling=t.SamplingParams() if sampling is None else sampling,
+            run_seed=self._seed,
+            **fields,
+        )
+        return convert.whole_batch(batch)
+
+    def _note(self, batch: t.Batch, groups: Iterable[t.Group]) -> None:
+        self._warnings.asked(batch.step, batch.policy_version, (group.prompt_id for group in groups))
+
+    def _name(self, step: int, policy_version: int) -> str:
+        """Return the id of the next batch of a step and version."""
+        return f"step-{step:06d}.v{policy_version}.{self._numbers.get((step, policy_version), 0)}"
+
+    async def _begin(self, rollout: AsyncRollout) -> None:
+        """Submit or open a batch, and count it."""
+        await rollout.begin()
+        key = (rollout.batch.step, rollout.batch.policy_version)
+        self._numbers[key] = self._numbers.get(key, 0) + 1
+        step = rollout.batch.step
+        self._acknowledge(step)
+        self._rollouts.append(rollout)
+        self._stats[step] = [*self._stats.pop(step, []), rollout.step_stats]
+        while len(self._stats) > _KEPT_STEPS:
+            del self._stats[next(iter(self._stats))]
+
+    def _acknowledge(self, before: float) -> None:
+        """Acknowledge in the background what was read to its end of steps before this one."""
+        done = [each for each in self._rollouts if each.batch.step < before and each.complete]
+        for rollout in done:
+            rollout.post_ack()
+        left = [each for each in self._rollouts if each.batch.step < before and not each.complete]
+        # Those that were left in the middle are not kept without end.
+        gone = [*done, *left[:-_KEPT_ROLLOUTS]]
+        self._rollouts = [each for each in self._rollouts if each not in gone]
+
+    def stats(self, step: int) -> dict[str, float]:
+        """Return figures of the samples of a step that were read so far, flat, for a logger of experiments.
+
+        Names begin with `rollout/`; docs/sdk.md lists them. Those of the last 8 steps are kept. ValueError: no
+        samples of the step were asked for by this object.
+        """
+        if step not in self._stats:
+            known = ", ".join(map(str, self._stats)) or "none"
+            raise ValueError(
+                f"step {step}: this run has asked for no samples of it lately; it has of {known}"
+            )
+        return StepStats.joined(self._stats[step]).figures()
+
+    async def hint(
+        self,
+        step: int,
+        groups: Iterable[t.Group],
+        sampling: t.SamplingParams | None = None,
+        *,
+        policy_version: int,
+        exactness: t.Exactness | None = None,
+    ) -> int:
+        """Announce the prompts of a coming step; return how many samples may be pre-generated.
+
+        Of a step that is too large for one call, the first part is announced; on each shard, its prompts.
+        """
+        params = convert.whole_sampling(t.SamplingParams() if sampling is None else sampling)
+        asked = (params, t.Exactness() if exactness is None else exactness, self._seed)
+        split = self.client.shards.split(convert.whole_groups(groups))
+        parts = {member.name: first_part(own) for member, own in split}
+
+        async def announce(member: OpenShard) -> int:
+            hint = t.BatchHint(self.run_id, step, policy_version, parts[member.name], *asked)
+            return await member.calls.hint(hint)
+
+        shards = self.client.shards
+        kept = await shards.all(announce, [each for each in shards.members if each.name in parts])
+        self._warnings.announced(int(step))
+        return sum(kept)
+
+    async def report_rewards(
+        self,
+        batch_id: str,
+        rewards: Iterable[t.Reward] = (),
+        *,
+        kl: float | None = None,
+        clip_fraction: float | None = None,
+    ) -> int:
+        """Report the rewards of a batch, and what its update measured; return how many samples were known."""
+        for rollout in self._rollouts:
+            if rollout.batch.batch_id == batch_id:
+                return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
+        shards, given = self.client.shards, convert.whole_rewards(rewards)
+
+        async def report(member: OpenShard) -> int:
+            try:
+                return await member.calls.report_rewards(
+                    self.run_id, shards.id_of(batch_id), given, kl=kl, clip_fraction=clip_fraction
+                )
+            except NotFoundError:
+                # A small batch is not on all shards.
+                if shards.alone:
+                    raise
+                return 0
+
+        return sum(await shards.all(report))

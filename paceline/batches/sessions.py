@@ -1,0 +1,247 @@
+"""Sessions: samples that call tools, wait for the answers, and continue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
+
+import numpy as np
+
+from paceline import convert
+from paceline import types as t
+from paceline.batches.rollout import AsyncOpenBatch, Given
+from paceline.convert.values import UINT32, integers
+from paceline.errors import FailedPreconditionError, NotFoundError, session_differs
+
+# The gateway has lost the session, and generates it again: it calls once more, and is answered as before.
+_LOST = "SAMPLE_NOT_CALLING"
+
+
+class AsyncSession:
+    """One sample that calls tools. `generate` and `answer` take turns until it has ended."""
+
+    def __init__(self, sessions: AsyncSessions, prompt_id: str, slot: int) -> None:
+        self._sessions = sessions
+        self.key = t.SampleKey(prompt_id, slot)
+        self.sample: t.Sample | None = None
+        """The whole sample, once it has ended."""
+        self.waits = False
+        """It has called, and `generate` has returned the call: it waits for an answer."""
+        self.pending: t.Turn | None = None
+        """Turn that nobody has taken yet."""
+        self._tokens: list[int] = []
+        self._answers: dict[int, t.Continuation] = {}
+
+    @property
+    def token_ids(self) -> t.TokenIds:
+        """[tokens], the response so far, answers included."""
+        return np.array(self._tokens, np.int64)
+
+    async def generate(self) -> t.Turn:
+        """Return what the session says until it calls a tool or ends.
+
+        ValueError: it waits for an answer, or has ended and its last turn was given.
+        """
+        await self._sessions.wait_for(
+            self, lambda: self.waits or self.sample is not None or self.pending is not None
+        )
+        if self.pending is None:
+            raise ValueError(f"{self.key} {'waits for an answer' if self.waits else 'has ended'}")
+        return self.take()
+
+    async def answer(self, token_ids: Sequence[int] | t.TokenIds) -> None:
+        """Give the session tokens of its environment, with which it goes on.
+
+        They are given as the policy is to read them, with what the chat template puts around them.
+
+        InvalidArgumentError: they do not fit; shorten them, or end the session. ValueError: the session does not
+        wait for an answer.
+        """
+        await self._go_on(t.Continuation(*self._place(), tuple(integers(token_ids, "token_ids", *UINT32))))
+
+    async def end(self) -> None:
+        """End the session at its call, as COMPLETED; `generate` returns its last turn, which may be empty."""
+        await self._go_on(t.Continuation(*self._place(), end=True))
+
+    def take(self) -> t.Turn:
+        """Return the pending turn."""
+        turn, self.pending = self.pending, None
+        assert turn is not None, "nothing is pending"
+        self.waits = not turn.done
+        return turn
+
+    def called(self, call: t.SampleCall) -> t.Continuation | None:
+        """Take note of a call; return the answer that it has had.
+
+        DataLossError: the call is not the one that was given before.
+        """
+        have, given = len(self._tokens), call.token_ids.tolist()
+        known = self._tokens[call.begin : call.position]
+        if call.begin > have or known != given[: len(known)]:
+            raise session_differs(self.key.prompt_id, self.key.slot, min(call.begin, have))
+        if call.position <= have:
+            return self._answers.get(call.position)
+        fresh = have - call.begin
+        self._tokens += given[fresh:]
+        for span in call.environment_spans:
+            # Answers of a trainer before this one.
+            tokens = tuple(self._tokens[span.begin : span.end])
+            self._answers[span.begin] = t.Continuation(self.key.prompt_id, self.key.slot, span.begin, tokens)
+        self.pending = t.Turn(call.token_ids[fresh:], call.logprobs[fresh:], have, done=False)
+        return None
+
+    def ended(self, sample: t.Sample) -> None:
+        """Take note of the end."""
+        have = min(len(self._tokens), len(sample.token_ids))
+        if self.pending is not None:
+            have = min(have, self.pending.begin)
+        self.sample, self._tokens, self.waits = sample, sample.token_ids.tolist(), False
+        self.pending = t.Turn(sample.token_ids[have:], sample.logprobs[have:], have, done=True)
+
+    def _place(self) -> tuple[str, int, int]:
+        if not self.waits:
+            raise ValueError(f"{self.key} does not wait for an answer")
+        return self.key.prompt_id, self.key.slot, len(self._tokens)
+
+    async def _go_on(self, continuation: t.Continuation) -> None:
+        # Before it is sent: what follows may be read by another task before this one has the answer.
+        self._answers[continuation.position], self.waits = continuation, False
+        self._tokens += continuation.token_ids
+        try:
+            await self._sessions.go_on(continuation)
+        except BaseException:
+            if self.sample is None and self.pending is None:
+                del self._answers[continuation.position], self._tokens[continuation.position :]
+                self.waits = True
+            raise
+
+
+class AsyncSessions:
+    """Sessions of one step. Many are used at once, each by a task of its own, or all in one loop over `turns`."""
+
+    def __init__(self, batch: AsyncOpenBatch) -> None:
+        self.batch = batch
+        """The batch that they are samples of: it adds, cancels and reports."""
+        self._sessions: dict[t.SampleKey, AsyncSession] = {}
+        self._unfinished = 0
+        self._called: dict[AsyncSession, None] = {}
+        """Sessions with a turn that nobody has taken."""
+        self._early: dict[t.SampleKey, t.SampleCall | t.Sample] = {}
+        """Events of sessions that a trainer before this one has begun."""
+        self._ahead: deque[Given] = deque()
+        self._events: AsyncGenerator[Given, None] | None = None
+        self._reading = False
+        self._wakes: dict[Hashable, asyncio.Event] = {}
+
+    async def begin(self, group: t.Group) -> list[AsyncSession]:
+        """Begin a session for each sample of a group. Errors are those of `OpenBatch.add`."""
+        (group,) = convert.whole_groups([group])
+        begun = [AsyncSession(self, group.prompt_id, slot) for slot in range(group.samples)]
+        if any(session.key in self._sessions for session in begun):
+            raise ValueError(f"sessions of prompt {group.prompt_id!r} were begun before")
+        self._sessions |= {session.key: session for session in begun}
+        self._unfinished += len(begun)
+        try:
+            await self.batch.add([group])
+        except BaseException:
+            for session in begun:
+                del self._sessions[session.key]
+            self._unfinished -= len(begun)
+            raise
+        for session in begun:
+            if (early := self._early.pop(session.key, None)) is not None:
+                await self._route(session, early)
+        return begun
+
+    async def turns(self) -> AsyncIterator[tuple[AsyncSession, t.Turn]]:
+        """Iterate over turns as they come, each with its session, until every session that was begun has ended."""
+        while self._unfinished or self._called:
+            await self.wait_for(self, lambda: bool(self._called) or not self._unfinished)
+            while self._called:
+                session = next(iter(self._called))
+                del self._called[session]
+                if session.pending is not None:
+                    yield session, session.take()
+
+    async def leave(self) -> None:
+        """End what is unfinished, as ABORTED, and read the rest, so that the batch can be acknowledged."""
+        await self.batch.cancel(keep_partial=True)
+        while await self._read():
+            pass
+
+    async def go_on(self, continuation: t.Continuation) -> None:
+        """Send an answer. Where the gateway has lost the session, it is sent again when that calls again."""
+        try:
+            await self.batch.go_on(continuation)
+        except NotFoundError:
+            return
+        except FailedPreconditionError as error:
+            if error.reason != _LOST:
+                raise
+
+    async def wait_for(self, waiter: Hashable, ready: Callable[[], bool]) -> None:
+        """Wait until something holds. One of those who wait reads, for all of them."""
+        try:
+            while not ready():
+                if self._reading:
+                    wake = self._wakes[waiter] = asyncio.Event()
+                    await wake.wait()
+                    continue
+                self._reading = True
+                try:
+                    while not ready():
+                        if not await self._read():
+                            raise ValueError("the batch of these sessions was ended")
+                finally:
+                    self._reading = False
+        finally:
+            self._wakes.pop(waiter, None)
+            if not self._reading:
+                # Whoever wakes reads on.
+                for wake in self._wakes.values():
+                    wake.set()
+                    break
+
+    async def _read(self) -> bool:
+        """Read one event; return False if there are no more."""
+        if self._events is None:
+            self._events = self.batch.events_with_calls(self._ahead)
+        try:
+            found = await anext(self._events, None)
+        except BaseException:
+            # Its place is kept: another one goes on there.
+            self._events = None
+            raise
+        if found is None:
+            return False
+        part, event = found
+        if isinstance(event, t.SampleEvent):
+            sample = part.give(event)
+            self.batch.step_stats.add(sample)
+            await self._arrived(sample.key, sample)
+        else:
+            await self._arrived(t.SampleKey(event.prompt_id, event.slot), event)
+        return True
+
+    async def _arrived(self, key: t.SampleKey, what: t.SampleCall | t.Sample) -> None:
+        session = self._sessions.get(key)
+        if session is None:
+            self._early[key] = what
+        else:
+            await self._route(session, what)
+
+    async def _route(self, session: AsyncSession, what: t.SampleCall | t.Sample) -> None:
+        if isinstance(what, t.Sample):
+            if session.sample is None:
+                self._unfinished -= 1
+            session.ended(what)
+        elif (answer := session.called(what)) is not None:
+            # It was lost.
+            await self.go_on(answer)
+            return
+        if session.pending is not None:
+            self._called[session] = None
+            for waiter in (session, self):
+                if waiter in self._wakes:
+                    self._wakes[waiter].set()

@@ -1,0 +1,163 @@
+"""Open files safely: files that others wrote, and files that are private to this user.
+
+Files of others are opened as regular files only and read up to a limit; JSON that cannot be read is a ValueError,
+however deep it is nested. Private files are safe in places that other users of the machine may write to.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def open_regular(path: Path) -> int:
+    """Return a file descriptor to read a regular file.
+
+    OSError: there is none, or it is something else, such as a FIFO, of which the opening alone would wait for ever,
+    or a device, which has no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if os.path.isfile(descriptor):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return what is in a regular file. OSError as `open_regular`, or if there are more than `most` bytes."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+MOST_CONFIG_BYTES = 16 << 20
+"""Largest file of settings that is read, such as `config.json`."""
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Return what JSON says. ValueError: it is none, or nested deeper than Python parses, which is about 1,000."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def parse_object(content: str | bytes) -> dict[str, Any]:
+    """Return a JSON object. ValueError: it is none."""
+    found = parse_json(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"it is no JSON object but a {type(found).__name__}")
+    return found
+
+
+def read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    ValueError: there is none in it; OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+    """
+    return parse_object(read_regular(path, most))
+
+
+_OTHERS = 0o077
+_OTHERS_WRITE = 0o022
+
+
+class NotPrivateError(OSError):
+    """A file or folder is not this user's alone; the message says why, and what to do."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EPERM, why, str(path))
+        self.path = path
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.why}"
+
+
+def private_folder(folder: Path) -> Path:
+    """Return a folder that only this user can enter; make it, and its parents, if it is not there.
+
+    One of this user's that others can read is closed to them.
+
+    Raises:
+        NotPrivateError: it is another user's, a symbolic link or no folder; or others can write to it, so that
+            nothing in it can be trusted.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise NotPrivateError(folder, "is no folder, or a symbolic link: remove it") from error
+        if error.errno == errno.EACCES:
+            raise NotPrivateError(folder, "is closed to this user: remove it") from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        _check_owner(folder, found)
+        if found.st_mode & _OTHERS_WRITE:
+            raise NotPrivateError(
+                folder, f"can be written to by others (mode {_mode(found)}): remove it, or chmod go-rwx it"
+            )
+        if found.st_mode & _OTHERS:
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & ~_OTHERS)
+    finally:
+        os.close(descriptor)
+    return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read; a reader sees all of it or what was there before."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(part, flags, 0o600), "w") as file:
+            file.write(text)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_private(path: Path, most: int) -> str:
+    """Return what is in a file that only this user can read.
+
+    Raises:
+        NotPrivateError: it is another user's, others can read it, or it is no regular file.
+        OSError: there is none, or it cannot be read, or it has more than `most` bytes.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotPrivateError(path, "is a symbolic link; must be the file itself") from error
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise NotPrivateError(path, "is no regular file")
+        _check_owner(path, found)
+        if found.st_mode & _OTHERS:
+            raise NotPrivateError(path, f"has the mode {_mode(found)}; must be 0600: chmod 600 it")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content.decode("utf-8", "replace")
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise NotPrivateError(path, f"belongs to the user {found.st_uid}; must be one's own")
+
+
+def _mode(found: os.stat_result) -> str:
+    return f"{stat.S_IMODE(found.st_mode):04o}"

@@ -1,0 +1,1 @@
+"""Transports: connections to a gateway, and single attempts at calls."""

@@ -1,0 +1,234 @@
+"""Options of a client's connections: address, timeouts and credentials.
+
+A client that is given no token looks for one in the environment, and then in the file of a platform on this
+machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from paceline.files import NotPrivateError, read_private, read_regular
+from paceline.transport import channel
+from paceline.transport.channel import Address, parse_addresses
+from paceline.transport.interface import Stream, Unary
+
+TOKEN, TOKEN_FILE = "PACELINE_TOKEN", "PACELINE_TOKEN_FILE"
+_MOST_BYTES = 4096
+_USABLE = re.compile(r"[\x21-\x7e]+")
+
+
+class TokenFileWarning(UserWarning):
+    """A file with a token is there, but is not used, since other users could have written or read it."""
+
+
+def token_file_of(port: int) -> Path:
+    """Return the file with the token of the platform that this user runs at a port of this machine.
+
+    Its folder has the machine's name: several machines may have one home folder, and each its own ports.
+    RuntimeError: this user has no home folder.
+    """
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return Path(state) / "paceline/platforms" / (socket.gethostname() or "localhost") / f"{port}.token"
+
+
+def token_of_environment(environment: Mapping[str, str]) -> str | None:
+    """Return the token that the environment gives; None: it gives none.
+
+    ValueError: the file that it names cannot be read, or has no token.
+    """
+    if given := environment.get(TOKEN):
+        return given
+    if named := environment.get(TOKEN_FILE):
+        return _read_named(Path(named))
+    return None
+
+
+class FoundToken:
+    """Token of a client that is given none. Files are read again when they have changed."""
+
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        """Look for it. ValueError: the environment names a file that cannot be used."""
+        self._files: list[Path] = []
+        self._read = _read_named
+        if os.environ.get(TOKEN):
+            self.origin = TOKEN
+        elif named := os.environ.get(TOKEN_FILE):
+            self.origin, self._files = TOKEN_FILE, [Path(named)]
+        else:
+            self.origin, self._files, self._read = "your platform", _files_for(addresses), _read_found
+        self._seen = self._versions()
+        self._token = token_of_environment(os.environ) or self._read_any()
+
+    def current(self) -> str | None:
+        """Return the token; None: there is none."""
+        # A look takes microseconds. A platform that starts anew has another token, which is there before it serves.
+        if self._files and (seen := self._versions()) != self._seen:
+            self._seen = seen
+            self._token = self._read_any() or self._token
+        return self._token
+
+    def _versions(self) -> list[tuple[int, int, int] | None]:
+        return [_version(path) for path in self._files]
+
+    def _read_any(self) -> str | None:
+        for path in self._files:
+            try:
+                if token := self._read(path):
+                    return token
+            except (NotPrivateError, ValueError) as error:
+                warnings.warn(TokenFileWarning(f"a token is not used: {error}"), stacklevel=2)
+        return None
+
+
+def _files_for(addresses: Sequence[Address]) -> list[Path]:
+    """Return the files of platforms at these addresses: none unless all are ports of this machine."""
+    if any(each.path or not each.loopback for each in addresses):
+        return []
+    try:
+        return [token_file_of(each.port) for each in addresses]
+    except RuntimeError:
+        return []
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path, follow_symlinks=True)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read_found(path: Path) -> str | None:
+    """Return the token in the file of a platform; None: there is no file. NotPrivateError, ValueError."""
+    try:
+        text = read_private(path, _MOST_BYTES)
+    except NotPrivateError:
+        raise
+    except OSError:
+        return None
+    return _checked(path, text)
+
+
+def read_token(path: Path) -> str | None:
+    """Return the token in a file that the user has named, who may share it and link to it; None: it is empty.
+
+    ValueError: it cannot be read, or has something else.
+    """
+    try:
+        text = read_regular(path, _MOST_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise ValueError(f"{path}, which cannot be read: {error.strerror}") from error
+    return _checked(path, text)
+
+
+def _read_named(path: Path) -> str | None:
+    try:
+        return read_token(path)
+    except ValueError as error:
+        raise ValueError(f"{TOKEN_FILE} names {error}") from error
+
+
+def _checked(path: Path, text: str) -> str | None:
+    """Return the token of a file's text; a platform without a token has an empty file."""
+    token = text.strip()
+    if token and not _USABLE.fullmatch(token):
+        raise ValueError(f"{path} must have a token and nothing else")
+    return token or None
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """Addresses, credentials and time limits of a client's calls."""
+
+    address: str
+    """host:port, or several with commas between."""
+    tls: channel.Tls | None
+    token: str | None = field(repr=False)
+    """None: the one that is found; empty: none."""
+    timeout: float
+    """Seconds for one attempt at a unary call."""
+    slow_timeout: float
+    """Seconds for one attempt at a call that waits for instances."""
+    leaders_only: bool = True
+    """Call only gateways that lead; False: any, for calls that need no leader."""
+
+    use_proxy: bool = False
+    """Go through the proxy that the environment names, except to this machine."""
+    insecure: bool = False
+    """Send the token in plain text beyond this machine."""
+    found: FoundToken | None = field(default=None, repr=False)
+    """Token where none was given."""
+
+    def with_token(self) -> Self:
+        """Return the options with the token that is found, where none was given.
+
+        ValueError: as `parsed`, or the environment names a file that is none.
+        """
+        if self.token is not None:
+            return self
+        return replace(self, found=FoundToken(parse_addresses(self.address, tls=self.tls is not None)))
+
+    def parsed(self) -> list[Address]:
+        """Return the addresses. ValueError: one cannot be meant, or the token would go there in plain text."""
+        addresses = parse_addresses(self.address, tls=self.tls is not None)
+        for each in addresses:
+            self.check_secret(each)
+        return addresses
+
+    def check_secret(self, address: Address, tls: channel.Tls | None = None) -> None:
+        """Raise ValueError if what shows who calls would go to an address in plain text that others can read.
+
+        `tls` is that to the address where it differs from the one to the gateway.
+        """
+        if self.tls or tls or self.insecure or address.loopback or not self._secret():
+            return
+        origin = f" of {self.found.origin}" if self.found else ""
+        raise ValueError(
+            f"will not send the token{origin} to {address.target} in plain text; give tls=paceline.Tls(...), or "
+            "insecure=True on a network that you trust"
+        )
+
+    def begin(self, stubs: dict[str, Any], unary: Unary, way: str = "__call__") -> Any:
+        """Begin a unary call on the stubs of a channel; `way` is how gRPC's blocking API makes it."""
+        request = iter([unary.request]) if unary.streams_request else unary.request
+        timeout = self.slow_timeout if unary.slow else self.timeout
+        metadata = channel.call_metadata(self._secret())
+        make = getattr(getattr(stubs[unary.service], unary.method), way)
+        return make(request, timeout=timeout, metadata=metadata)
+
+    def open(self, stubs: dict[str, Any], stream: Stream[Any], seconds: float | None) -> Any:
+        """Begin a stream on the stubs of a channel."""
+        metadata = channel.call_metadata(self._secret())
+        make = getattr(stubs[stream.service], stream.method)
+        return make(stream.request(), timeout=seconds, metadata=metadata)
+
+    def _secret(self) -> str | None:
+        return self.found.current() if self.found else self.token
+
+
+def connect_again(
+    client: Callable[..., T], address: Any, options: ConnectionOptions, others: dict[str, Any]
+) -> T:
+    """Return a client that was pickled, in another process, where it connects anew."""
+    return client(
+        address,
+        token=options.token,
+        tls=options.tls,
+        timeout=options.timeout,
+        slow_timeout=options.slow_timeout,
+        leaders_only=options.leaders_only,
+        use_proxy=options.use_proxy,
+        insecure=options.insecure,
+        **others,
+    )

@@ -1,0 +1,1 @@
+"""Weights from a trainer to the fleet: files, transports, and pushes."""

@@ -1,0 +1,64 @@
+"""Write files that survive a loss of power, and check folders that weights are read from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file and wait until its content is on disk. OSError: it cannot be written."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_MOST_BYTES, _MOST_NAME_BYTES = 4095, 255
+"""Lengths of a path and of a name in it that Linux opens."""
+_SHOWN = 200
+
+
+def check_weight_folder(
+    path: str, root: Path | None, *, follow_links: bool = False, field: str = "disk.path"
+) -> None:
+    """Check that a path is one that Linux can open, absolute and, if there is a `root`, within it.
+
+    Args:
+        path: of a folder with weights.
+        root: folder that it has to be in; None: any.
+        follow_links: read the file system, and judge by where symbolic links lead.
+        field: of the request, which an error names.
+
+    Raises:
+        InvalidArgument: it is not; the error names the root.
+    """
+    shown = repr(path if len(path) <= _SHOWN else f"{path[:_SHOWN]}...")
+    if not os.path.isabs(path):
+        raise InvalidArgument([Violation(field, f"is {shown}; must be an absolute path")])
+    if "\0" in path:
+        raise InvalidArgument([Violation(field, f"is {shown}; must not contain a NUL character")])
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise InvalidArgument([Violation(field, f"is {shown}; must be text that UTF-8 can encode")]) from None
+    if len(encoded) > _MOST_BYTES or any(len(name) > _MOST_NAME_BYTES for name in encoded.split(b"/")):
+        limits = f"at most {_MOST_BYTES} bytes, {_MOST_NAME_BYTES} in each name"
+        raise InvalidArgument([Violation(field, f"is {shown}; must have {limits}")])
+    if root is None:
+        return
+    plain = os.path.realpath if follow_links else os.path.normpath
+    if not Path(plain(path)).is_relative_to(plain(root)):
+        raise InvalidArgument([Violation(field, f"is {shown}; must be in weights_root, {str(root)!r}")])

@@ -1,1 +1,0 @@
-"""JSON schemas that samples can follow."""

@@ -1,0 +1,385 @@
+"""Read the parts of a request body that all dialects share.
+
+`Body` refuses parameters by name unless their value asks for nothing. `AsksSamples` turns a body into checked
+samples with their prompts as arrays. The checks bound the size of a request before anything is sent to the
+gateway. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, Strict, model_validator
+
+from paceline import types as t
+from paceline.errors import Violation
+from services.contracts.errors import InvalidArgument
+from services.contracts.sampling import MOST_ALLOWED, MOST_STOP_STRINGS, MOST_TOP_LOGPROBS
+from services.contracts.schemas import LONGEST_SCHEMA
+from services.facade.text import Tokenizer, check_text, needs_text
+
+LEAST_LOGPROB = -9999.0
+"""Log-probability in place of one that JSON cannot express, as in vLLM."""
+T = TypeVar("T", int, int | None)
+Part = Callable[[Any], Any]
+"""Writes a part of an answer: as JSON, or as it is."""
+_MOST_TOLD = 32
+"""Most parameters that an error reports; a body may have hundreds of thousands."""
+_SEEDS = range(-(1 << 63), 1 << 64)
+_COUNTS = range(-(1 << 31), 1 << 31)
+
+
+class Body(BaseModel):
+    """Body of a request. Parameters without a field are refused, unless their value asks for nothing."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+    of_model: ClassVar[bool] = False
+    """Whether it is checked against the model that is served."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        without_null = _without_null(cls)
+        return {name: value for name, value in given.items() if value is not None or name not in without_null}
+
+    def names_in_body(self) -> Mapping[str, str]:
+        """Return the names of parameters in this body, where they differ from the SDK's."""
+        return {}
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Do what takes time by the size or the content of the body. It may run in another process.
+
+        InvalidArgument names what is wrong. `limits` is None for a body that is not about a model.
+        """
+        check_unsupported(self, {})
+
+
+@cache
+def _without_null(body: type[Body]) -> frozenset[str]:
+    """Return the parameters that may be left out and have no meaning for null: null is as left out."""
+    return frozenset(
+        name
+        for name, field in body.model_fields.items()
+        if not field.is_required() and NoneType not in get_args(field.annotation)
+    )
+
+
+TokenId = Annotated[int, Strict()]
+"""Id of a token: a number, and not a text or a truth value that could be read as one."""
+VllmSeed = Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 else seed)]
+"""Seed of vLLM's server, for which -1 is as left out."""
+
+
+def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: str = "") -> None:
+    """Refuse parameters that have no field, unless their value asks for nothing.
+
+    `neutral` has such values of known ones, beside those that ask for nothing anywhere. InvalidArgument names each.
+    """
+    found = []
+    for name, value in (body.model_extra or {}).items():
+        if name in neutral and not _asks_for_nothing(value, neutral[name]):
+            allowed = " or ".join(map(repr, neutral[name])) or "left out"
+            found.append(Violation(path + name, f"is not supported; must be {allowed}"))
+        elif name not in neutral and not _asks_for_nothing(value, ()):
+            found.append(Violation(path + name, "is not known here; leave it out"))
+        if len(found) >= _MOST_TOLD:
+            break
+    if found:
+        raise InvalidArgument(found)
+
+
+def _asks_for_nothing(value: Any, neutral: Sequence[Any]) -> bool:
+    if value is False and True in neutral:
+        # It is on when it is left out.
+        return False in neutral
+    return value is None or value is False or value in ("", [], {}) or value in neutral
+
+
+def run_seed(seed: int | None, field: str = "seed") -> int | None:
+    """Return the run seed of a request that has a seed, 64 bit."""
+    if seed is None:
+        return None
+    if seed not in _SEEDS:
+        raise InvalidArgument([Violation(field, f"{seed} is not allowed; must be in [-2**63, 2**64)")])
+    return seed % (1 << 64)
+
+
+def prompt_id_of(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
+    """Return the id of a prompt: a hash of its tokens."""
+    return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
+
+
+def check_samples(
+    prompts: Sequence[Sequence[int]], samples: int, most: int, names: Mapping[str, str]
+) -> None:
+    """Refuse a request for more than `most` samples, which are `samples` of each prompt."""
+    if len(prompts) * samples > most:
+        description = (
+            f"{samples} samples of {len(prompts)} prompts are more than {most}, the most of a request"
+        )
+        name = "prompt" if len(prompts) > most else "n"
+        raise InvalidArgument([Violation(names.get(name, name), description)])
+
+
+def check_whole_numbers(
+    prompts: Sequence[Sequence[int]], sampling: t.SamplingParams, names: Mapping[str, str], vocab_size: int
+) -> None:
+    """Refuse whole numbers that the protocol has no room for, and ids that the model does not have.
+
+    The gateway checks the rest.
+    """
+    found = [
+        Violation(names.get(name, name), _not_in(value, _COUNTS))
+        for name in ("max_tokens", "min_tokens", "top_k")
+        if (value := getattr(sampling, name)) is not None and value not in _COUNTS
+    ]
+    ids = range(vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        given = getattr(sampling, name)
+        if (place := _first_outside(given, ids)) is not None:
+            text = f"{_not_in(given[place], ids)}, the model's vocabulary"
+            found.append(Violation(f"{names.get(name, name)}[{place}]", text))
+    for number, prompt in enumerate(prompts):
+        if (place := _first_outside(prompt, ids)) is not None:
+            text = f"{_not_in(prompt[place], ids)}, the model's vocabulary (token {place} of prompt {number})"
+            found.append(Violation(names.get("prompt", "prompt"), text))
+            break
+    if found:
+        raise InvalidArgument(found)
+
+
+def _first_outside(ids: Sequence[int], allowed: range) -> int | None:
+    # Nearly always there is none: two loops in C tell.
+    if not ids or (min(ids) in allowed and max(ids) in allowed):
+        return None
+    return next(place for place, token in enumerate(ids) if token not in allowed)
+
+
+def _not_in(value: int, allowed: range) -> str:
+    return f"{value} is not allowed; must be in [{allowed.start}, {allowed.stop})"
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Refuse ids that the model does not have."""
+    check_whole_numbers([token_ids], t.SamplingParams(), {"prompt": field}, vocab_size)
+
+
+def checked_count(samples: int, field: str = "n") -> int:
+    """Return the number of samples of a prompt; InvalidArgument unless it is at least 1."""
+    if samples < 1:
+        raise InvalidArgument([Violation(field, f"{samples} is not allowed; must be >= 1")])
+    return samples
+
+
+def checked_likeliest(count: T, field: str) -> T:
+    """Return how many of the likeliest tokens are asked for; InvalidArgument below 0 or above what there is."""
+    if count is not None and not 0 <= count <= MOST_TOP_LOGPROBS:
+        found = f"{count} is not allowed; must be in [0, {MOST_TOP_LOGPROBS}]"
+        raise InvalidArgument([Violation(field, found)])
+    return count
+
+
+def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the stop strings of a body: one, several or none."""
+    return ((stop,) if stop else ()) if stop is None or isinstance(stop, str) else tuple(stop)
+
+
+def top_k_of(top_k: int | None) -> int | None:
+    """Return the SDK's top_k: 0 is off there, -1 in the dialects."""
+    return 0 if top_k == -1 else top_k
+
+
+def as_it_is(part: Any) -> Any:
+    """Return a part of an answer unwritten."""
+    return part
+
+
+def finite(logprobs: list[float]) -> list[float]:
+    """Return log-probabilities that JSON can express."""
+    # Nearly always all of them can: two loops in C tell, where one in Python would take most of the writing.
+    if not logprobs or (math.isfinite(sum(logprobs)) and min(logprobs) >= LEAST_LOGPROB):
+        return logprobs
+    return [max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB for value in logprobs]
+
+
+def identity_of(request: t.SampleRequest) -> dict[str, Any]:
+    """Return the names of a sample, under which its reward is reported."""
+    return {"step": request.step, "prompt_id": request.prompt_id, "slot": request.slot}
+
+
+def weight_versions(spans: Iterable[t.VersionSpan]) -> list[dict[str, Any]]:
+    """Return the versions that sampled a sample's tokens, as vLLM writes them."""
+    return [{"version": str(span.policy_version), "start": span.begin, "end": span.end} for span in spans]
+
+
+FINISH_REASONS: dict[t.FinishReason, str] = {
+    t.FinishReason.STOP: "stop",
+    t.FinishReason.LENGTH: "length",
+    t.FinishReason.ABORTED: "abort",
+    t.FinishReason.UNSPECIFIED: "abort",
+}
+"""Reasons for the end of a sample, as both dialects have them."""
+
+
+Ids = Sequence[int] | npt.NDArray[np.int64]
+MOST_STOP_TOKENS = 4096
+"""Most stop token ids of a request; each of its samples sends them."""
+
+
+class ModelNotServed(InvalidArgument):
+    """Raised for a request that names another model than the one that is served: 404, as of vLLM and OpenAI."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "MODEL_NOT_FOUND"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a body is checked against: the model that is served, and the limits of the facade."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    logprobs_mode: t.LogprobsMode = t.LogprobsMode.RAW
+    max_samples: int = 4096
+    max_hinted_samples: int = 262_144
+    trust_request_chat_template: bool = False
+    prefix: int = 0
+    """Tokens at the end of each prompt that are the beginning of its response."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of vLLM's dialect that a request leaves out."""
+
+    def check_model(self, asked: str | None) -> None:
+        """Raise ModelNotServed for a request that names another model."""
+        if asked and asked != self.model:
+            raise ModelNotServed([Violation("model", f"{asked!r} is not served; must be {self.model!r}")])
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesAsked:
+    """Samples that a request asks for, `each` of every prompt. `seed` is the request's own, if it has one."""
+
+    prompts: Sequence[Ids]
+    each: int
+    sampling: t.SamplingParams
+    seed: int | None
+    seed_field: str = "seed"
+    prompt_ids: Sequence[tuple[str, str]] = ()
+    """Hashes of each prompt, whole and without its prefix; empty: they are computed when they are needed."""
+
+
+def samples_asked(
+    prompts: Sequence[Sequence[int]],
+    each: int,
+    sampling: t.SamplingParams,
+    seed: int | None,
+    limits: Limits,
+    names: Mapping[str, str],
+    seed_field: str = "seed",
+) -> SamplesAsked:
+    """Return checked samples, their prompts as arrays and hashed. `names` are those of the body.
+
+    InvalidArgument: there are too many, a prompt leaves no room, or a number or an id is out of range.
+    """
+    check_whole_numbers(prompts, sampling, names, limits.vocab_size)
+    check_samples(prompts, each, limits.max_samples, names)
+    check_sizes(prompts, sampling, limits, names)
+    arrays = [np.array(prompt, np.int64) for prompt in prompts]
+    ids = [_ids(array, limits.prefix) for array in arrays]
+    return SamplesAsked(arrays, each, sampling, seed, seed_field, ids)
+
+
+def token_ids_of(
+    prompts: Sequence[Any],
+    field: str,
+    tokenizer: Tokenizer | None,
+    limits: Limits | None,
+    *,
+    special: bool = True,
+    hinted: bool = False,
+) -> list[list[int]]:
+    """Return the token ids of prompts that are texts or token ids. InvalidArgument: there is no tokenizer.
+
+    Before the first is tokenized, more of them than a request may have are refused, `hinted` ones or others. A text
+    that cannot fit into the model is refused before it is tokenized.
+    """
+    most = limits.max_model_len if limits is not None else None
+    if limits is not None:
+        most_prompts = limits.max_hinted_samples if hinted else limits.max_samples
+        check_samples(prompts, 1, most_prompts, {"prompt": field})
+    found = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            place = f"{field}[{index}]" if len(prompts) > 1 else field
+            known = needs_text(tokenizer, field)
+            check_text(prompt, known, most, place)
+            found.append(known.encode(prompt, special))
+        else:
+            found.append(prompt)
+    return found
+
+
+def check_sizes(
+    prompts: Sequence[Sequence[int]], sampling: t.SamplingParams, limits: Limits, names: Mapping[str, str]
+) -> None:
+    """Refuse what the gateway would refuse of each sample for its size, before it is sent once a sample."""
+    found = []
+    longest = max(map(len, prompts), default=0)
+    if longest >= limits.max_model_len:
+        text = f"{longest} prompt tokens leave no room to generate; the model takes {limits.max_model_len} in all"
+        found.append(Violation(names.get("prompt", "prompt"), text))
+    for name, most, what in (
+        ("stop", MOST_STOP_STRINGS, "strings"),
+        ("stop_token_ids", MOST_STOP_TOKENS, "token ids"),
+        ("allowed_token_ids", MOST_ALLOWED, "token ids"),
+    ):
+        if (count := len(getattr(sampling, name))) > most:
+            found.append(Violation(names.get(name, name), f"has {count} {what}; at most {most}"))
+    if len(sampling.json_schema) > LONGEST_SCHEMA:
+        text = f"has {len(sampling.json_schema)} characters; at most {LONGEST_SCHEMA} bytes"
+        found.append(Violation(names.get("json_schema", "json_schema"), text))
+    if found:
+        raise InvalidArgument(found)
+
+
+def _ids(prompt: npt.NDArray[np.int64], prefix: int) -> tuple[str, str]:
+    whole = prompt_id_of(prompt)
+    return whole, prompt_id_of(prompt[: len(prompt) - prefix]) if 0 < prefix < len(prompt) else whole
+
+
+class AsksSamples(Body):
+    """Body of a request for samples. Prepared, it has them with their prompts, and no prompts of its own."""
+
+    of_model = True
+    _asked: SamplesAsked | None = PrivateAttr(None)
+
+    @property
+    def asked(self) -> SamplesAsked:
+        """Samples that the prepared body asks for."""
+        assert self._asked is not None, "it is prepared"
+        return self._asked
+
+    def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
+        """Check the body, and make its prompts token ids."""
+        assert limits is not None, "it is about a model"
+        self._asked = self.samples(tokenizer, limits)
+        self.drop_prompts()
+
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
+        """Return the samples that the body asks for. InvalidArgument names what is wrong."""
+        raise NotImplementedError
+
+    def drop_prompts(self) -> None:
+        """Forget the prompts, which `asked` has."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Requests of trainers: checked, accepted, and answered with samples."""

@@ -1,0 +1,298 @@
+"""Intake of batches: checks of new ones against the fleet, and recovery of recorded ones.
+
+Recovery compares the content of Redis with the record in memory, and generates again what is missing. It alone
+resumes a batch: neither a submission nor a stream, a cancellation or a report may find one that is recorded and
+not worked on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import structlog
+
+from paceline.v1 import rollout_pb2 as pb
+from services.contracts.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
+from services.contracts.gateway_keys import BatchKey
+from services.contracts.sampling import ModelLimits
+from services.gateway.api.hints import Hinting
+from services.gateway.journal.chunks import PartialSample
+from services.gateway.journal.fenced_records import Fenced, Leniences
+from services.gateway.journal.journal import AdoptedBatch, Journal, cancelled_indexes
+from services.gateway.journal.record import BatchRecord, RecordedBatches, StoredBatch
+from services.gateway.journal.writer import RedisHeadroom
+from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
+from services.gateway.scheduler.dispatcher import Dispatcher
+from services.gateway.scheduler.estimator import Coverage
+from services.gateway.state.fleet_health import FleetHealth
+from services.gateway.state.messages import BatchBuilder
+from services.gateway.state.rollout_batch import Account, RolloutBatch
+from services.gateway.state.update_book import UpdateBook
+from services.platform.memory import pause_collection
+from services.platform.security.caller import current_caller
+
+
+@dataclass(eq=False)
+class RolloutIntake:
+    """Collaborators of submission and delivery, and checks of requests against the fleet.
+
+    Checked are the policy version of the fleet and the limits of its model.
+    """
+
+    fleet: FleetHealth
+    book: UpdateBook
+    builder: BatchBuilder
+    journal: Journal
+    records: RecordedBatches
+    headroom: RedisHeadroom
+    batches: ActiveBatches
+    dispatcher: Dispatcher
+    leniences: Leniences
+
+    @property
+    def version(self) -> int:
+        """The published policy version; 0 if there is none."""
+        return self.book.version or 0
+
+    def account(self) -> Account | None:
+        """Return the account of the current caller; None if that is a service. Unavailable: no instance serves."""
+        caller = current_caller()
+        return None if caller is None else self.batches.accounts.note(caller, self.limits().max_model_len)
+
+    def begin(
+        self, batch: RolloutBatch, *, private: bool = False, events: int = 0, coverage: Coverage | None = None
+    ) -> RunningBatch:
+        """Begin or resume a batch (see `Dispatcher.add`), under the version that its samples go on with by now."""
+        running = self.dispatcher.add(batch, private=private, events=events, coverage=coverage)
+        self.dispatcher.go_on(running, self.book.version_for(batch.policy_version, batch.max_staleness))
+        return running
+
+    def check_version(self, version: int) -> None:
+        """Check that samples of this policy version can be generated now.
+
+        Raises:
+            FailedPrecondition: an update is being applied, or the fleet has another version.
+            Unavailable: no instance is serving.
+        """
+        if self.book.is_applying():
+            raise FailedPrecondition(
+                "UPDATE_APPLYING", "a weight update is being applied; come again after it"
+            )
+        current = self.book.version
+        if current is None or not self.fleet.usable():
+            raise Unavailable("no instance is serving", retry_after=2.0)
+        if version != current:
+            model = self.fleet.usable()[0].record.model
+            raise FailedPrecondition(
+                "VERSION_MISMATCH",
+                f"policy version {version} was asked for; this pool has version {current} of {model}. Submit for "
+                f"version {current}, or update the weights to {version} first; a run that needs both at once, or "
+                f"another model, needs a pool of its own with version {version}: a gateway and instances with "
+                "another namespace",
+                current=str(current),
+                requested=str(version),
+                model=model,
+            )
+
+    def check_request(self, request: pb.SubmitRolloutsRequest) -> None:
+        """Check that samples of a batch to be submitted or opened can be generated now; raises as `check_batch`.
+
+        A batch of one version begins under that one, though samples that have begun may go on under the next.
+        """
+        if not request.HasField("max_staleness"):
+            return self.check_version(request.policy_version)
+        self.check_batch(
+            (request.run_id, request.batch_id),
+            request.policy_version,
+            request.max_staleness,
+            regenerates=request.stale == pb.STALE_REGENERATE,
+        )
+
+    def check_batch(
+        self, key: BatchKey, version: int, max_staleness: int | None, *, regenerates: bool
+    ) -> None:
+        """Check that samples that a batch begins with, or that are added to it, can be generated now.
+
+        Raises:
+            FailedPrecondition: its version is served no more, or is over its `max_staleness`; as `check_version`.
+            Unavailable: no instance is serving, or a batch that lives across versions is between two.
+        """
+        if max_staleness is not None and self.book.is_applying():
+            raise Unavailable("a weight update is being applied; come again after it", retry_after=0.5)
+        served = self.book.version_for(version, max_staleness)
+        self.check_version(version if served is None else served)
+        if max_staleness is None or regenerates:
+            return
+        if self.version - version > max_staleness:
+            raise FailedPrecondition(
+                "BATCH_STALE",
+                f"batch {'/'.join(key)} is of version {version}, and version {self.version} is published: that is "
+                f"over its max_staleness, {max_staleness}. Open another for the published version",
+                current=str(self.version),
+                policy_version=str(version),
+                max_staleness=str(max_staleness),
+            )
+
+    def limits(self) -> ModelLimits:
+        """Return the limits that every usable instance can keep. Unavailable if there is none."""
+        records = [member.record for member in self.fleet.usable()]
+        if not records:
+            raise Unavailable("no instance is serving", retry_after=2.0)
+        return ModelLimits(
+            vocab_size=min(record.vocab_size for record in records),
+            max_model_len=min(record.max_model_len for record in records),
+            has_text=all(record.has_text for record in records),
+            end_tokens=tuple(records[0].end_tokens),
+        )
+
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class BatchRecovery:
+    """Records of batches, and the work on those that are recorded and unfinished, for one term of leadership."""
+
+    intake: RolloutIntake
+    hinting: Hinting
+    # Weak: a lock lives as long as somebody holds it or waits for it.
+    _locks: WeakValueDictionary[BatchKey, asyncio.Lock] = field(
+        init=False, default_factory=WeakValueDictionary
+    )
+    _closed: bool = field(init=False, default=False)
+
+    async def recover(self) -> None:
+        """Resume every batch that a former gateway left unfinished."""
+        for key in await self.intake.journal.unfinished():
+            try:
+                await self.take_up(key)
+            except Fenced as fenced:
+                await self.intake.journal.check_lease()
+                log.error("batch_taken", batch=key, reason=str(fenced))
+
+    async def known(self, key: BatchKey, cursor: int = 0) -> BatchRecord:
+        """Return the record of a batch, which is taken up if nobody works on it.
+
+        Raises:
+            NotFound: there is no such batch.
+            DataLoss: there is none, and its trainer has samples of it up to `cursor`.
+        """
+        record = self._in_hand(key)
+        if record is None:
+            async with self.lock(key):
+                record = await self.take_up(key)
+        if record is not None:
+            return record
+        name = "/".join(key)
+        if cursor:
+            raise DataLoss(f"batch {name} is not known any more: what came after cursor {cursor} is lost")
+        raise NotFound("batch", name)
+
+    async def restore(self, record: BatchRecord) -> None:
+        """Look for the samples of a batch, and have those that are lost generated again."""
+        async with self.lock(record.key):
+            await self._resume(record.key, record)
+
+    def close(self) -> None:
+        """End with the term: nothing is taken up any more."""
+        self._closed = True
+
+    def lock(self, key: BatchKey) -> asyncio.Lock:
+        """Return the lock under which a batch is submitted or taken up."""
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    async def take_up(self, key: BatchKey) -> BatchRecord | None:
+        """Return the record of a batch, and let it be worked on if it is not finished.
+
+        Call it under the lock of the batch. Its submission may have been cut off after the record and before the
+        work.
+        """
+        return self._in_hand(key) or await self._resume(key, self.intake.records.get(key))
+
+    def _in_hand(self, key: BatchKey) -> BatchRecord | None:
+        """Return the record of a batch that is finished or worked on."""
+        record = self.intake.records.get(key)
+        worked_on = record is not None and (record.is_complete or key in self.intake.batches.by_key)
+        return record if worked_on else None
+
+    async def _resume(self, key: BatchKey, record: BatchRecord | None) -> BatchRecord | None:
+        """Compare what is known of a batch with what Redis has, and make up for what is missing.
+
+        Returns None if there is nothing of it anywhere.
+        """
+        if self._closed:
+            raise Unavailable("this gateway no longer leads; come again")
+        journal, records = self.intake.journal, self.intake.records
+        if record is None or record.request is None:
+            adopted = await journal.adopt(key, with_request=True)
+            if adopted is None or adopted.request is None:
+                if adopted is not None:
+                    # It is known by number only which samples there are.
+                    await journal.discard(key)
+                await journal.unlist(key)
+                records.forget(key)
+                return None
+            # Nobody else has the record yet, so this may be done in a thread.
+            record = await asyncio.to_thread(_taken_over, adopted.request, adopted, journal.term)
+            lost: list[int] = []
+        else:
+            there = await journal.look(record) or StoredBatch()
+            lost = record.reconcile(there, lambda index: records.results.get(key, index))
+        records.add(record)
+        if key in self.intake.batches.by_key:
+            self.intake.dispatcher.reopen(key, lost)
+        elif record.is_complete:
+            await journal.unlist(key)
+        else:
+            await self._begin_again(record)
+        return record
+
+    async def _begin_again(self, record: BatchRecord) -> None:
+        """Work on what has not ended of a batch."""
+        assert record.request is not None
+        left = [index for index in range(record.total) if not record.has_ended(index)]
+        partials = await self.intake.journal.partials(record.key, left)
+        pause_collection(record.total)
+        batch = await asyncio.to_thread(_rebuild, self.intake.builder, record, record.request, partials)
+        self.hinting.resume(batch)
+        self.intake.begin(batch, events=record.safe)
+        self.intake.dispatcher.reopen(record.key, [])
+        log.info(
+            "batch_resumed",
+            batch=record.key,
+            finished=record.finished,
+            partial=len(partials),
+            total=record.total,
+            open=record.open,
+        )
+
+
+def _taken_over(request: pb.SubmitRolloutsRequest, adopted: AdoptedBatch, term: int) -> BatchRecord:
+    """Return the record of a batch of which Redis has everything that is known."""
+    record = BatchRecord(request, adopted.head, term)
+    record.reconcile(adopted.there, lambda index: None)
+    return record
+
+
+def _rebuild(
+    builder: BatchBuilder,
+    record: BatchRecord,
+    request: pb.SubmitRolloutsRequest,
+    partials: list[PartialSample],
+) -> RolloutBatch:
+    head = record.head
+    batch = builder.from_submission(
+        request, head.accepted_at, head.lenience, opened=record.open, account=head.account
+    )
+    for index in record.ended():
+        batch.mark_ended(index)
+    for partial in partials:
+        tokens = partial.parse()
+        if tokens is not None:
+            batch.restore(partial.index, tokens, partial.head.chunks)
+    for cancel in record.cancels:
+        for index in cancelled_indexes(record, cancel.samples):
+            batch.cancel(index, cancel.keep_partial)
+    return batch

@@ -1,1 +1,0 @@
-"""Batches and samples as plain data, and the checks of requests."""

@@ -1,1 +1,0 @@
-"""Connect to instances and bring them to the published weights."""

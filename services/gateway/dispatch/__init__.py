@@ -1,1 +1,0 @@
-"""Place samples on instances and collect the tokens that they generate."""

@@ -1,0 +1,293 @@
+"""Report of a finished step: the work of each instance over time, and the critical path. Pure.
+
+The bubble of an instance is the time from the end of its last sample of a step to the end of the step's last
+sample; if it had none, from the beginning. The critical path splits the time of the samples that ended last.
+Times are unix seconds. A report holds an entry for each instance and a few samples, whatever the number of
+samples.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from services.gateway.state.sample import GatewaySample, GenerationSpan
+from services.platform.redis.decision_log import DecisionRecord
+
+BINS = 64
+"""Most bins of a curve."""
+_FIRST_WIDTH = 1 / 64
+
+
+class ActivityCurve:
+    """Samples of an instance over time, from `begin` in unix seconds on.
+
+    A span costs O(1), whatever its length. When time runs out of the last bin, all bins become twice as wide, so a
+    curve has at least half as many bins as it may have; spans that are shorter than a bin may then vanish.
+    """
+
+    def __init__(self, begin: float) -> None:
+        self.begin = begin
+        self.width = _FIRST_WIDTH
+        # By bin, how many samples more there are from it on than before it.
+        self._changes = [0] * BINS
+
+    def add(self, begin: float, end: float) -> None:
+        """Count a sample that was there between two times, in unix seconds."""
+        while end - self.begin > self.width * BINS:
+            self.widen()
+        self._changes[self._bin(begin)] += 1
+        last = self._bin(end) + 1
+        if last < BINS:
+            self._changes[last] -= 1
+
+    def widen(self) -> None:
+        """Make bins twice as wide."""
+        pairs = zip(self._changes[::2], self._changes[1::2], strict=True)
+        self._changes = [one + other for one, other in pairs] + [0] * (BINS // 2)
+        self.width *= 2
+
+    def counts(self, end: float) -> list[int]:
+        """Return the number of samples in each bin up to a time, in unix seconds."""
+        return list(accumulate(self._changes))[: self._bin(end) + 1]
+
+    def _bin(self, time: float) -> int:
+        return min(BINS - 1, max(0, int((time - self.begin) / self.width)))
+
+
+PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
+"""Parts of a sample's time, in this order: until its first engine step; the step that brought the first token;
+steps without and with a verified draft; moves and restarts; between engine steps, and until its end was known."""
+_MOST_PATH_SPANS = 12
+_MOST_NAME = 64
+
+
+class TimedSample(NamedTuple):
+    """A sample that has ended: its state and prompt, its number of tokens, and unix seconds of begin and end."""
+
+    sample: GatewaySample
+    prompt_id: str
+    tokens: int
+    accepted_at: float
+    ended_at: float
+
+
+def time_parts(ended: TimedSample) -> dict[str, float]:
+    """Return the seconds of each part; they add up to the time from acceptance to the end.
+
+    Instances measure their steps by their own clocks. Where they say more than there was, all of it is scaled down.
+    """
+    sample = ended.sample
+    whole = max(0.0, ended.ended_at - ended.accepted_at)
+    first = min(max(sample.first_step_at or ended.ended_at, ended.accepted_at), ended.ended_at)
+    left = whole - (queue := first - ended.accepted_at)
+    steps = {
+        "prefill": sample.prefill_seconds,
+        "plain": sample.plain_seconds,
+        "verified": sample.verify_seconds,
+    }
+    said = max(sample.generation_seconds, sum(steps.values()))
+    scale = min(1.0, left / said) if said else 0.0
+    steps = {name: seconds * scale for name, seconds in steps.items()}
+    outside = left - said * scale
+    moved = outside if len(sample.spans) > 1 else 0.0
+    between = max(0.0, left - sum(steps.values()) - moved)
+    return {"queue": queue, **steps, "moves": moved, "between": between}
+
+
+def path_of(ended: TimedSample) -> dict[str, Any]:
+    """Return what is recorded of a sample; of many spans the last ones. Times are unix seconds, parts seconds."""
+    sample = ended.sample
+    return {
+        "prompt": ended.prompt_id[:_MOST_NAME],
+        "slot": sample.slot,
+        "tokens": ended.tokens,
+        "accepted": round(ended.accepted_at, 4),
+        "ended": round(ended.ended_at, 4),
+        "parts": {name: round(seconds, 4) for name, seconds in time_parts(ended).items()},
+        "decode_steps": sample.decode_steps,
+        "verify_steps": sample.verify_steps,
+        "restarts": sample.resubmissions,
+        "spans": [
+            [span.instance_id, round(span.begin, 3), round(span.end, 3), span.end_token - span.begin_token]
+            for span in sample.spans[-_MOST_PATH_SPANS:]
+        ],
+    }
+
+
+STEP_KIND = "step"
+"""Kind of the decision-log entry of a step."""
+SHOWN = 24
+"""Most instances of which an entry has a curve of their own."""
+_LAST_SAMPLES = 3
+
+
+@dataclass(slots=True)
+class InstanceShare:
+    """Part of one instance in a step; `curve` counts its samples from the step's begin."""
+
+    curve: ActivityCurve
+    begin: float
+    end: float
+    samples: int = 0
+    tokens: int = 0
+
+    def add(self, span: GenerationSpan) -> None:
+        """Count a part of a sample."""
+        self.begin, self.end = min(self.begin, span.begin), max(self.end, span.end)
+        self.samples += 1
+        self.tokens += span.end_token - span.begin_token
+        self.curve.add(span.begin, span.end)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Report of a step.
+
+    `shares`: part of each instance that had samples. `tokens` of its samples; `pregenerated` of them existed
+    before, None where the step was not hinted. `last`: the samples that ended last, in order.
+    """
+
+    run_id: str
+    step: int
+    begun_at: float
+    ended_at: float
+    unfinished: int = 0
+    samples: int = 0
+    shares: dict[str, InstanceShare] = field(default_factory=dict)
+    tokens: int = 0
+    pregenerated: int | None = None
+    last: deque[TimedSample] = field(default_factory=lambda: deque(maxlen=_LAST_SAMPLES))
+
+    def add(self, spans: Iterable[GenerationSpan], tokens: int, now: float) -> None:
+        """Count a sample that has ended."""
+        for span in spans:
+            if not span.instance_id:
+                continue
+            share = self.shares.get(span.instance_id)
+            if share is None:
+                curve = ActivityCurve(self.begun_at)
+                share = self.shares[span.instance_id] = InstanceShare(curve, span.begin, span.end)
+            share.add(span)
+        self.samples += 1
+        self.tokens += tokens
+        self.ended_at = max(self.ended_at, now)
+        self.unfinished -= 1
+
+    def bubbles(self, serving: Iterable[str]) -> dict[str, float]:
+        """Return the idle seconds of each instance that had samples of the step or could have had some."""
+        names = {*self.shares, *serving}
+        ends = {name: share.end for name, share in self.shares.items()}
+        return {name: max(0.0, self.ended_at - ends.get(name, self.begun_at)) for name in names}
+
+
+class IdleTimeBook:
+    """Steps in work. Batches of the same step count as one while they overlap."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, int], StepReport] = {}
+
+    def begin(
+        self, run_id: str, step: int, samples: int, now: float, pregenerated: int | None = None
+    ) -> None:
+        """Begin so many samples of a step."""
+        key = (run_id, step)
+        report = self._steps.setdefault(key, StepReport(run_id, step, now, now))
+        report.unfinished += samples
+        if pregenerated is not None:
+            report.pregenerated = pregenerated + (report.pregenerated or 0)
+        self._close(key)
+
+    def end(
+        self,
+        run_id: str,
+        step: int,
+        spans: Iterable[GenerationSpan],
+        tokens: int,
+        now: float,
+        ended: TimedSample | None = None,
+        ahead: int = 0,
+    ) -> StepReport | None:
+        """Record the end of a sample; return the report if it was the last one of the step.
+
+        `ahead` of its tokens existed when the step began.
+        """
+        report = self._steps.get((run_id, step))
+        if report is None:
+            return None
+        report.add(spans, tokens, now)
+        if report.pregenerated is not None:
+            report.pregenerated += ahead
+        if ended is not None:
+            report.last.append(ended)
+        return self._close((run_id, step))
+
+    def drop(self, run_id: str, step: int, samples: int) -> None:
+        """Give up so many samples of a step."""
+        report = self._steps.get((run_id, step))
+        if report is not None:
+            report.unfinished -= samples
+            self._close((run_id, step))
+
+    def _close(self, key: tuple[str, int]) -> StepReport | None:
+        return self._steps.pop(key) if self._steps[key].unfinished <= 0 else None
+
+
+def step_record(report: StepReport, bubbles: Mapping[str, float], version: int) -> DecisionRecord:
+    """Return the decision-log entry of a step, given the idle seconds of its instances and its policy version."""
+    seconds, idle = report.ended_at - report.begun_at, sum(bubbles.values())
+    share = idle / (seconds * len(bubbles)) if seconds > 0 and bubbles else 0.0
+    words = (
+        f"step {report.step}: {report.samples} samples of {report.tokens} tokens in {seconds:.1f} s; "
+        f"{share:.0%} of the time of {len(bubbles)} instances was bubbles"
+        + ("; nobody announced it" if report.pregenerated is None else "")
+    )
+    curves = [each.curve for each in report.shares.values()]
+    width = max((curve.width for curve in curves), default=seconds)
+    details: dict[str, Any] = {
+        "step": report.step,
+        "version": version,
+        "begun": round(report.begun_at, 4),
+        "ended": round(report.ended_at, 4),
+        "samples": report.samples,
+        "tokens": report.tokens,
+        "pregenerated": report.pregenerated,
+        "instances": len(bubbles),
+        "bubble_seconds": round(idle, 4),
+        "bin": width,
+        "rows": [_row(report, name, bubbles[name], width) for name in _shown(bubbles)],
+        "all": _sum_of([_counts(curve, report.ended_at, width) for curve in curves]),
+        "last": [path_of(each) for each in reversed(report.last)],
+    }
+    return DecisionRecord(STEP_KIND, words, 0.0, details, report.ended_at, report.run_id)
+
+
+def _shown(bubbles: Mapping[str, float]) -> list[str]:
+    """Return the instances that an entry shows: all, or those that were busy longest and those that idled most."""
+    if len(bubbles) <= SHOWN:
+        return sorted(bubbles)
+    ordered = sorted(bubbles, key=lambda name: (bubbles[name], name))
+    return ordered[: SHOWN // 2] + ordered[-SHOWN // 2 :]
+
+
+def _row(report: StepReport, name: str, bubble: float, width: float) -> list[Any]:
+    share = report.shares.get(name)
+    if share is None:
+        return [name, None, None, 0, 0, round(bubble, 3), []]
+    counts = _counts(share.curve, share.end, width)
+    times = round(share.begin, 3), round(share.end, 3)
+    return [name, *times, share.samples, share.tokens, round(bubble, 3), counts]
+
+
+def _counts(curve: ActivityCurve, end: float, width: float) -> list[int]:
+    while curve.width < width:
+        curve.widen()
+    return curve.counts(end)
+
+
+def _sum_of(columns: Sequence[Sequence[int]]) -> list[int]:
+    longest = max(map(len, columns), default=0)
+    return [sum(each[place] for each in columns if place < len(each)) for place in range(longest)]

@@ -1,1 +1,0 @@
-"""Health of instances and phases of weight updates, as pure state machines."""

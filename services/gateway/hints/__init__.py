@@ -1,1 +1,0 @@
-"""Keep hints about coming batches and forward them to the bubble coordinator."""

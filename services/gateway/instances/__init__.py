@@ -1,0 +1,1 @@
+"""Instances of the fleet: their work streams, health and weight updates."""

@@ -1,0 +1,393 @@
+"""Staging of an update's weights on the instances: from a folder, pushed from one to the next, or broadcast.
+
+Each instance has a task that receives or reads the weights and checks them. The tasks belong to the update and
+outlive the call that waits for them. Their results give one verdict: an instance that finds the weights wrong
+ends the attempt everywhere, and one that does not answer does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import grpc
+import structlog
+
+from paceline.errors import Violation
+from paceline.internal.v1 import weight_peer_pb2
+from paceline.v1 import weight_pb2
+from paceline.v1 import weight_pb2 as pb
+from services.contracts.errors import Aborted, DataLoss, InvalidArgument, ServiceError, Unavailable
+from services.gateway.instances.connection import (
+    Connection,
+    InstanceResult,
+    WeightSource,
+    attempt,
+    failed,
+    on_all,
+)
+from services.gateway.instances.roster import ChainLink, Roster, chain, predecessors
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.scheduler.turns import Pace
+from services.gateway.state.fleet_health import MemberState
+from services.gateway.state.update_book import WeightUpdate
+
+
+class InstanceStaging:
+    """One task for each instance, which receives or reads weights and checks them.
+
+    The tasks belong to the update, not to who waits for them: a wait that is cancelled leaves them alone, and
+    another one may begin.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        sources: Mapping[Connection, WeightSource],
+        pace: Pace,
+        refusals: frozenset[grpc.StatusCode] = frozenset({grpc.StatusCode.INVALID_ARGUMENT}),
+    ) -> None:
+        """Have instances stage a version. An error with a code of `refusals` is a verdict for all instances."""
+        self._refusals = refusals
+        self._tasks = {
+            connection: asyncio.create_task(
+                _stage_on(connection, version, source, pace), name=f"stage-{connection.instance_id}"
+            )
+            for connection, source in sources.items()
+        }
+
+    @property
+    def running(self) -> bool:
+        """True while an instance stages."""
+        return any(not task.done() for task in self._tasks.values())
+
+    @property
+    def refusal(self) -> ServiceError | None:
+        """The error by which an instance refused the weights for all; None while there is none."""
+        errors = (self._error(each) for each in self._tasks)
+        return next((error for error in errors if error and error.code in self._refusals), None)
+
+    def taking_part(self) -> list[Connection]:
+        """Return the instances that live and have not failed, at least one.
+
+        ServiceError: there is none, for the reason of the one that failed last; or the weights were refused.
+        """
+        if refusal := self.refusal:
+            raise refusal
+        living = [each for each in self._tasks if not each.gone.is_set() and not self._error(each)]
+        if living:
+            return living
+        for connection in reversed(self._tasks):
+            if error := self._error(connection):
+                raise error
+        raise Unavailable("every instance that the weights were pushed to is gone", retry_after=2.0)
+
+    async def results(self, left_out: Mapping[str, str] = MappingProxyType({})) -> list[InstanceResult]:
+        """Return what came of it on each instance, once all are done but those `left_out`, for a reason each.
+
+        A refusal ends the wait: nothing that another instance could say would change it. Aborted: `end` was called.
+        """
+        pending = {
+            task
+            for connection, task in self._tasks.items()
+            if not task.done() and connection.instance_id not in left_out
+        }
+        while pending and not self.refusal:
+            # Not `gather`, which would cancel the tasks together with the call that waits.
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if any(task.cancelled() for task in self._tasks.values()):
+            text = "these weights are staged no more: the update was aborted, or its staging was begun anew"
+            raise Aborted("STAGING_ENDED", text)
+        return [
+            task.result() if task.done() else failed(connection, _without_result(connection, left_out))
+            for connection, task in self._tasks.items()
+        ]
+
+    def end(self) -> None:
+        """Let no instance go on; who waits for results is told."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _error(self, connection: Connection) -> ServiceError | None:
+        task = self._tasks[connection]
+        return task.result().error if task.done() and not task.cancelled() else None
+
+
+async def _stage_on(connection: Connection, version: int, source: WeightSource, pace: Pace) -> InstanceResult:
+    return await attempt(connection, lambda each: each.stage(version, source), pace)
+
+
+def _without_result(connection: Connection, left_out: Mapping[str, str]) -> ServiceError:
+    if reason := left_out.get(connection.instance_id):
+        return Unavailable(f"left out of the broadcast: {reason}")
+    return Unavailable("another instance refused the weights before this one had them")
+
+
+class StreamStaging(InstanceStaging):
+    """The instances of one update, which receive and stage its weights from the start on."""
+
+    def __init__(
+        self,
+        update: WeightUpdate,
+        connections: Sequence[Connection],
+        pace: Pace,
+        rendezvous: weight_pb2.CollectiveRendezvous | None = None,
+    ) -> None:
+        """Have instances receive from one another; with a `rendezvous`, from the broadcast there."""
+        self.update_id = update.update_id
+        self.rendezvous = rendezvous
+        self._ticket = update.ticket
+        by_id = {each.instance_id: each for each in connections}
+        order = chain(
+            ChainLink(each.instance_id, each.member.record.address, each.member.state is MemberState.STALE)
+            for each in connections
+        )
+        sources = {
+            by_id[link.instance_id]: weight_peer_pb2.PeerWeights(
+                update_id=update.update_id,
+                ticket=update.ticket,
+                peers=predecessors(order, place),
+                has_successor=place + 1 < len(order),
+                collective=rendezvous,
+            )
+            for place, link in enumerate(order)
+        }
+        super().__init__(update.version, sources, pace)
+
+    def target(self) -> weight_pb2.StreamTarget:
+        """Return the first instance that lives and has not failed. ServiceError as `taking_part`."""
+        first = self.taking_part()[0]
+        return weight_pb2.StreamTarget(
+            instance_id=first.instance_id, address=first.member.record.address, ticket=self._ticket
+        )
+
+
+log = structlog.get_logger(__name__)
+
+# Codes by which an instance says that it is unwell itself, rather than that the weights are wrong.
+_UNWELL = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+    }
+)
+# Codes by which an instance says that it could not receive what others could: its disk is full, for example.
+_UNABLE = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+def judge(
+    results: Sequence[InstanceResult], *, streamed: bool, announced: str = ""
+) -> tuple[dict[str, pb.InstanceUpdate], str]:
+    """Return what each instance that could stage the weights said, and the checksum on which they agree.
+
+    An instance that finds them wrong ends the attempt everywhere, with its error; one that does not answer does not
+    count. Weights that were `streamed` may have been damaged on the way to one instance, or its disk is full: that
+    counts only if it is so with all.
+
+    Raises:
+        Unavailable: no instance could stage them, and none of them is to blame.
+        ServiceError: the weights are wrong, or not those that the sender `announced`.
+    """
+    own = _UNWELL
+    if streamed and any(result.error is None for result in results):
+        own = _UNWELL | _UNABLE
+    staged = {}
+    for result in results:
+        instance_id, error = result.connection.instance_id, result.error
+        if error is None:
+            staged[instance_id] = result.update
+        elif error.code in own:
+            # It serves the old version for as long as that is published, and is brought up after.
+            log.warning("not_staged", instance=instance_id, error=error.message)
+        else:
+            raise ServiceError(f"{instance_id}: {error.message}", *error.details, code=error.code)
+    if not staged:
+        raise Unavailable("no instance could stage the weights", retry_after=2.0)
+    checksums = {instance_id: update.checksum for instance_id, update in staged.items()}
+    if len(set(checksums.values())) > 1:
+        raise DataLoss(f"instances read different weights from the same path: {checksums}")
+    checksum = next(iter(checksums.values()))
+    if announced not in ("", checksum):
+        raise DataLoss(f"checksum of what was pushed is {checksum}, the sender has {announced}")
+    return staged, checksum
+
+
+# Of a folder, which all instances read, damage is a verdict for all. What came to one of them may be damaged there.
+_FOLDER_REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS})
+
+
+@dataclass(frozen=True, slots=True)
+class StagingOutcome:
+    """Outcome of staging: folder (empty for pushed weights), checksum, and what each instance says."""
+
+    path: str
+    checksum: str
+    instances: list[pb.InstanceUpdate]
+
+
+@dataclass(eq=False)
+class UpdateStaging:
+    """Staging of one update at a time. Calls must not overlap, but for `results`, which waits."""
+
+    roster: Roster
+    metrics: GatewayMetrics
+    # Instance id -> result of the last staging.
+    _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
+    # What goes on now.
+    _current: InstanceStaging | None = field(init=False, default=None)
+
+    @property
+    def running(self) -> bool:
+        """True while an instance receives or reads weights."""
+        return self._current is not None and self._current.running
+
+    async def stream_target(self, update: WeightUpdate) -> pb.StreamTarget:
+        """Return the instance that the weights are pushed to now. ServiceError: none can take them."""
+        try:
+            return (await self._stream(update)).target()
+        except ServiceError:
+            # Whoever starts the update again finds other instances, or the same ones well.
+            self.end()
+            raise
+
+    async def collective_ranks(
+        self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous
+    ) -> pb.CollectiveRanks:
+        """Return the instances that take part in a broadcast now.
+
+        Another rendezvous takes the place of the one before. ServiceError: none can.
+        """
+        if isinstance(self._current, StreamStaging) and self._current.rendezvous != rendezvous:
+            self.end()
+        try:
+            streaming = await self._stream(update, rendezvous)
+            return pb.CollectiveRanks(instance_ids=[each.instance_id for each in streaming.taking_part()])
+        except ServiceError:
+            self.end()
+            raise
+
+    async def begin(
+        self, update: WeightUpdate, source: pb.DiskWeights | pb.StreamedWeights
+    ) -> InstanceStaging:
+        """Have every live instance check and stage the weights, or go on with those that are pushed.
+
+        InvalidArgument: the source is not of the update's transport.
+        """
+        if isinstance(source, pb.StreamedWeights):
+            _check_transport(update, "streamed", bool(update.ticket))
+            return await self._stream(update)
+        _check_transport(update, "disk", not update.ticket)
+        await self.roster.settled()
+        self.end()
+        if not (live := self.roster.live()):
+            raise Unavailable("no live instance", retry_after=2.0)
+        sources = dict.fromkeys(live, source)
+        self._current = InstanceStaging(update.version, sources, self.roster.pace, _FOLDER_REFUSALS)
+        return self._current
+
+    async def results(
+        self, staging: InstanceStaging, source: pb.DiskWeights | pb.StreamedWeights
+    ) -> list[InstanceResult]:
+        """Wait until all instances have staged the weights, or one refuses them. Aborted: it was ended."""
+        begin = time.perf_counter()
+        try:
+            if isinstance(source, pb.StreamedWeights):
+                # They go on coming if this caller goes away.
+                return await staging.results(source.left_out)
+            try:
+                return await staging.results()
+            finally:
+                staging.end()
+        finally:
+            self.metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
+
+    async def conclude(
+        self,
+        update: WeightUpdate,
+        staging: InstanceStaging,
+        source: pb.DiskWeights | pb.StreamedWeights,
+        results: list[InstanceResult],
+    ) -> StagingOutcome:
+        """Return what came of a staging; a call that comes again asks the instances again.
+
+        Raises what `judge` makes of the instances' answers; weights that are wrong are discarded everywhere.
+        """
+        if staging is self._current:
+            self.end()
+        path, announced = (
+            ("", source.checksum) if isinstance(source, pb.StreamedWeights) else (source.path, "")
+        )
+        try:
+            self._staged, checksum = judge(results, streamed=bool(update.ticket), announced=announced)
+        except ServiceError as error:
+            if not isinstance(error, Unavailable):
+                await self.discard(update.version)
+            raise
+        return StagingOutcome(path, checksum, [result.update for result in results])
+
+    async def instances_with(self, update: WeightUpdate) -> list[Connection]:
+        """Return the live instances that have staged the weights."""
+        if not (found := self._instances_with(update)):
+            # After a change of the gateway they may be on their way.
+            await self.roster.settled()
+            found = self._instances_with(update)
+        return found
+
+    def describe(self, result: InstanceResult) -> None:
+        """Add what the instance staged to the result of applying it."""
+        if staged := self._staged.get(result.connection.instance_id):
+            result.update.checksum = staged.checksum
+            result.update.stage_time.CopyFrom(staged.stage_time)
+
+    async def discard(self, version: int) -> None:
+        """Have all live instances drop what they have staged of a version."""
+        for result in await on_all(self.roster.live(), lambda each: each.discard(version), self.roster.pace):
+            if result.error is not None:
+                instance_id = result.connection.instance_id
+                log.warning("discard_failed", instance=instance_id, error=result.error.message)
+
+    def end(self) -> None:
+        """Let instances stage nothing more; who waits for it is told."""
+        if self._current is not None:
+            self._current.end()
+            self._current = None
+
+    def _instances_with(self, update: WeightUpdate) -> list[Connection]:
+        return [each for each in self.roster.live() if each.staged_version == update.version]
+
+    async def _stream(
+        self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous | None = None
+    ) -> StreamStaging:
+        """Return the staging of pushed weights, which begins with the first call.
+
+        A gateway that has not begun it does not know the rendezvous: instances go on with the one that they know.
+        """
+        current = self._current
+        if isinstance(current, StreamStaging) and current.update_id == update.update_id:
+            return current
+        self.end()
+        await self.roster.settled()
+        if rendezvous is None and update.collective:
+            rendezvous = pb.CollectiveRendezvous()
+        self._current = started = StreamStaging(update, self.roster.live(), self.roster.pace, rendezvous)
+        return started
+
+
+def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:
+    if not right:
+        transport = "COLLECTIVE" if update.collective else "STREAM" if update.ticket else "DISK"
+        raise InvalidArgument([Violation(field, f"is set; the transport of this update is {transport}")])

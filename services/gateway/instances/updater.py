@@ -1,0 +1,413 @@
+"""Weight updates on all instances, in the phases of `services.gateway.state.update_book`.
+
+One update runs at a time: its weights are staged, unfinished samples keep it waiting, end or continue, the
+instances apply the weights, and the version is published. Once instances apply, there is no way back: a gateway
+that restarts then finishes the update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import structlog
+from redis.exceptions import RedisError
+
+from paceline.v1 import weight_pb2 as pb
+from services.contracts.errors import FailedPrecondition, Unavailable
+from services.gateway.instances.connection import Connection, InstanceResult, on_all
+from services.gateway.instances.roster import Roster
+from services.gateway.instances.staging import InstanceStaging, UpdateStaging
+from services.gateway.journal.fenced_records import Fenced, VersionStore, save_until_stored
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.scheduler.dispatcher import Dispatcher
+from services.gateway.state.fleet_health import FleetHealth, MemberState
+from services.gateway.state.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
+from services.platform.redis.decision_log import DecisionRecord
+from services.platform.tasks import to_the_end
+
+UPDATE_KIND = "weights"
+"""Kind of the decision-log entry of a published version."""
+
+
+class UpdateTimes:
+    """Unix seconds at which the phases of the update in progress began, as far as this process has seen them."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {}
+
+    def start(self, now: float) -> None:
+        """Begin anew with an update that has started."""
+        self._times = {"started": now}
+
+    def reach(self, phase: str, now: float) -> None:
+        """Record a phase: staged or applying."""
+        self._times[phase] = now
+
+    def published(self, version: int, run_id: str, now: float) -> DecisionRecord:
+        """Return the decision-log entry of the update, which has ended, and forget it."""
+        times, self._times = {**self._times, "published": now}, {}
+        seconds = now - min(times.values())
+        details = {"version": version, **{phase: round(time, 4) for phase, time in times.items()}}
+        return DecisionRecord(
+            UPDATE_KIND, f"version {version} after {seconds:.1f} s", 0.0, details, now, run_id
+        )
+
+
+@dataclass(eq=False)
+class InFlightSamples:
+    """Unfinished samples of all batches, as a weight update treats them."""
+
+    book: UpdateBook
+    dispatcher: Dispatcher
+    metrics: GatewayMetrics
+
+    def __post_init__(self) -> None:
+        # A former gateway may have left an update half applied, which goes forward as soon as the term begins.
+        self.dispatcher.placer.held = self.book.is_applying()
+
+    @property
+    def unfinished(self) -> int:
+        """Number of samples that have not ended, and of those that are about to be accepted."""
+        return self.dispatcher.batches.unfinished
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Place nothing while weights are applied: an instance may have either version."""
+        placer = self.dispatcher.placer
+        placer.held = True
+        # The bubble coordinator must learn that nothing is to be pre-generated now.
+        self.dispatcher.batches.progress.set()
+        try:
+            yield
+        finally:
+            placer.held = False
+            placer.pump_soon()
+
+    async def prepare(self, treatment: InFlightTreatment) -> tuple[int, int]:
+        """Do what comes before weights are applied; return how many samples end (as ABORTED), and how many go on.
+
+        Those that end do so when their instance has answered, which applies nothing before.
+        """
+        aborted = continued = 0
+        if treatment is InFlightTreatment.ABORT:
+            batches = list(self.dispatcher.batches.by_key.values())
+            cancelling = [
+                self.dispatcher.cancel(running, range(len(running.batch.samples)), keep_partial=True)
+                for running in batches
+            ]
+            aborted = sum(await asyncio.gather(*cancelling))
+        elif treatment is InFlightTreatment.CONTINUE:
+            continued = self.unfinished
+        self.metrics.in_flight_samples.labels("aborted").inc(aborted)
+        self.metrics.in_flight_samples.labels("continued").inc(continued)
+        return aborted, continued
+
+    def follow(self) -> None:
+        """Let every batch go on under the published version, or end where its own is served no more."""
+        for running in list(self.dispatcher.batches.by_key.values()):
+            batch = running.batch
+            self.dispatcher.go_on(running, self.book.version_for(batch.policy_version, batch.max_staleness))
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedUpdate:
+    """Published update: its outcome on each instance, and what became of samples that were unfinished."""
+
+    instances: list[pb.InstanceUpdate] = field(default_factory=list)
+    aborted: int = 0
+    continued: int = 0
+
+
+async def apply_on_all(
+    connections: Sequence[Connection], update: WeightUpdate, roster: Roster, staging: UpdateStaging
+) -> list[InstanceResult]:
+    """Have instances replace their weights by those that they have staged; one that fails is quarantined."""
+    begin = time.perf_counter()
+    goes_on = update.in_flight is InFlightTreatment.CONTINUE
+    results = await on_all(connections, lambda each: each.apply(update.version, goes_on=goes_on), roster.pace)
+    staging.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
+    for result in results:
+        connection = result.connection
+        connection.staged_version = 0
+        if result.error is not None:
+            roster.quarantine(connection, f"did not apply {update.version}: {result.error.message}")
+        else:
+            staging.describe(result)
+    return results
+
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Updater:
+    """Coordinator of weight updates, one at a time.
+
+    An update that its trainer abandons is dropped. What changes the update goes on to its end even if the trainer
+    goes away; what only waits for instances holds no lock, so that the update can be aborted meanwhile.
+    """
+
+    book: UpdateBook
+    store: VersionStore
+    fleet: FleetHealth
+    roster: Roster
+    samples: InFlightSamples
+    metrics: GatewayMetrics
+    record: Callable[[DecisionRecord], None]
+    _times: UpdateTimes = field(init=False, default_factory=UpdateTimes)
+    _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _last: FinishedUpdate = field(init=False, default_factory=FinishedUpdate)
+    # The update that was aborted last.
+    _aborted: str = field(init=False, default="")
+    _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
+    _staging: UpdateStaging = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._staging = UpdateStaging(self.roster, self.metrics)
+
+    async def run(self) -> None:
+        """Drop abandoned updates until cancelled.
+
+        First finishes an update that a former gateway left half applied.
+        """
+        try:
+            if self.book.is_applying():
+                async with self._lock:
+                    await self._roll_forward()
+            while True:
+                await asyncio.sleep(min(1.0, self.book.timeout / 4))
+                async with self._lock:
+                    await self._drop_abandoned()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._staging.end()
+
+    async def start(
+        self,
+        run_id: str,
+        version: int,
+        push_id: str = "",
+        *,
+        streamed: bool = False,
+        collective: bool = False,
+    ) -> WeightUpdate:
+        """Start an update (phase 1), whose weights are pushed to the instances if it is `streamed`.
+
+        They are pushed by broadcast if it is `collective` as well. An update that another push of the same run has
+        begun gives way: that one's trainer was restarted, and has other weights.
+        """
+        ticket = secrets.token_urlsafe(32) if streamed else ""
+        work = self._start(run_id, version, push_id, ticket, collective=collective)
+        return await to_the_end(work, self._tasks)
+
+    async def stream_target(self, update_id: str) -> pb.StreamTarget:
+        """Return the instance that the weights of an update are pushed to now. The others fetch them from it.
+
+        ServiceError: none can take them.
+        """
+        async with self._lock:
+            update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            target = await self._staging.stream_target(update)
+            # Only now: an update that nobody can take is to be dropped, however often it is started again.
+            update.touched_at = time.time()
+            return target
+
+    async def collective_ranks(
+        self, update_id: str, rendezvous: pb.CollectiveRendezvous
+    ) -> pb.CollectiveRanks:
+        """Return the instances that take part in a broadcast now.
+
+        Another rendezvous takes the place of the one before. ServiceError: none can.
+        """
+        async with self._lock:
+            update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            ranks = await self._staging.collective_ranks(update, rendezvous)
+            update.touched_at = time.time()
+            return ranks
+
+    async def stage(
+        self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
+    ) -> list[pb.InstanceUpdate]:
+        """Have every live instance check and stage the weights (phase 2), or wait until all have those pushed."""
+        async with self._lock:
+            update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            update.touched_at = time.time()
+            staging = await self._staging.begin(update, source)
+        results = await self._staging.results(staging, source)
+        return await to_the_end(self._conclude(update, staging, source, results), self._tasks)
+
+    async def finish(
+        self, update_id: str, in_flight: InFlightTreatment = InFlightTreatment.REFUSE
+    ) -> FinishedUpdate:
+        """Apply the weights and publish the version (phase 3). Answers again for the last update."""
+        return await to_the_end(self._finish(update_id, in_flight), self._tasks)
+
+    async def abort(self, update_id: str) -> None:
+        """Drop the update instead of finishing it, whoever waits for it. Answers again for the last one aborted."""
+        await to_the_end(self._abort(update_id), self._tasks)
+
+    async def _start(
+        self, run_id: str, version: int, push_id: str, ticket: str, *, collective: bool
+    ) -> WeightUpdate:
+        async with self._lock:
+            if self.book.version is None:
+                raise Unavailable("no instance has registered yet, so there is no current version")
+            await self._drop_abandoned()
+            if self.book.is_of_another_push(run_id, push_id):
+                await self._forget("abandoned")
+            update_id = uuid.uuid4().hex
+            update = self.book.start(
+                update_id, run_id, version, time.time(), ticket, push_id, collective=collective
+            )
+            try:
+                await self.store.save(self.book)
+            except RedisError:
+                if update.update_id == update_id:
+                    self.book.drop()
+                raise
+        if update.update_id == update_id:
+            self._times.start(time.time())
+            log.info("update_started", update=update_id, version=version)
+        return update
+
+    async def _conclude(
+        self,
+        update: WeightUpdate,
+        staging: InstanceStaging,
+        source: pb.DiskWeights | pb.StreamedWeights,
+        results: list[InstanceResult],
+    ) -> list[pb.InstanceUpdate]:
+        async with self._lock:
+            self.book.open_for(update.update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+            staged = await self._staging.conclude(update, staging, source, results)
+            self.book.staged(update.update_id, staged.path, staged.checksum, time.time())
+            self._times.reach("staged", time.time())
+            await self.store.save(self.book)
+        log.info("update_staged", update=update.update_id, version=update.version, path=staged.path)
+        return staged.instances
+
+    async def _abort(self, update_id: str) -> None:
+        async with self._lock:
+            if update_id != self._aborted:
+                self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
+                await self._forget("aborted")
+                self._aborted = update_id
+
+    # Applying ------------------------------------------------------------------------------------------
+
+    async def _finish(self, update_id: str, in_flight: InFlightTreatment) -> FinishedUpdate:
+        async with self._lock:
+            published = self.book.published
+            if published is not None and published.update_id == update_id and self.book.active is None:
+                return self._last
+            update = self.book.open_for(update_id, UpdatePhase.STAGED, UpdatePhase.APPLYING)
+            # A call that still waits for what is staged must not stage it again once it is published.
+            self._staging.end()
+            if update.phase is UpdatePhase.APPLYING:
+                # An earlier attempt broke off past the point of no return.
+                await self._roll_forward()
+                return self._last
+            staged = await self._staging.instances_with(update)
+            if not self.roster.live():
+                raise Unavailable("no instance is there to apply the weights")
+            if not staged:
+                raise FailedPrecondition(
+                    "WEIGHTS_NOT_STAGED",
+                    "every instance that had staged the weights is gone; stage them again",
+                    update_id=update_id,
+                    version=str(update.version),
+                )
+            # No await between this check and the phase that keeps new samples out.
+            self.book.applying(update_id, self.samples.unfinished, time.time(), in_flight)
+            self._times.reach("applying", time.time())
+            with self.samples.held():
+                return await self._replace(update, staged)
+
+    async def _replace(self, update: WeightUpdate, staged: Sequence[Connection]) -> FinishedUpdate:
+        """Have these instances replace their weights, and publish the version; the phase is APPLYING."""
+        try:
+            await self.store.save(self.book)
+        except (RedisError, Fenced):
+            update.phase = UpdatePhase.STAGED
+            raise
+        counts = await self.samples.prepare(update.in_flight)
+        results = await apply_on_all(staged, update, self.roster, self._staging)
+        applied = [result.connection for result in results if result.error is None]
+        if not applied:
+            await self._forget("failed")
+            await self._reconcile()
+            raise FailedPrecondition(
+                "NO_INSTANCE_APPLIED",
+                f"no instance applied version {update.version}; {self.book.version} stays the published one",
+                current=str(self.book.version),
+                requested=str(update.version),
+            )
+        await self._publish()
+        for connection in applied:
+            self.roster.confirm(connection, update.version, updated=True)
+        self.samples.follow()
+        await self._reconcile()
+        self._last = FinishedUpdate([result.update for result in results], *counts)
+        return self._last
+
+    async def _publish(self) -> None:
+        run_id = self.book.active.run_id if self.book.active is not None else ""
+        published = self.book.publish()
+        # From here on GetVersions tells it.
+        self.metrics.updates.labels("published").inc()
+        self.record(self._times.published(published.version, run_id, time.time()))
+        await save_until_stored(self.store, self.book)
+        self.fleet.publish(published.version, recorded=True, now=asyncio.get_running_loop().time())
+        log.info("version_published", version=published.version, path=published.path)
+
+    async def _reconcile(self) -> None:
+        """Reconnect to instances without the published version, so that they are brought to it."""
+        for connection in list(self.roster.connections.values()):
+            await self.roster.pace.wait()
+            stale = connection.ready and connection.member.state is MemberState.STALE
+            if stale and not connection.gone.is_set():
+                self.roster.recycle(connection)
+        self.roster.notify(changed=True)
+
+    async def _roll_forward(self) -> None:
+        """Publish the version of a half applied update, which some instances may have already.
+
+        The roster then brings all of them to it, from the recorded path.
+        """
+        update = self.book.active
+        assert update is not None, "nothing to roll forward"
+        log.warning("update_rolled_forward", update=update.update_id, version=update.version)
+        with self.samples.held():
+            await self._publish()
+            self.samples.follow()
+            await self._reconcile()
+
+    # All phases ----------------------------------------------------------------------------------------
+
+    async def _drop_abandoned(self) -> None:
+        if self._staging.running and self.book.active is not None:
+            # Instances give up by themselves when nothing comes.
+            self.book.active.touched_at = time.time()
+        update = self.book.expired(time.time())
+        if update is not None:
+            log.warning("update_abandoned", update=update.update_id, version=update.version)
+            await self._forget("abandoned")
+
+    async def _forget(self, outcome: str) -> None:
+        update = self.book.active
+        assert update is not None, "nothing to forget"
+        self._staging.end()
+        self.book.drop()
+        self.metrics.updates.labels(outcome).inc()
+        log.info("update_dropped", update=update.update_id, version=update.version, outcome=outcome)
+        await save_until_stored(self.store, self.book)
+        if self.roster.live():
+            await self._staging.discard(update.version)
+        self.roster.notify(changed=True)

@@ -1,0 +1,154 @@
+"""Chunks of long samples: tokens that are in the journal before their sample ends, and are not written again.
+
+A chunk is a serialised paceline.v1.Sample with nothing but tokens, log-probabilities, version spans, tool calls
+and their answers. The record at the end of the sample has the rest of these, all version spans and all other
+fields. Protobuf merges messages that follow one another, so chunks and rest in one string are the sample, except
+for its spans: see `join_spans`. The last token of an unfinished sample is in no chunk, because another attempt
+would sample it again, unless the sample waits for its environment or got the token from it. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from paceline.internal.v1.rollout_event_pb2 import SerializedSpans
+from paceline.v1 import sample_pb2
+from services.gateway.state.sample import TokenColumns
+
+# Tags of the fields, all of which are packed: a length and so many bytes follow.
+_TOKEN_IDS, _LOGPROBS, _TOP_TOKEN_IDS, _TOP_LOGPROBS = (
+    bytes([sample_pb2.Sample.DESCRIPTOR.fields_by_name[name].number << 3 | 2])
+    for name in ("token_ids", "logprobs", "top_token_ids", "top_logprobs")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Number of the chunks of a sample, and of their tokens; none of either for one that is written whole.
+
+    `nbytes` is their length in the sample's payload, where that is in memory.
+    """
+
+    chunks: int = 0
+    tokens: int = 0
+    nbytes: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.chunks}:{self.tokens}"
+
+    @classmethod
+    def parse(cls, text: str) -> Head:
+        """Parse the result of `str`."""
+        chunks, tokens = text.split(":")
+        return cls(int(chunks), int(tokens))
+
+
+WHOLE = Head()
+"""Head of a sample without chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Chunk of an unfinished sample: its tokens [begin, end), after `number` chunks before."""
+
+    index: int
+    number: int
+    begin: int
+    end: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSample:
+    """Chunks of an unfinished sample, one after the other."""
+
+    index: int
+    head: Head
+    payload: bytes
+
+    def parse(self) -> sample_pb2.Sample | None:
+        """Return the tokens and log-probabilities; None if they are not those that the head promises."""
+        try:
+            sample = sample_pb2.Sample.FromString(self.payload)
+        except DecodeError:
+            return None
+        join_spans(sample)
+        whole = len(sample.token_ids) == len(sample.logprobs) == self.head.tokens
+        surplus = len(sample.top_token_ids) % max(1, self.head.tokens)
+        whole = whole and not surplus and len(sample.top_token_ids) == len(sample.top_logprobs)
+        return sample if whole else None
+
+
+def pack(columns: TokenColumns, spans: Sequence[sample_pb2.VersionSpan] = ()) -> bytes:
+    """Return the payload of a chunk, of uint32 tokens and float32 log-probabilities.
+
+    Written here rather than by protobuf, which takes numbers one by one: five times as fast for long responses. All
+    tokens get the same number of bytes, as the format allows.
+    """
+    if not columns.tokens:
+        return b""
+    parts = [*_packed(_TOKEN_IDS, columns.tokens), *_packed(_LOGPROBS, columns.logprobs)]
+    if columns.top_tokens:
+        parts += _packed(_TOP_TOKEN_IDS, columns.top_tokens)
+        parts += _packed(_TOP_LOGPROBS, columns.top_logprobs)
+    if spans:
+        parts.append(sample_pb2.Sample(version_spans=spans).SerializeToString())
+    return b"".join(parts)
+
+
+def _packed(tag: bytes, values: array[int] | array[float]) -> tuple[bytes, bytes, bytes]:
+    packed = _varints(np.frombuffer(values, np.uint32)) if values.typecode == "I" else values.tobytes()
+    return tag, _length(packed), packed
+
+
+def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:
+    if numbers.max() < 1 << 21:
+        # Seven bits a byte, with the mark of one that is followed by another.
+        spread = numbers & 0x7F | (numbers & 0x3F80) << 1 | (numbers & 0x1FC000) << 2 | 0x8080
+        return spread.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    bits = (numbers[:, None] >> np.arange(0, 35, 7, np.uint32)).astype(np.uint8) & 0x7F
+    bits[:, :-1] |= 0x80
+    return bits.tobytes()
+
+
+def _length(field: bytes) -> bytes:
+    rest, encoded = len(field), bytearray()
+    while rest > 0x7F:
+        encoded.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    encoded.append(rest)
+    return bytes(encoded)
+
+
+def whole(payload: bytes) -> bytes:
+    """Return the serialised sample with its version spans joined; nothing else of it is parsed."""
+    spans = SerializedSpans.FromString(payload)
+    return spans.SerializeToString() if join_spans(spans) else payload
+
+
+def join_spans(sample: sample_pb2.Sample | SerializedSpans) -> bool:
+    """Join the version spans of chunks, of which each brings its own; return False if they are joined already.
+
+    One that begins at 0 is the first of all.
+    """
+    spans = [(span.begin, span.end, span.policy_version) for span in sample.version_spans]
+    joined: list[tuple[int, int, int]] = []
+    for begin, end, version in spans:
+        if begin == 0:
+            joined.clear()
+        if joined and joined[-1][1:] == (begin, version):
+            joined[-1] = (joined[-1][0], end, version)
+        else:
+            joined.append((begin, end, version))
+    if joined == spans:
+        return False
+    del sample.version_spans[:]
+    for begin, end, version in joined:
+        sample.version_spans.add(begin=begin, end=end, policy_version=version)
+    return True

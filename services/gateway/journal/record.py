@@ -1,0 +1,500 @@
+"""Records of batches in the journal: the ended samples, their cursors, and the next writes. Pure.
+
+Redis may forget writes that it acknowledged, so this record, and not Redis, decides which sample a cursor names.
+A cursor is `(term << 32) | n`: terms ascend whatever Redis forgets, so the cursors of a new term are higher than
+all that a trainer has seen. `reconcile` compares the record with Redis. A missing sample is written again at the
+same cursor if its bytes are still in memory. Otherwise it is lost: it is generated again, from its seed, and gets
+a new cursor.
+
+`collect` takes the next write out of a batch, small enough for one turn of Redis; `settle` or `undo` ends it.
+Finished samples stay in memory, up to a bound, until they are acknowledged: they are delivered from there, and
+written again if Redis loses them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from paceline.v1 import rollout_pb2 as pb
+from paceline.v1 import sample_pb2
+from services.contracts.gateway_keys import BatchKey
+from services.gateway.journal.chunks import WHOLE, Head, TokenChunk, pack
+from services.gateway.state.messages import sample_fields
+from services.gateway.state.rollout_batch import Account, RolloutBatch
+from services.gateway.state.sample import SampleEnding, SamplePhase
+
+_TERM_BITS = 32
+
+
+def first_cursor(term: int) -> int:
+    """Return the cursor before all cursors of a term."""
+    return term << _TERM_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class BatchHead:
+    """Head of a batch's record. `lenience` is the l of its samples, None where the level has none.
+
+    `total` and `open`, True where groups may be added, are what they were when it was recorded or read. `account`
+    is that of the token that it was submitted with.
+    """
+
+    fingerprint: str
+    accepted_at: float
+    total: int
+    lenience: float | None
+    open: bool = False
+    account: Account | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """Content of Redis about a batch.
+
+    `done`: sample index -> cursor. `events`: indexes whose samples are there, with all their chunks. `acked`: the
+    acknowledged cursor.
+    """
+
+    done: dict[int, int] = field(default_factory=dict)
+    events: frozenset[int] = frozenset()
+    acked: int = 0
+    cancels: tuple[pb.CancelRolloutsRequest, ...] = ()
+
+
+class BatchRecord:
+    """Samples of one batch that have ended, as the leader of `term` knows them."""
+
+    def __init__(self, request: pb.SubmitRolloutsRequest, head: BatchHead, term: int) -> None:
+        self.key: BatchKey = (request.run_id, request.batch_id)
+        self.head = head
+        self.step: int = request.step
+        self.policy_version: int = request.policy_version
+        self.exactness: sample_pb2.Exactness = request.exactness
+        self.request: pb.SubmitRolloutsRequest | None = request
+        """With all groups so far; None once every sample has been acknowledged."""
+        self.request_bytes = request.ByteSize() if head.open else 0
+        """Bytes of the request of an open batch."""
+        self.total = head.total
+        """Number of samples of the batch, so far if it is open."""
+        self.open = head.open
+        """Groups may be added."""
+        self.cancels: list[pb.CancelRolloutsRequest] = []
+        self.unwritten: dict[int, bytes] = {}
+        """Sample index -> payload that has a cursor and is not in Redis, as far as known. Empty: acknowledged."""
+        self.unwritten_bytes = 0
+        """Bytes of these payloads."""
+        self.heads: dict[int, Head] = {}
+        """Of these samples, those whose first tokens are in Redis as chunks; the others are written whole."""
+        self.forgotten: set[int] = set()
+        """Samples that Redis has to forget."""
+        self.repairing = False
+        """Redis has lost something, or has what it should not: the next writes correct it."""
+        self.written = 0
+        """Cursor up to which samples may be delivered: Redis has acknowledged them."""
+        self.acked = 0
+        """Cursor up to which the trainer has acknowledged samples."""
+        self._trimmed = 0
+        self._last = first_cursor(term)
+        self._cursors: dict[int, int] = {}
+        # The same, ascending.
+        self._order: list[int] = []
+        self._indexes: list[int] = []
+        self._stored: set[int] = set()
+        # Prompt id -> index of the first sample, number of samples, number of the group.
+        self._groups: dict[str, tuple[int, int, int]] = {}
+        self._note(request.groups, 0)
+
+    @property
+    def last(self) -> int:
+        """Highest cursor that can have been delivered."""
+        return self._last
+
+    @property
+    def stored(self) -> int:
+        """Number of samples that Redis should know as done."""
+        return len(self._stored)
+
+    @property
+    def safe(self) -> int:
+        """Number of ended samples that need not be written."""
+        return len(self._cursors) - len(self.unwritten)
+
+    @property
+    def finished(self) -> int:
+        """Number of samples that may be delivered or have been."""
+        return bisect_right(self._order, self.written)
+
+    @property
+    def acknowledged(self) -> int:
+        """Number of samples that have been acknowledged."""
+        return bisect_right(self._order, self.acked)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if every sample has ended and Redis has them all, and no more can be added."""
+        return not self.open and self.safe == self.total and not self.forgotten
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Return True if every sample has been acknowledged, and no more can be added."""
+        return not self.open and 0 < self.total == self.acknowledged
+
+    def new_groups(self, groups: Iterable[pb.Group]) -> list[pb.Group]:
+        """Return the groups that the batch does not have. ValueError, with its number: one is there and differs."""
+        assert self.request is not None, "all was acknowledged"
+        found = list[pb.Group]()
+        for number, group in enumerate(groups):
+            known = self._groups.get(group.prompt_id)
+            if known is None:
+                found.append(group)
+            elif self.request.groups[known[2]] != group:
+                raise ValueError(number)
+        return found
+
+    def extend(self, groups: Sequence[pb.Group], nbytes: int) -> None:
+        """Add groups, which have so many bytes."""
+        assert self.request is not None, "all was acknowledged"
+        first = len(self.request.groups)
+        self.request.groups.extend(groups)
+        self.request_bytes += nbytes
+        self.total = self._note(groups, first, self.total)
+
+    def close(self) -> None:
+        """Let nothing be added any more."""
+        self.open = False
+        self.trimmed(self._trimmed)
+
+    def index_of(self, prompt_id: str, slot: int) -> int | None:
+        """Return the index of a sample; None if the batch does not have it."""
+        first, samples, _ = self._groups.get(prompt_id, (0, 0, 0))
+        return first + slot if slot < samples else None
+
+    def has_ended(self, index: int) -> bool:
+        """Return True if a sample has ended."""
+        return index in self._cursors
+
+    def ended(self) -> Iterable[int]:
+        """Return the indexes of all samples that have ended."""
+        return self._cursors.keys()
+
+    def cursor_of(self, index: int) -> int:
+        """Return the cursor of a sample that has ended."""
+        return self._cursors[index]
+
+    def after(self, cursor: int, count: int) -> list[tuple[int, int]]:
+        """Return (cursor, sample index) of up to `count` samples after `cursor` that may be delivered."""
+        begin = bisect_right(self._order, cursor)
+        end = min(begin + count, self.finished)
+        return list(zip(self._order[begin:end], self._indexes[begin:end], strict=True))
+
+    def end(self, index: int, payload: bytes, head: Head = WHOLE) -> int:
+        """Give a sample that has ended its cursor, and keep its bytes until they are written."""
+        self._last += 1
+        self._put(index, self._last)
+        self.unwritten[index] = payload
+        self.unwritten_bytes += len(payload)
+        if head.chunks:
+            self.heads[index] = head
+        return self._last
+
+    def confirm(self, indexes: Iterable[int]) -> None:
+        """Record that Redis has acknowledged samples, and that it has forgotten what it should."""
+        for index in indexes:
+            self.unwritten_bytes -= len(self.unwritten.pop(index, b""))
+            self.heads.pop(index, None)
+            self._stored.add(index)
+            self.written = max(self.written, self._cursors[index])
+        self.repairing = self.repairing and bool(self.unwritten or self.forgotten)
+
+    def reconcile(self, there: StoredBatch, kept: Callable[[int], bytes | None]) -> list[int]:
+        """Correct the record after a look at Redis; return the samples that are lost.
+
+        `kept` returns the bytes of a sample that are still in memory. A record that is new takes over what is
+        there.
+        """
+        fresh = not self._cursors
+        self.acked = max(self.acked, there.acked)
+        if fresh:
+            self._take_over(there)
+        lost = []
+        for index, cursor in self._cursors.items():
+            acked = cursor <= self.acked
+            if there.done.get(index) == cursor and (acked or index in there.events):
+                self.unwritten.pop(index, None)
+                self.written = max(self.written, cursor)
+            elif acked:
+                self.unwritten[index] = b""
+            elif index not in self.unwritten:
+                payload = kept(index)
+                if payload is None:
+                    lost.append(index)
+                else:
+                    self.unwritten[index] = payload
+        self._remove(lost)
+        self.heads.clear()
+        self.unwritten = dict(sorted(self.unwritten.items(), key=lambda item: self._cursors[item[0]]))
+        self.unwritten_bytes = sum(map(len, self.unwritten.values()))
+        self.forgotten = {*there.done, *there.events} - self._cursors.keys()
+        self._stored = set(there.done) - self.forgotten
+        self.repairing = True
+        return lost
+
+    def follow(self, former: BatchRecord) -> None:
+        """Begin after the cursors of a former batch of this id, which was discarded."""
+        self._last = max(self._last, former.last)
+
+    def acknowledge(self, cursor: int) -> list[int]:
+        """Record an acknowledgement; return the samples that Redis need not keep any more because of it."""
+        self.acked = max(self.acked, min(cursor, self.written))
+        begin, end = bisect_right(self._order, self._trimmed), bisect_right(self._order, self.acked)
+        return self._indexes[begin:end]
+
+    def trimmed(self, cursor: int) -> None:
+        """Record that Redis does not keep samples up to `cursor` any more."""
+        self._trimmed = max(self._trimmed, cursor)
+        if self.is_acknowledged:
+            self.request = None
+
+    def _note(self, groups: Iterable[pb.Group], first_group: int, first: int = 0) -> int:
+        """Note groups, of which the first has this number and begins at this sample; return the sample after."""
+        for number, group in enumerate(groups, first_group):
+            self._groups[group.prompt_id] = (first, group.samples, number)
+            first += group.samples
+        return first
+
+    def _take_over(self, there: StoredBatch) -> None:
+        known = ((cursor, index) for index, cursor in there.done.items())
+        for cursor, index in sorted(known):
+            if index < self.total and (cursor <= there.acked or index in there.events):
+                self._put(index, cursor)
+        self.written = self._order[-1] if self._order else 0
+        self._last = max(self._last, self.written)
+        self._trimmed = there.acked
+        self.cancels = list(there.cancels)
+
+    def _put(self, index: int, cursor: int) -> None:
+        self._cursors[index] = cursor
+        self._order.append(cursor)
+        self._indexes.append(index)
+
+    def _remove(self, lost: list[int]) -> None:
+        if not lost:
+            return
+        for index in lost:
+            del self._cursors[index]
+        kept = sorted((cursor, index) for index, cursor in self._cursors.items())
+        self._order, self._indexes = [cursor for cursor, _ in kept], [index for _, index in kept]
+
+
+MOST_BYTES = 256 << 10
+"""Bytes of one write; one part that is larger goes alone."""
+MOST_PARTS = 1024
+"""Samples that one write extends, ends or forgets."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSample:
+    """Serialised paceline.v1.Sample, of which the journal has the part `head` as chunks."""
+
+    index: int
+    cursor: int
+    payload: bytes
+    head: Head
+
+    @property
+    def rest(self) -> bytes:
+        """Part of the payload that the journal does not have."""
+        return self.payload[self.head.nbytes :]
+
+
+@dataclass(slots=True)
+class JournalWrite:
+    """Part of a batch that the journal does not have yet.
+
+    `done` is the number of samples that it has.
+    """
+
+    key: BatchKey
+    done: int = 0
+    repair: bool = False
+    extensions: list[TokenChunk] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+    ended: list[EndedSample] = field(default_factory=list)
+    parts: int = 0
+    nbytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.parts or self.repair)
+
+    @property
+    def is_full(self) -> bool:
+        """Return True if more is to go into the next write."""
+        return self.parts >= MOST_PARTS or self.nbytes >= MOST_BYTES
+
+    def end(self, ended: EndedSample) -> None:
+        """Add a sample that has ended."""
+        self.ended.append(ended)
+        self.count(len(ended.payload) - ended.head.nbytes)
+
+    def count(self, nbytes: int = 0) -> None:
+        """Count one more part."""
+        self.parts += 1
+        self.nbytes += nbytes
+
+
+def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> JournalWrite:
+    """Take what the journal does not have out of a batch, up to the size of one write.
+
+    Of unfinished samples it takes those with `least_tokens` new tokens or more, and all that call a tool or were
+    given tokens by their environment, for which somebody waits. The tokens of ended samples are
+    then in the record only. Must not be called again before the write is settled by `settle` or `undo`.
+    """
+    write = JournalWrite(batch.key, record.stored, record.repairing)
+    for index in islice(record.forgotten, MOST_PARTS):
+        write.forgotten.append(index)
+        write.count()
+    while batch.unjournaled and not write.is_full:
+        index = batch.unjournaled.pop()
+        state = batch.samples[index]
+        # Mostly without the last token, which may be sampled again.
+        begin, end = state.journaled, state.settled
+        if end - begin >= (1 if end == len(state.tokens) else least_tokens):
+            payload = pack(state.part(begin, end), state.version_spans(begin, end)) + state.turns(begin, end)
+            write.extensions.append(TokenChunk(index, state.chunks, begin, end, payload))
+            state.journaled, state.chunks = end, state.chunks + 1
+            write.count(len(payload))
+    for index, payload in record.unwritten.items():
+        if write.is_full:
+            return write
+        write.end(EndedSample(index, record.cursor_of(index), payload, record.heads.get(index, WHOLE)))
+    taken = 0
+    for ending in batch.endings:
+        if write.is_full:
+            break
+        payload, head = _serialised(batch, ending)
+        write.end(EndedSample(ending.index, record.end(ending.index, payload, head), payload, head))
+        batch.ended_tokens -= batch.samples[ending.index].entries
+        batch.samples[ending.index].forget_tokens()
+        taken += 1
+    del batch.endings[:taken]
+    return write
+
+
+def has_more(batch: RolloutBatch, record: BatchRecord) -> bool:
+    """Return True if another `collect` would find something."""
+    return bool(
+        batch.unjournaled or batch.endings or record.unwritten or record.forgotten or record.repairing
+    )
+
+
+def settle(batch: RolloutBatch, record: BatchRecord, write: JournalWrite, torn: list[int]) -> None:
+    """Record that the journal has a write, but nothing of `torn` samples, which are no part of it any more."""
+    record.forgotten.difference_update(write.forgotten)
+    write.ended = [ended for ended in write.ended if ended.index not in torn]
+    record.confirm(ended.index for ended in write.ended)
+    for index in torn:
+        record.heads.pop(index, None)
+        _write_again(batch, index)
+
+
+def undo(batch: RolloutBatch, write: JournalWrite) -> None:
+    """Record that the journal does not have a write. Ended samples are still in the record."""
+    for chunk in write.extensions:
+        _write_again(batch, chunk.index, chunk.begin, chunk.number)
+
+
+def _write_again(batch: RolloutBatch, index: int, begin: int = 0, number: int = 0) -> None:
+    """Have the tokens of a sample written from `begin` on, after so many chunks."""
+    sample = batch.samples[index]
+    if sample.chunks > number:
+        sample.journaled, sample.chunks = begin, number
+    if sample.phase is not SamplePhase.ENDED:
+        batch.unjournaled.add(index)
+
+
+def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]:
+    """Return a sample that has ended, in which what the journal has comes first."""
+    state = batch.samples[ending.index]
+    begin = state.journaled if state.chunks else 0
+    chunks = pack(state.part(0, begin), state.version_spans(0, begin)) + state.turns(0, begin)
+    rest = pack(state.part(begin)) + state.turns(begin) + sample_fields(batch, ending).SerializeToString()
+    return chunks + rest, Head(state.chunks, begin, len(chunks)) if begin else WHOLE
+
+
+class ResultCache:
+    """Serialised samples of all batches, at most `most_bytes`, above which the oldest are dropped. Pure."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._results: OrderedDict[tuple[BatchKey, int], bytes] = OrderedDict()
+        self.nbytes = 0
+        """Bytes of all samples that are kept."""
+
+    def put(self, key: BatchKey, index: int, payload: bytes) -> None:
+        """Keep a sample, if it fits."""
+        self.drop(key, (index,))
+        self._results[key, index] = payload
+        self.nbytes += len(payload)
+        while self.nbytes > self._most_bytes:
+            _, oldest = self._results.popitem(last=False)
+            self.nbytes -= len(oldest)
+
+    def get(self, key: BatchKey, index: int) -> bytes | None:
+        """Return a sample, if it is kept."""
+        return self._results.get((key, index))
+
+    def drop(self, key: BatchKey, indexes: Iterable[int]) -> None:
+        """Drop samples of a batch."""
+        for index in indexes:
+            self.nbytes -= len(self._results.pop((key, index), b""))
+
+
+_MOST_FINISHED = 16
+
+
+class RecordedBatches:
+    """Records by batch. Of finished batches the ones that were used last are kept. Pure."""
+
+    def __init__(self, most_result_bytes: int) -> None:
+        self.results = ResultCache(most_result_bytes)
+        self._records: OrderedDict[BatchKey, BatchRecord] = OrderedDict()
+
+    def get(self, key: BatchKey) -> BatchRecord | None:
+        """Return the record of a batch, if it is kept."""
+        record = self._records.get(key)
+        if record is not None:
+            self._records.move_to_end(key)
+        return record
+
+    def all(self) -> list[BatchRecord]:
+        """Return all records that are kept."""
+        return list(self._records.values())
+
+    def add(self, record: BatchRecord) -> None:
+        """Keep a record."""
+        self._records[record.key] = record
+        finished = [key for key, each in self._records.items() if each.is_complete]
+        for key in finished[:-_MOST_FINISHED]:
+            self.forget(key)
+
+    def forget(self, key: BatchKey) -> None:
+        """Forget a batch, and its results."""
+        record = self._records.pop(key, None)
+        if record is not None:
+            self.results.drop(key, record.ended())
+
+    def keep(self, write: JournalWrite) -> None:
+        """Keep the samples of a write that the journal has, until they are acknowledged."""
+        for ended in write.ended:
+            if ended.payload:
+                self.results.put(write.key, ended.index, ended.payload)
+
+    def payload(self, key: BatchKey, index: int) -> bytes | None:
+        """Return a finished sample that is in memory."""
+        record = self._records.get(key)
+        waiting = record.unwritten.get(index) if record is not None else None
+        return waiting or self.results.get(key, index)

@@ -1,1 +1,0 @@
-"""Accept batches, stream their samples, and take in what trainers report of them."""

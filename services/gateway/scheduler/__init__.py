@@ -1,0 +1,1 @@
+"""Place the samples of running batches on instances, and apply what the instances report."""

@@ -1,0 +1,371 @@
+"""Order of waiting samples, and the instance for each.
+
+Pure: no clock, no I/O. Binding is late: samples that fit on no instance wait, so that each goes to the instance
+that is free at its turn. Higher priorities go first. The runs of one priority share by weight, in predicted
+tokens (start-time fair queuing: Goyal, Vin and Cheng, 1997): the next sample is of the run that has had least for
+its weight, and a run gains nothing by a time without samples. Within a run, samples whose KV an instance holds go
+first: begun work ends before more begins, and before that KV is gone. The longest predicted sample follows
+(longest-processing-time-first scheduling).
+
+A sample goes to the instance with the fewest predicted tokens left. If the difference in load is no more than the
+sample itself, the instance that already has samples of the same prompt wins, because they share a prefix cache
+and drafts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Generic, TypeVar
+
+# Instances with samples of a prompt that are compared; of more, those that got one last.
+MOST_COMPARED = 64
+
+
+class InstanceSlots:
+    """Room of an instance for samples.
+
+    It takes `room` more samples, has `load` predicted tokens still to generate, and counts its samples by
+    prompt in `prompts`. The pool that it is in learns of every change.
+    """
+
+    __slots__ = ("_version", "instance_id", "load", "pool", "prompts", "room", "stamp")
+
+    def __init__(
+        self,
+        instance_id: str,
+        policy_version: int,
+        room: int,
+        load: float = 0.0,
+        prompts: dict[Hashable, int] | None = None,
+    ) -> None:
+        self.instance_id = instance_id
+        self.room = room
+        self.load = load
+        self.prompts: dict[Hashable, int] = {} if prompts is None else prompts
+        self.pool: InstancePool | None = None
+        # Number of the last change: entries of earlier ones in the pool's heaps are void.
+        self.stamp = 0
+        self._version = policy_version
+
+    @property
+    def policy_version(self) -> int:
+        """The policy version whose samples the instance takes."""
+        return self._version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._version = version
+        if self.pool is not None:
+            self.pool.changed(self)
+
+    def take(self, prompt: Hashable, predicted: float) -> None:
+        """Count one more sample."""
+        self.room -= 1
+        self.load += predicted
+        count = self.prompts.get(prompt, 0) + 1
+        self.prompts[prompt] = count
+        if self.pool is not None:
+            self.pool.moved_in(self, prompt)
+
+    def give_back(self, prompt: Hashable, predicted: float) -> None:
+        """Undo `take`."""
+        self.room += 1
+        left = self.prompts.get(prompt, 0) - 1
+        if left > 0:
+            self.prompts[prompt] = left
+        else:
+            self.prompts.pop(prompt, None)
+        # Without samples exactly 0: rounding errors must not add up.
+        self.load = self.load - predicted if self.prompts else 0.0
+        if self.pool is not None:
+            self.pool.moved_out(self, prompt)
+
+
+class InstancePool:
+    """Instances by load. Choosing one and changing one are O(log n).
+
+    `is_open` tells whether an instance takes samples at all just now. One that did not is looked at again only
+    when it changes, or after `look_again`.
+    """
+
+    def __init__(self, is_open: Callable[[InstanceSlots], bool] = lambda _: True) -> None:
+        self._is_open = is_open
+        self._instances: dict[str, InstanceSlots] = {}
+        # Policy version -> heap of (load, instance id, stamp) of instances with room.
+        self._heaps: dict[int, list[tuple[float, str, int]]] = {}
+        # Prompt -> the instances that have samples of it, in the order in which they got the last one.
+        self._homes: dict[Hashable, dict[InstanceSlots, None]] = {}
+        self._closed: set[InstanceSlots] = set()
+        self._stamps = count(1)
+
+    def add(self, slots: InstanceSlots) -> None:
+        """Add an instance, in place of an earlier one of its name."""
+        old = self._instances.get(slots.instance_id)
+        if old is not None:
+            self.remove(old)
+        self._instances[slots.instance_id], slots.pool = slots, self
+        for prompt in slots.prompts:
+            self._homes.setdefault(prompt, {})[slots] = None
+        self.changed(slots)
+
+    def remove(self, slots: InstanceSlots) -> None:
+        """Remove an instance."""
+        if slots.pool is not self:
+            return
+        del self._instances[slots.instance_id]
+        slots.pool = None
+        self._closed.discard(slots)
+        for prompt in slots.prompts:
+            self._leave_home(slots, prompt)
+
+    def choose(self, version: int, prompt: Hashable, predicted: float, slack: float) -> InstanceSlots | None:
+        """Return the instance for one sample of this version; None if there is no room.
+
+        Among those within `slack` times the sample's own length of the least load: the one with most samples
+        of its prompt; then the least loaded; then the first by name. Of instances with samples of the prompt
+        only the latest MOST_COMPARED are compared.
+        """
+        least = self.least(version)
+        if least is None:
+            return None
+        bound = least.load + slack * predicted
+        best, rank = least, _rank(least, prompt)
+        for slots in islice(reversed(self._homes.get(prompt, {})), MOST_COMPARED):
+            if slots.room < 1 or slots.load > bound or slots.policy_version != version:
+                continue
+            if _rank(slots, prompt) < rank and self._is_open(slots):
+                best, rank = slots, _rank(slots, prompt)
+        return best
+
+    def at_home(self, version: int, home: str, spared: float) -> InstanceSlots | None:
+        """Return the instance that has the KV of a sample; None if another is better or it has no room.
+
+        It may have `spared` more tokens to generate than the least loaded one.
+        """
+        least, slots = self.least(version), self._instances.get(home)
+        if least is None or slots is None or slots.room < 1 or slots.policy_version != version:
+            return None
+        near = slots.load <= least.load + spared
+        return slots if near and self._is_open(slots) else None
+
+    def least(self, version: int) -> InstanceSlots | None:
+        """Return the least loaded instance with room, by name if there are several."""
+        heap = self._heaps.get(version, [])
+        while heap:
+            _, instance_id, stamp = heap[0]
+            slots = self._instances.get(instance_id)
+            if slots is not None and slots.stamp == stamp:
+                if self._is_open(slots):
+                    return slots
+                self._closed.add(slots)
+            heapq.heappop(heap)
+        return None
+
+    def look_again(self) -> None:
+        """Ask again whether the instances that were closed are open."""
+        closed, self._closed = self._closed, set()
+        for slots in closed:
+            self.changed(slots)
+
+    def changed(self, slots: InstanceSlots) -> None:
+        """Bring an instance to the place of its load."""
+        slots.stamp = next(self._stamps)
+        if slots.room < 1:
+            return
+        heap = self._heaps.get(slots.policy_version)
+        if heap is None:
+            # No instance may be left with a former version.
+            self._heaps = {version: kept for version in self._heaps if (kept := self._compact(version))}
+            heap = self._heaps[slots.policy_version] = []
+        heapq.heappush(heap, (slots.load, slots.instance_id, slots.stamp))
+        if len(heap) > 4 * len(self._instances) + 64:
+            self._heaps[slots.policy_version] = self._compact(slots.policy_version)
+
+    def moved_in(self, slots: InstanceSlots, prompt: Hashable) -> None:
+        """Record that an instance got a sample of this prompt."""
+        homes = self._homes.setdefault(prompt, {})
+        homes.pop(slots, None)
+        homes[slots] = None
+        self.changed(slots)
+
+    def moved_out(self, slots: InstanceSlots, prompt: Hashable) -> None:
+        """Record that a sample of this prompt has left an instance."""
+        if prompt not in slots.prompts:
+            self._leave_home(slots, prompt)
+        self.changed(slots)
+
+    def _leave_home(self, slots: InstanceSlots, prompt: Hashable) -> None:
+        homes = self._homes.get(prompt, {})
+        homes.pop(slots, None)
+        if not homes:
+            self._homes.pop(prompt, None)
+
+    def _compact(self, version: int) -> list[tuple[float, str, int]]:
+        """Return the heap of a version without void entries."""
+        stamps = {each.instance_id: each.stamp for each in self._instances.values()}
+        kept = [entry for entry in self._heaps[version] if stamps.get(entry[1]) == entry[2]]
+        heapq.heapify(kept)
+        return kept
+
+
+def _rank(slots: InstanceSlots, prompt: Hashable) -> tuple[int, float, str]:
+    return -slots.prompts.get(prompt, 0), slots.load, slots.instance_id
+
+
+Ref = TypeVar("Ref", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingSample(Generic[Ref]):
+    """Sample without an instance. `predicted` is in tokens still to come; `order` breaks ties.
+
+    `weight` is that of its run, which holds for all samples of the run in its priority. The instance `home`, if
+    any, has the KV of its `context`, in tokens.
+    """
+
+    ref: Ref
+    prompt: Hashable
+    policy_version: int
+    predicted: float
+    order: int
+    run: str = ""
+    priority: int = 0
+    weight: int = 1
+    home: str = ""
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement(Generic[Ref]):
+    """Waiting sample, and the instance that it goes to."""
+
+    waiting: WaitingSample[Ref]
+    instance_id: str
+
+
+@dataclass(slots=True, eq=False)
+class _Share(Generic[Ref]):
+    """Waiting samples of one run, and the virtual time up to which it has had its share."""
+
+    weight: int = 1
+    had: float = 0.0
+    # Samples that wait; the heap has void entries, too.
+    waiting: int = 0
+    in_turn: bool = False
+    # (predicted tokens, negative; order; stamp; sample)
+    heap: list[tuple[float, int, int, Ref]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Level(Generic[Ref]):
+    """Runs of one priority. `clock` is the virtual time of the run that was served last."""
+
+    clock: float = 0.0
+    shares: dict[str, _Share[Ref]] = field(default_factory=dict)
+    # (virtual time, run) of the runs with samples
+    turns: list[tuple[float, str]] = field(default_factory=list)
+
+
+class WaitingQueue(Generic[Ref]):
+    """Queue of waiting samples. All operations are O(log n) per sample concerned."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Ref, tuple[int, WaitingSample[Ref], _Share[Ref]]] = {}
+        # By policy version, so that samples no instance may run cost nothing to skip; then by priority.
+        self._levels: dict[int, dict[int, _Level[Ref]]] = {}
+        self._stamp = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, ref: Ref) -> bool:
+        return ref in self._entries
+
+    def push(self, waiting: WaitingSample[Ref]) -> None:
+        """Add a sample, or move it to the place of its new prediction."""
+        self.take(waiting.ref)
+        levels = self._levels.setdefault(waiting.policy_version, {})
+        level = levels.setdefault(waiting.priority, _Level())
+        share = level.shares.setdefault(waiting.run, _Share())
+        share.weight = waiting.weight
+        if not share.in_turn:
+            share.in_turn, share.had = True, max(share.had, level.clock)
+            heapq.heappush(level.turns, (share.had, waiting.run))
+        self._stamp += 1
+        share.waiting += 1
+        self._entries[waiting.ref] = (self._stamp, waiting, share)
+        rank = -math.inf if waiting.home else -waiting.predicted
+        heapq.heappush(share.heap, (rank, waiting.order, self._stamp, waiting.ref))
+        if len(share.heap) > 4 * share.waiting + 64:
+            share.heap = [each for each in share.heap if self._is_valid(each)]
+            heapq.heapify(share.heap)
+
+    def discard(self, ref: Ref) -> bool:
+        """Remove a sample; return False if it was not waiting. Its heap entry is dropped when it surfaces."""
+        return self.take(ref) is not None
+
+    def take(self, ref: Ref) -> WaitingSample[Ref] | None:
+        """Take one sample out of the queue, whatever waits before it; None if it was not waiting."""
+        entry = self._entries.pop(ref, None)
+        if entry is None:
+            return None
+        _, waiting, share = entry
+        share.waiting -= 1
+        return waiting
+
+    def place_next(self, pool: InstancePool, slack: float = 1.0) -> Placement[Ref] | None:
+        """Take the next sample that fits out of the queue and give it a slot of its instance; None if none fits."""
+        for version in list(self._levels):
+            if pool.least(version) is None:
+                continue
+            waiting = self._pop(version)
+            if waiting is None:
+                continue
+            spared = slack * waiting.predicted + waiting.context
+            chosen = pool.at_home(version, waiting.home, spared) if waiting.home else None
+            chosen = chosen or pool.choose(version, waiting.prompt, waiting.predicted, slack)
+            assert chosen is not None, "the least loaded instance has room"
+            chosen.take(waiting.prompt, waiting.predicted)
+            return Placement(waiting, chosen.instance_id)
+        return None
+
+    def _pop(self, version: int) -> WaitingSample[Ref] | None:
+        levels = self._levels[version]
+        while levels:
+            priority = max(levels)
+            waiting = self._pop_fairly(levels[priority])
+            if waiting is not None:
+                return waiting
+            del levels[priority]
+        del self._levels[version]
+        return None
+
+    def _pop_fairly(self, level: _Level[Ref]) -> WaitingSample[Ref] | None:
+        while level.turns:
+            had, run = level.turns[0]
+            share = level.shares[run]
+            waiting = self._pop_longest(share)
+            if waiting is not None:
+                level.clock = had
+                # All that a sample needs is counted when it begins.
+                share.had = had + (0.0 if waiting.home else waiting.predicted / share.weight)
+                heapq.heapreplace(level.turns, (share.had, run))
+                return waiting
+            heapq.heappop(level.turns)
+            share.in_turn = False
+        return None
+
+    def _pop_longest(self, share: _Share[Ref]) -> WaitingSample[Ref] | None:
+        while share.heap:
+            entry = heapq.heappop(share.heap)
+            if self._is_valid(entry):
+                return self.take(entry[3])
+        return None
+
+    def _is_valid(self, entry: tuple[float, int, int, Ref]) -> bool:
+        known = self._entries.get(entry[3])
+        return known is not None and known[0] == entry[2]

@@ -1,0 +1,1 @@
+"""State of batches, samples and updates, as plain data. Pure."""

@@ -1,0 +1,432 @@
+"""State machine of a batch: the instance of each sample, its progress, and its end.
+
+Pure: times are passed in (unix seconds), nothing is sent or stored here. One sample goes
+
+    WAITING -> ASSIGNED(instance, attempt) -> ENDED
+       ^___________________|   instance lost, item refused, or handed over
+
+    ASSIGNED(instance, attempt) -> ASSIGNED(another instance, next attempt)   moved with its KV
+    ASSIGNED(instance, attempt) -> CALLING -> WAITING or ENDED                a tool call, and its answer
+
+Each assignment is a new attempt; events of an earlier attempt are ignored, whoever sends them. A sample continues
+elsewhere from its tokens without the last one. That token is sampled again, with the same noise, so it is the
+same. This lets the instance itself see whether the token ended the sample: the model's own end-of-sequence token
+is known to the instance alone. Instances report in checkpoints: tokens that a lost one had not reported are
+generated again, and for EXACT samples are the same. A LENIENT sample continues likewise, but takes nothing more
+from its cached rollout: the token that is sampled again, and all after it, are the policy's own. Tokens before a
+tool call, and tokens of the environment, are not sampled again.
+
+A batch of a caller with a quota has an `Account`, which names the access token and bounds the tokens of its
+samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from google.rpc import code_pb2
+
+from paceline.internal.v1 import generation_pb2
+from paceline.v1 import rollout_pb2, sample_pb2
+from services.contracts.gateway_keys import BatchKey
+from services.gateway.state.calls import CallRules, environment_likeliest
+from services.gateway.state.sample import (
+    BatchGroup,
+    EventEffect,
+    GatewaySample,
+    GenerationSpan,
+    Likeliest,
+    SampleEnding,
+    SamplePhase,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Name of the token that a batch was accepted for, and the model's length then."""
+
+    name: str
+    model_len: int
+
+    def to_text(self) -> str:
+        """Return what the journal has of it, so that a successor counts its samples, too."""
+        return f"{self.model_len}:{self.name}"
+
+    @classmethod
+    def from_text(cls, stored: str) -> Self | None:
+        """Return what `to_text` had; None where it is empty: nobody's."""
+        length, _, name = stored.partition(":")
+        return cls(name, int(length)) if name else None
+
+    def most_tokens(self, prompt_tokens: int, sampling: sample_pb2.SamplingParams) -> int:
+        """Return the most tokens that a sample may come to, prompt and response."""
+        if not sampling.HasField("max_tokens"):
+            return self.model_len
+        return min(self.model_len, prompt_tokens + sampling.max_tokens)
+
+    def tokens_of(self, groups: Iterable[rollout_pb2.Group], sampling: sample_pb2.SamplingParams) -> int:
+        """Return the most tokens that groups may come to, with these parameters unless they have their own."""
+        return sum(
+            group.samples
+            * self.most_tokens(
+                len(group.prompt_token_ids), group.sampling if group.HasField("sampling") else sampling
+            )
+            for group in groups
+        )
+
+
+@dataclass(slots=True)
+class BatchState:
+    """State of one batch. `max_attempts` fruitless attempts in a row make a sample FAILED.
+
+    `policy_version` is the one that was asked for, `current_version` the one under which unfinished samples go on:
+    a later one after a weight update that lets samples continue. With `max_staleness`, that is every update, and
+    samples whose first token is of a version further behind begin anew where the batch `regenerates`, else end.
+    """
+
+    key: BatchKey
+    policy_version: int
+    groups: list[BatchGroup]
+    exactness: sample_pb2.Exactness
+    samples: list[GatewaySample]
+    accepted_at: float
+    deadline_at: float
+    max_attempts: int
+    step: int = 0
+    # The run under which instances look up and keep rollouts; empty: they do not.
+    cached_run: str = ""
+    # The batch id under which rewards of its samples come; empty: its own.
+    rewarded_as: str = ""
+    # Batches of higher priority are placed first; within one, runs share by weight.
+    priority: int = 0
+    weight: int = 1
+    # Tokens of the samples that have not ended, the likeliest ones of each position included.
+    held_tokens: int = 0
+    # Samples that have ended, in order, until the journal takes them, and their tokens.
+    endings: list[SampleEnding] = field(default_factory=list)
+    ended_tokens: int = 0
+    # Samples with tokens that the journal does not have.
+    unjournaled: set[int] = field(default_factory=set)
+    ended: int = 0
+    # Its version is served no more, and its samples do not go on under a later one.
+    superseded: bool = False
+    # Groups may be added.
+    open: bool = False
+    max_staleness: int | None = None
+    regenerates: bool = False
+    # Where its samples call tools.
+    tools: CallRules | None = None
+    # On whose name they are in work, if a token's, and the most tokens that the unfinished ones may come to.
+    account: Account | None = None
+    most_tokens: int = 0
+    current_version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.current_version = self.policy_version
+
+    @property
+    def unfinished(self) -> int:
+        """Number of samples that have not ended."""
+        return len(self.samples) - self.ended
+
+    def is_done(self) -> bool:
+        """Return True if every sample has ended."""
+        return self.ended == len(self.samples)
+
+    def group_of(self, index: int) -> BatchGroup:
+        """Return the group of a sample."""
+        return self.groups[self.samples[index].group]
+
+    def group_indexes(self, index: int) -> range:
+        """Return the indexes of all samples in the group of a sample."""
+        group = self.group_of(index)
+        return range(group.first, group.first + group.count)
+
+    def is_stale(self, index: int) -> bool:
+        """Return True if an unfinished sample has tokens of a version that is too old."""
+        sample = self.samples[index]
+        if self.max_staleness is None or not sample.versions or sample.phase is SamplePhase.ENDED:
+            return False
+        return sample.versions[0][1] < self.current_version - self.max_staleness
+
+    def end_sample(
+        self,
+        sample: GatewaySample,
+        reason: sample_pb2.FinishReason,
+        status: sample_pb2.SampleStatus,
+        now: float,
+        failure: sample_pb2.SampleFailure | None = None,
+        stop_string: str = "",
+    ) -> EventEffect:
+        """End a sample as it is, for this reason; it counts as ended from now on."""
+        sample.phase = SamplePhase.ENDED
+        self.unjournaled.discard(sample.index)
+        self.endings.append(SampleEnding(sample.index, reason, status, now, failure, stop_string))
+        self.held_tokens -= sample.entries
+        self.ended_tokens += sample.entries
+        self.ended += 1
+        self.most_tokens -= self.groups[sample.group].most_tokens
+        return EventEffect.ENDED
+
+    def restore(self, index: int, journaled: sample_pb2.Sample, chunks: int) -> None:
+        """Restore the tokens of a waiting sample from its chunks in the journal: all that are not sampled again."""
+        sample, count = self.samples[index], len(journaled.token_ids)
+        for span in journaled.version_spans:
+            sample.stamp(span.begin, span.policy_version)
+        top = Likeliest(journaled.top_token_ids, journaled.top_logprobs)
+        sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1], top)
+        sample.calls.extend(journaled.calls)
+        sample.environment.extend((span.begin, span.end) for span in journaled.environment_spans)
+        if sample.calls and sample.calls[-1] == count:
+            sample.phase = SamplePhase.CALLING
+        self.held_tokens += sample.entries
+        sample.journaled, sample.chunks = count, chunks
+        sample.resubmissions += 1
+        # The journal does not know the instance, so the span names none.
+        sample.spans.append(GenerationSpan("", 0, count, self.accepted_at, self.accepted_at))
+        sample.first_step_at = self.accepted_at
+
+    def mark_ended(self, index: int) -> None:
+        """Record that the journal already has this sample."""
+        sample = self.samples[index]
+        assert sample.phase is SamplePhase.WAITING, f"sample {index} is {sample.phase}"
+        sample.phase = SamplePhase.ENDED
+        self.ended += 1
+        self.most_tokens -= self.groups[sample.group].most_tokens
+
+    def reopen(self, index: int) -> None:
+        """Let a sample that has ended wait again, as if it had no token yet."""
+        old = self.samples[index]
+        assert old.phase is SamplePhase.ENDED, f"sample {index} is {old.phase}"
+        self.samples[index] = old.afresh()
+        self.ended -= 1
+        self.most_tokens += self.groups[old.group].most_tokens
+
+
+_STATUS = {
+    sample_pb2.FINISH_REASON_STOP: sample_pb2.SAMPLE_STATUS_COMPLETED,
+    sample_pb2.FINISH_REASON_LENGTH: sample_pb2.SAMPLE_STATUS_TRUNCATED,
+    sample_pb2.FINISH_REASON_ABORTED: sample_pb2.SAMPLE_STATUS_ABORTED,
+    sample_pb2.FINISH_REASON_ABANDONED: sample_pb2.SAMPLE_STATUS_ABORTED,
+}
+
+
+@dataclass(slots=True)
+class RolloutBatch(BatchState):
+    """State of one batch, and the events that change it."""
+
+    def assign(self, index: int, instance_id: str, now: float) -> int:
+        """Assign a waiting sample to an instance; return the number of the attempt."""
+        sample = self.samples[index]
+        assert sample.phase is SamplePhase.WAITING, f"sample {index} is {sample.phase}"
+        sample.begun_at = 0.0 if sample.tokens else now
+        return sample.begin_attempt(instance_id, now)
+
+    def extend(
+        self,
+        index: int,
+        attempt: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        now: float,
+        verified: Sequence[float] = (),
+        version: int | None = None,
+        top: Likeliest | None = None,
+    ) -> bool:
+        """Append tokens from the instance; return False if the attempt is not the current one.
+
+        `version` is the one that sampled them, by the instance's report; None: the batch's current one.
+        `verified` are log-probabilities of the first of these tokens, which were taken from a cached rollout
+        like all the sample's tokens before them; they are left out where that cannot be.
+        """
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return False
+        lenient = self.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
+        if verified and lenient and len(sample.verified) == len(sample.tokens):
+            sample.verified.extend(verified)
+        before = sample.entries
+        sample.append(tokens, logprobs, self.current_version if version is None else version, top)
+        self.held_tokens += sample.entries - before
+        span = sample.spans[-1]
+        span.end_token, span.end = len(sample.tokens), now
+        sample.first_step_at = sample.first_step_at or now
+        self.unjournaled.add(index)
+        return True
+
+    def tell_prompt(self, index: int, attempt: int, told: sample_pb2.PromptLogprobs) -> None:
+        """Record the log-probabilities of a sample's prompt, if the attempt is the current one."""
+        sample = self.samples[index]
+        if sample.is_running(attempt) and sample.prompt_logprobs is None:
+            before, sample.prompt_logprobs = sample.entries, told
+            self.held_tokens += sample.entries - before
+
+    def finish(self, index: int, attempt: int, report: generation_pb2.Finished, now: float) -> EventEffect:
+        """Record the end that the instance reports: a hand-over if it is no stop, no length and not asked for."""
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return EventEffect.IGNORED
+        sample.count(report)
+        if sample.cancelled:
+            return self.abort(index, now)
+        if self.is_stale(index):
+            # Its first tokens came after the update, or it was let go on.
+            return self.renew(index) if self.regenerates else self.abort(index, now)
+        if report.finish_reason not in (sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH):
+            return self._release(sample, now, resubmission=True, blameless=bool(report.resume_on))
+        sample.spans[-1].end = now
+        reason, tools = report.finish_reason, self.tools
+        stopped = reason == sample_pb2.FINISH_REASON_STOP and len(sample.tokens) > 0
+        if tools is not None and stopped and tools.is_call(sample.tokens[-1], report.stop_string):
+            if len(sample.calls) < tools.most:
+                sample.phase = SamplePhase.CALLING
+                sample.calls.append(len(sample.tokens))
+                self.unjournaled.add(index)
+                return EventEffect.CALLING
+            reason = sample_pb2.FINISH_REASON_LENGTH
+        return self.end_sample(sample, reason, _STATUS[reason], now, None, report.stop_string)
+
+    def answer(self, index: int, tokens: Sequence[int]) -> None:
+        """Append what the environment gives to a calling sample, which waits for an instance then."""
+        sample, before = self.samples[index], self.samples[index].entries
+        assert sample.phase is SamplePhase.CALLING, f"sample {index} is {sample.phase}"
+        begin, each = len(sample.tokens), self.group_of(index).sampling.top_logprobs
+        top = Likeliest(*environment_likeliest(tokens, each))
+        # It was given rather than sampled: its log-probability is 0.
+        sample.append(tokens, [0.0] * len(tokens), sample.versions[-1][1], top)
+        sample.environment.append((begin, len(sample.tokens)))
+        self.held_tokens += sample.entries - before
+        sample.phase, sample.fruitless = SamplePhase.WAITING, 0
+        self.unjournaled.add(index)
+
+    def end_call(self, index: int, reason: sample_pb2.FinishReason, now: float) -> EventEffect:
+        """End a calling sample as it is."""
+        sample = self.samples[index]
+        assert sample.phase is SamplePhase.CALLING, f"sample {index} is {sample.phase}"
+        return self.end_sample(sample, reason, _STATUS[reason], now)
+
+    def lost(self, index: int, attempt: int, now: float) -> EventEffect:
+        """Record that the instance was lost: the sample waits again, with the tokens that it has."""
+        return self._leave(index, attempt, now, resubmission=True)
+
+    def refused(self, index: int, attempt: int, now: float, reason: str = "") -> EventEffect:
+        """Record that the instance would not take the sample just now, and why."""
+        return self._leave(index, attempt, now, resubmission=False, reason=reason)
+
+    def moved(
+        self, index: int, attempt: int, instance_id: str, response_tokens: int, now: float
+    ) -> int | None:
+        """Record that another instance continues the sample after so many response tokens.
+
+        Returns the number of the new attempt; None if the event is of an earlier attempt, or tokens are
+        missing here.
+        """
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return None
+        if len(self.group_of(index).prefix) + len(sample.tokens) != response_tokens:
+            return None
+        before = sample.spans[-1]
+        sample.fruitless = 0 if before.end_token > before.begin_token else sample.fruitless
+        before.end = now
+        return sample.begin_attempt(instance_id, now)
+
+    def fail(self, index: int, failure: sample_pb2.SampleFailure, now: float) -> EventEffect:
+        """End a sample as FAILED, with the tokens that it has."""
+        sample = self.samples[index]
+        if sample.phase is SamplePhase.ENDED:
+            return EventEffect.IGNORED
+        reason, status = sample_pb2.FINISH_REASON_UNSPECIFIED, sample_pb2.SAMPLE_STATUS_FAILED
+        return self.end_sample(sample, reason, status, now, failure)
+
+    def cancel(self, index: int, keep_partial: bool) -> SamplePhase:
+        """Mark a sample as cancelled; return its phase before.
+
+        A sample that was cancelled already, or has ended, counts as ENDED and is left as it was.
+        """
+        sample = self.samples[index]
+        if sample.cancelled or sample.phase is SamplePhase.ENDED:
+            return SamplePhase.ENDED
+        sample.cancelled, sample.keep_partial = True, keep_partial
+        return sample.phase
+
+    def abort(self, index: int, now: float) -> EventEffect:
+        """End a sample as ABORTED, without its tokens if it was cancelled so."""
+        sample = self.samples[index]
+        if sample.phase is SamplePhase.ENDED:
+            return EventEffect.IGNORED
+        if not sample.keep_partial:
+            self.held_tokens -= sample.entries
+            sample.forget_tokens()
+            sample.spans = []
+        reason = sample_pb2.FINISH_REASON_ABORTED
+        return self.end_sample(sample, reason, _STATUS[reason], now)
+
+    def renew(self, index: int) -> EventEffect:
+        """Let an unfinished sample wait again without its tokens; what its instance still sends is ignored."""
+        old = self.samples[index]
+        self.held_tokens -= old.entries
+        self.unjournaled.discard(index)
+        self.samples[index] = old.afresh()
+        return EventEffect.WAITING
+
+    def not_resumed(
+        self, index: int, attempt: int, failure: sample_pb2.SampleFailure, now: float, *, renews: bool
+    ) -> EventEffect:
+        """Record that the instance's model does not go on from the sample's tokens.
+
+        It begins again if it `renews` and can: it ends as FAILED where tokens came from its caller or from an
+        environment, and after `max_attempts` losses.
+        """
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return EventEffect.IGNORED
+        if sample.cancelled:
+            return self.abort(index, now)
+        given = self.group_of(index).prefix or sample.calls
+        if not renews or given or sample.resubmissions >= self.max_attempts:
+            return self.fail(index, failure, now)
+        return self.renew(index)
+
+    def _leave(
+        self, index: int, attempt: int, now: float, *, resubmission: bool, reason: str = ""
+    ) -> EventEffect:
+        sample = self.samples[index]
+        if not sample.is_running(attempt):
+            return EventEffect.IGNORED
+        if sample.cancelled:
+            return self.abort(index, now)
+        return self._release(sample, now, resubmission=resubmission, reason=reason)
+
+    def _release(
+        self,
+        sample: GatewaySample,
+        now: float,
+        *,
+        resubmission: bool,
+        blameless: bool = False,
+        reason: str = "",
+    ) -> EventEffect:
+        """Let a sample wait again. `blameless`: it was taken off its instance for the others' sake.
+
+        `reason` is why its instance would not have it; empty: it was lost.
+        """
+        span = sample.spans[-1]
+        gained = span.end_token - span.begin_token
+        # One gained token is the one that will be sampled again: that is no progress.
+        sample.fruitless = 0 if gained > 1 else sample.fruitless + (not blameless)
+        sample.resubmissions += resubmission
+        instance_id, sample.instance_id = sample.instance_id, ""
+        sample.phase = SamplePhase.WAITING
+        if gained:
+            self.held_tokens -= sample.entries
+            sample.drop_last_token()
+            self.held_tokens += sample.entries
+        if sample.fruitless < self.max_attempts:
+            return EventEffect.WAITING
+        last = f"{instance_id}: {reason}" if reason else instance_id
+        told = f"{sample.fruitless} attempts in a row brought no token; the last was on {last}"
+        failure = sample_pb2.SampleFailure(code=code_pb2.UNAVAILABLE, reason=told)
+        return self.fail(sample.index, failure, now)

@@ -1,0 +1,309 @@
+"""State of one sample in the gateway, and of the group that shares its prompt. Pure.
+
+A sample has four shapes in the product: `paceline.types.Sample` in the SDK, `GatewaySample` here, the running
+sample of an instance, and the engine's request. Other modules of the gateway refer to a sample by its batch and
+index.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.internal.v1 import generation_pb2
+from paceline.times import seconds_of
+from paceline.v1 import sample_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGroup:
+    """Samples of one prompt: `count` of them, from index `first`.
+
+    `prefix` are response tokens that the caller brought along, with their log-probabilities if it knows them.
+    `most_tokens` are those that a sample may come to, where its batch has an account.
+    """
+
+    prompt_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: sample_pb2.SamplingParams
+    expected_tokens: int = 0
+    prefix: Sequence[int] = ()
+    prefix_logprobs: Sequence[float] = ()
+    first: int = 0
+    count: int = 1
+    most_tokens: int = 0
+
+
+class SamplePhase(enum.Enum):
+    """Phase of a sample."""
+
+    WAITING = "waiting"
+    ASSIGNED = "assigned"
+    # It has called a tool, and waits for tokens of its environment.
+    CALLING = "calling"
+    ENDED = "ended"
+
+
+class EventEffect(enum.Enum):
+    """Effect of an event on a sample."""
+
+    # The event belongs to an earlier attempt, or the sample has ended: nothing happened.
+    IGNORED = "ignored"
+    # Back in the queue.
+    WAITING = "waiting"
+    CALLING = "calling"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class GenerationSpan:
+    """Response tokens [begin_token, end_token) and the instance that generated them, with unix seconds.
+
+    Of the tokens before, it had the KV of the first `cached_context`, those of the prompt included.
+    """
+
+    instance_id: str
+    begin_token: int
+    end_token: int
+    begin: float
+    end: float
+    cached_context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnding:
+    """End of the sample with this index, at this time in unix seconds."""
+
+    index: int
+    finish_reason: sample_pb2.FinishReason
+    status: sample_pb2.SampleStatus
+    at: float
+    failure: sample_pb2.SampleFailure | None = None
+    stop_string: str = ""
+
+    @property
+    def error(self) -> str:
+        """Why it failed, as one text; empty: it did not."""
+        failure = self.failure
+        return "" if failure is None else f"{failure.field}: {failure.reason}".removeprefix(": ")
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if the sample was completed or truncated, that is neither aborted nor failed."""
+        return self.status in (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
+
+
+class Likeliest(NamedTuple):
+    """Likeliest tokens of positions and their log-probabilities, one position after another, as many of each."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class TokenColumns(NamedTuple):
+    """Tokens of a sample, and what is told of each: its log-probability, and the likeliest ones of its position."""
+
+    tokens: array[int]
+    logprobs: array[float]
+    top_tokens: array[int]
+    top_logprobs: array[float]
+
+
+@dataclass(slots=True)
+class GatewaySample:
+    """State of one sample. `index` numbers the samples of the batch, group by group."""
+
+    index: int
+    group: int
+    slot: int
+    seed: int
+    phase: SamplePhase = SamplePhase.WAITING
+    instance_id: str = ""
+    # Number of the current or last attempt, from 1.
+    attempt: int = 0
+    # uint32 and float32, same length.
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    # LENIENT: float32, log-probabilities under the current policy of the first tokens, which were taken from a
+    # cached rollout.
+    verified: array[float] = field(default_factory=lambda: array("f"))
+    # uint32 and float32: for each token, the likeliest ones of its position, if they are asked for.
+    top_tokens: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    # Of the prompt, where they are asked for and have come.
+    prompt_logprobs: sample_pb2.PromptLogprobs | None = None
+    spans: list[GenerationSpan] = field(default_factory=list)
+    # Policy versions that sampled the tokens: each with its first token, in order.
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    # Lengths of the response at which it called a tool, and [begin, end) of the tokens that its environment gave.
+    calls: list[int] = field(default_factory=list)
+    environment: list[tuple[int, int]] = field(default_factory=list)
+    resubmissions: int = 0
+    # Attempts in a row that brought no token.
+    fruitless: int = 0
+    # Tokens that the journal has, and the number of chunks in which it has them.
+    journaled: int = 0
+    chunks: int = 0
+    # Set once the sample is being cancelled: whether its tokens are to be delivered.
+    cancelled: bool = False
+    keep_partial: bool = True
+    # Time at which an instance got the sample without any token; 0 if it came with some.
+    begun_at: float = 0.0
+    # Time of the first engine step; that of the first report until the instance says how long the sample waited.
+    first_step_at: float = 0.0
+    decode_steps: int = 0
+    verify_steps: int = 0
+    # Seconds in engines, as instances reported them, and of these in steps of each kind (as in pb.Finished).
+    generation_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    # drafter -> [drafted, accepted]
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    # Length of the cached rollout, and tokens kept of it, in the attempt that kept most.
+    cached_tokens: int = 0
+    reused_prefix: int = 0
+
+    def afresh(self) -> GatewaySample:
+        """Return the sample as it waits without a token, after the attempts that there were."""
+        fresh = GatewaySample(self.index, self.group, self.slot, self.seed, attempt=self.attempt)
+        fresh.cancelled, fresh.keep_partial = self.cancelled, self.keep_partial
+        fresh.resubmissions = self.resubmissions + 1
+        return fresh
+
+    def is_running(self, attempt: int) -> bool:
+        """Return True if the sample is on an instance under this attempt, so that its events count."""
+        return self.phase is SamplePhase.ASSIGNED and self.attempt == attempt
+
+    def begin_attempt(self, instance_id: str, now: float) -> int:
+        """Begin an attempt on an instance and return its number."""
+        self.phase, self.instance_id = SamplePhase.ASSIGNED, instance_id
+        self.attempt += 1
+        have = len(self.tokens)
+        self.spans.append(GenerationSpan(instance_id, have, have, now, now))
+        return self.attempt
+
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, top: Likeliest | None = None
+    ) -> None:
+        """Append tokens that this policy version sampled, their log-probabilities, and those next to them."""
+        if len(tokens):
+            self.stamp(len(self.tokens), version)
+        # As arrays: to take a message's values one by one costs ten times as much.
+        self.tokens.frombytes(np.asarray(tokens, np.uint32).tobytes())
+        self.logprobs.frombytes(np.asarray(logprobs, np.float32).tobytes())
+        if top is not None:
+            self.top_tokens.frombytes(np.asarray(top.token_ids, np.uint32).tobytes())
+            self.top_logprobs.frombytes(np.asarray(top.logprobs, np.float32).tobytes())
+
+    @property
+    def entries(self) -> int:
+        """Number of tokens that are kept, the likeliest ones of each position included, and those of its prompt."""
+        told = self.prompt_logprobs
+        prompt = 0 if told is None else len(told.logprobs) + len(told.top_token_ids)
+        return len(self.tokens) + len(self.top_tokens) + prompt
+
+    def part(self, begin: int = 0, end: int | None = None) -> TokenColumns:
+        """Return the tokens [begin, end) and what is told of them."""
+        last = len(self.tokens) if end is None else end
+        each = len(self.top_tokens) // max(1, len(self.tokens))
+        top = slice(each * begin, each * last)
+        return TokenColumns(
+            self.tokens[begin:last], self.logprobs[begin:last], self.top_tokens[top], self.top_logprobs[top]
+        )
+
+    @property
+    def ends_with_environment(self) -> bool:
+        """True if the last token came from the sample's environment."""
+        return bool(self.environment) and self.environment[-1][1] == len(self.tokens)
+
+    @property
+    def settled(self) -> int:
+        """Number of the first tokens that no later attempt samples again."""
+        have = len(self.tokens)
+        return have if self.phase is SamplePhase.CALLING or self.ends_with_environment else max(0, have - 1)
+
+    def turns(self, begin: int = 0, end: int | None = None) -> bytes:
+        """Return the calls in the tokens [begin, end), and what the environment gave, as fields of a Sample."""
+        if not self.calls:
+            return b""
+        last = len(self.tokens) if end is None else end
+        given = [
+            sample_pb2.EnvironmentSpan(begin=first, end=behind)
+            for first, behind in self.environment
+            if begin <= first and behind <= last
+        ]
+        calls = [length for length in self.calls if begin < length <= last]
+        return sample_pb2.Sample(environment_spans=given, calls=calls).SerializeToString()
+
+    @property
+    def reuse(self) -> tuple[int, int]:
+        """Length of the cached rollout, and the number of the sample's first tokens that equal it.
+
+        A lost attempt has reported its tokens only, so the length is then a lower bound.
+        """
+        reused = min(max(self.reused_prefix, len(self.verified)), len(self.tokens))
+        return max(self.cached_tokens, reused), reused
+
+    def stamp(self, begin: int, version: int) -> None:
+        """Record that tokens from `begin` on are of this policy version."""
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((begin, version))
+
+    def version_spans(self, begin: int = 0, end: int | None = None) -> list[sample_pb2.VersionSpan]:
+        """Return which policy version sampled which of the tokens [begin, end)."""
+        spans, last = list[sample_pb2.VersionSpan](), len(self.tokens) if end is None else end
+        for first, version in reversed(self.versions):
+            if max(first, begin) < last:
+                spans.append(
+                    sample_pb2.VersionSpan(begin=max(first, begin), end=last, policy_version=version)
+                )
+            last = min(first, last)
+        return spans[::-1]
+
+    def forget_tokens(self) -> None:
+        """Drop all tokens."""
+        del self.tokens[:], self.logprobs[:], self.verified[:], self.versions[:]
+        del self.top_tokens[:], self.top_logprobs[:], self.calls[:], self.environment[:]
+        self.prompt_logprobs = None
+        self.journaled = self.chunks = 0
+
+    def drop_last_token(self) -> None:
+        """Drop the last token, which the next attempt samples again, and all that refers to it."""
+        each = len(self.top_tokens) // max(1, len(self.tokens))
+        if self.tokens:
+            self.tokens.pop()
+            self.logprobs.pop()
+        have = len(self.tokens)
+        del self.top_tokens[each * have :], self.top_logprobs[each * have :]
+        del self.verified[have:]
+        self.versions = [(first, version) for first, version in self.versions if first < have]
+        self.reused_prefix = min(self.reused_prefix, have)
+        self.spans = [span for span in self.spans if span.begin_token < have]
+        for span in self.spans:
+            span.end_token = min(span.end_token, have)
+
+    def count(self, report: generation_pb2.Finished) -> None:
+        """Add an instance's counts of steps and drafts."""
+        if self.begun_at:
+            self.first_step_at = self.begun_at + seconds_of(report.queue_time)
+        if self.spans:
+            self.spans[-1].cached_context = report.cached_context_tokens
+        self.decode_steps += report.decode_steps
+        self.verify_steps += report.verify_steps
+        self.generation_seconds += seconds_of(report.generation_time)
+        self.prefill_seconds += seconds_of(report.prefill_time)
+        self.verify_seconds += seconds_of(report.verify_time)
+        self.plain_seconds += seconds_of(report.plain_time)
+        for source in report.draft_sources:
+            counts = self.drafts.setdefault(source.drafter, [0, 0])
+            counts[0] += source.drafted
+            counts[1] += source.accepted
+        # Each attempt reports on the whole response so far, not on its own part, so the counts do not add up.
+        if (report.reused_prefix, report.cached_tokens) > (self.reused_prefix, self.cached_tokens):
+            self.reused_prefix, self.cached_tokens = report.reused_prefix, report.cached_tokens

@@ -1,1 +1,0 @@
-"""Draft with a draft model: the quantized self-draft or an EAGLE-3 head."""

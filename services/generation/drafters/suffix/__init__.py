@@ -1,1 +1,0 @@
-"""Draft from the suffix index over all known rollouts of a prompt."""

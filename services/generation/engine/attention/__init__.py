@@ -1,1 +1,0 @@
-"""Attention backend for short queries, and the choice of kernels."""

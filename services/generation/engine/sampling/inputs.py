@@ -1,0 +1,203 @@
+"""Data that travels with a sample from the engine to its sampler, in SamplingParams.extra_args.
+
+A sample has its seed and settings (`SampleNoise`), and may have a cached rollout to take over or a record of
+drafts to verify by. Nothing here needs torch.
+
+BubbleSpec accepts a draft token x with probability min(1, p_now(x) / p_then(x)) (Eq. 2). A draft is what followed
+some context in a rollout, so p_then is found by the token and the few tokens before it, whichever drafter
+proposed it. This is no speculative sampling of the policy: a token that an index picked out of several rollouts
+is not a draw from p_then, and after a rejection the token is drawn from p_now without x, not from max(p_now -
+p_then, 0), for which all of p_then would have to be kept. Drafts that no rollout has are verified as certainties
+(sampler.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from numpy.typing import ArrayLike, NDArray
+
+from services.generation.engine.types import EngineRequest, Verifier
+
+# The keys of a sample's `SampleNoise`, as a dict of its fields, and of its `CachedRollout` and its `RecordedDrafts`
+# (recorded.py), where it has them.
+NOISE_KEY = "paceline_noise"
+CACHED_KEY = "paceline_cached"
+RECORDED_KEY = "paceline_recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleNoise:
+    """Seed of a sample, and how it is sampled: all that our sampler reads, as it was asked for.
+
+    `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off. `min_p` is a probability relative to the largest;
+    `forbidden` may not be sampled before `min_tokens` response tokens are there. Where `allowed` is not empty,
+    nothing else may be sampled. With `near_ties` the runner-up of each token is reported in place of the likeliest.
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    forbidden: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
+    processed_logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    # The schema of the response, and the tokens that may end it.
+    json_schema: str = ""
+    stops: tuple[int, ...] = ()
+    verifier: Verifier = Verifier.COUPLED
+    near_ties: bool = False
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def penalised(self) -> bool:
+        """True if tokens that are there already count against their being sampled again."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRollout:
+    """Cached rollout of a sample: tokens [L], their log-probabilities then [L], and the lenience, above 0."""
+
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float64]
+    lenience: float
+
+    def scales(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float64]:
+        """Return p_then / lenience of some tokens; NaN for one whose p_then is not a probability above 0."""
+        known = self.logprobs[begin:end]
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales = np.exp(known) / self.lenience
+        return np.where(np.isfinite(known), scales, np.nan)
+
+    @classmethod
+    def of(cls, request: EngineRequest, vocab_size: int) -> CachedRollout:
+        """Return the rollout of a request that follows one.
+
+        Raises:
+            ValueError: it is invalid. It comes from a store, and nobody else has checked it.
+        """
+        tokens = np.array(request.cached, np.int64)
+        logprobs = np.array(request.cached_logprobs, np.float64)
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(tokens)} cached tokens have {len(logprobs)} log-probabilities")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise ValueError(f"a cached token is outside the vocabulary of {vocab_size}")
+        return cls(tokens, logprobs, request.lenience)
+
+
+class DrawSettings(NamedTuple):
+    """Settings of n samples, in host memory.
+
+    temperature [n] float32, 0 for a greedy sample; top_k [n] integers and top_p [n] float32, None where no sample
+    asks for it.
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.integer] | None = None
+    top_p: npt.NDArray[np.float32] | None = None
+
+    @classmethod
+    def of(cls, noise: Sequence[SampleNoise]) -> DrawSettings:
+        """Return those of samples as they ask for them: vLLM's batch has what its own limits make of that."""
+        n = len(noise)
+        top_k = np.fromiter((each.top_k for each in noise), np.int64, n)
+        top_p = np.fromiter((each.top_p for each in noise), np.float32, n)
+        return cls(
+            np.fromiter((each.temperature for each in noise), np.float32, n),
+            top_k if top_k.any() else None,
+            top_p if (top_p < 1).any() else None,
+        )
+
+    @property
+    def divisor(self) -> npt.NDArray[np.float32]:
+        """Divisor of the logits of each sample; 1 for greedy ones."""
+        return np.where(self.temperature > 0, self.temperature, np.float32(1))
+
+
+CONTEXT = 4
+"""Tokens before a token by which it is found; the prompt's last ones count."""
+_NOTHING = -1
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedTokens:
+    """Tokens of the rollouts of one prompt: `keys` [K] uint64, rising, and their `logprobs` [K] float32.
+
+    Of equal keys the last counts.
+    """
+
+    keys: NDArray[np.uint64]
+    logprobs: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], rollouts: Iterable[tuple[ArrayLike, ArrayLike]]) -> Self:
+        """Return the record of rollouts, each as its tokens and as many log-probabilities."""
+        keys, logprobs = [np.empty(0, np.uint64)], [np.empty(0, np.float32)]
+        for tokens, then in rollouts:
+            keys.append(_keys(prompt[-CONTEXT:], tokens))
+            logprobs.append(np.asarray(then, np.float32))
+        joined = np.concatenate(keys)
+        order = np.argsort(joined, kind="stable")
+        return cls(joined[order], np.concatenate(logprobs)[order])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.keys.nbytes + self.logprobs.nbytes
+
+    def find(self, before: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
+        """Return the log-probability of each of the tokens [k] behind `before`, NaN where it is not known."""
+        wanted = _keys(before, tokens)
+        if not len(self.keys):
+            return np.full(len(wanted), np.nan)
+        places = np.searchsorted(self.keys, wanted, side="right") - 1
+        found = self.logprobs[places].astype(np.float64)
+        return np.where(self.keys[places] == wanted, found, np.nan)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedDrafts:
+    """Record by which the drafts of a sample are verified, and the lenience of the rule, at least 1."""
+
+    record: RecordedTokens
+    lenience: float
+
+
+class DraftsOfRow(NamedTuple):
+    """The same in a step: `before` are the sample's last tokens, at least CONTEXT of them where it has so many."""
+
+    known: RecordedDrafts
+    before: NDArray[np.int64]
+
+    def bounds(self, tokens: NDArray[np.int64], u: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return what the policy's probability of each draft token [k] must exceed, by its uniform [k].
+
+        NaN where no rollout has the token.
+        """
+        bounds: NDArray[np.float64] = u * np.exp(self.known.record.find(self.before, tokens))
+        return bounds / self.known.lenience
+
+
+def _keys(before: ArrayLike, tokens: ArrayLike) -> NDArray[np.uint64]:
+    """Return a hash of each token and the CONTEXT tokens before it; `before` are those before the first."""
+    padded = np.concatenate((np.full(CONTEXT, _NOTHING), np.asarray(before, np.int64)))[-CONTEXT:]
+    # -1 becomes 1, and no token is 0: a shorter context is another one.
+    text = np.concatenate((padded, np.asarray(tokens, np.int64))).astype(np.uint64) + np.uint64(2)
+    count = len(text) - CONTEXT
+    keys = np.zeros(count, np.uint64)
+    for place in range(CONTEXT + 1):
+        keys = keys * _FACTOR + text[place : place + count]
+    return keys

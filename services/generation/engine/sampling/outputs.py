@@ -1,0 +1,271 @@
+"""Report the tokens of a step: marks, likeliest tokens, runners-up, and scores of prompts.
+
+Marks carry the drafted, accepted and reused tokens of a step. They take the place of vLLM's rank of each token,
+which Paceline does not use. vLLM cuts marks, tokens and log-probabilities alike at a stop token and at the length
+limit.
+
+The runner-up and its margin, for samples that ask for near-ties, take the places of the likeliest token and its
+log-probability, which such samples do not ask for.
+
+A prompt is scored by the model's own distribution while it is computed, a few rows at a time: the logits of a
+whole prompt would take gigabytes, which no memory budget includes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.coupled_sampler.sample import Edited, runner_up
+from kernels.transfer import downloaded
+from services.generation.engine.sampling.constraints import chunks
+from services.generation.engine.sampling.inputs import DrawSettings, SampleNoise
+from services.generation.engine.sampling.rows import IntArray, Rows, put
+
+_Counts = npt.NDArray[np.int64]
+
+NO_TOKEN = -1
+"""In place of a token where a sample asks for fewer of the likeliest than another of the step."""
+ACCEPTED = 2
+"""Part of the mark of a token that is an accepted draft."""
+
+
+def pack(drafted: _Counts, accepted: _Counts, reused: _Counts, width: int) -> npt.NDArray[np.int32]:
+    """Return the marks of n samples with `width` places each, [n * width].
+
+    Args:
+        drafted: [n], draft tokens that the step verified.
+        accepted: [n], how many of the emitted tokens, the first, are draft tokens.
+        reused: [n], how many of the emitted tokens, the first, were taken over from a cached rollout.
+        width: places of a sample.
+    """
+    place = np.arange(width)
+    marks = 4 * drafted[:, None] + ACCEPTED * (place < accepted[:, None]) + (place < reused[:, None])
+    return marks.reshape(-1).astype(np.int32)
+
+
+def pack_rows(drafted: torch.Tensor, accepted: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+    """Return the marks of R rows, [R] int32, where these are.
+
+    Args:
+        drafted: [R], draft tokens that the step verified of the row's sample.
+        accepted: [R] bool, true if the row's token is an accepted draft.
+        reused: [R] bool, true if it was taken over from a cached rollout.
+    """
+    return (4 * drafted + ACCEPTED * accepted + reused).to(torch.int32)
+
+
+def unpack(marks: npt.NDArray[Any]) -> tuple[int, int, int]:
+    """Return (drafted, accepted, reused) of one sample from the marks of its tokens; zeros without any.
+
+    The last two count among the tokens that are left: behind a stop token there may have been more.
+    """
+    if not marks.size or not (first := marks.item(0)):
+        return 0, 0, 0
+    accepted = int((marks & ACCEPTED).sum()) // ACCEPTED if first & ACCEPTED else 0
+    return first >> 2, accepted, int((marks & 1).sum()) if first & 1 else 0
+
+
+def unpack_likeliest(logprobs: Any) -> tuple[list[int], list[float]]:
+    """Return the likeliest tokens of each position of one sample, and their log-probabilities, in order."""
+    tokens = logprobs.logprob_token_ids
+    if tokens.shape[1] == 1 or not len(tokens):
+        return [], []
+    wanted = slice(1, 1 + int((tokens[0, 1:] != NO_TOKEN).sum()))
+    return tokens[:, wanted].ravel().tolist(), logprobs.logprobs[:, wanted].ravel().tolist()
+
+
+# Rows whose logits are in memory at once.
+_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of the tokens of a prompt but the first, [n - 1], and the likeliest tokens there, [n - 1, k]."""
+
+    logprobs: npt.NDArray[np.float32]
+    top_token_ids: npt.NDArray[np.int64]
+    top_logprobs: npt.NDArray[np.float32]
+
+    @classmethod
+    def empty(cls, tokens: int, most: int) -> PromptScores:
+        """Return room for a prompt of so many tokens."""
+        rows = max(0, tokens - 1)
+        return cls(
+            np.full(rows, np.nan, np.float32),
+            np.zeros((rows, most), np.int64),
+            np.zeros((rows, most), np.float32),
+        )
+
+
+@dataclass(slots=True)
+class PromptReading:
+    """Scores of one prompt as far as it was computed. `told` once they have left the worker."""
+
+    prompt: list[int]
+    most: int
+    told: bool = False
+    scores: PromptScores = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scores = PromptScores.empty(len(self.prompt), self.most)
+
+    def read(
+        self, hidden: torch.Tensor, begin: int, logits_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Score the tokens that follow the positions from `begin` on, of which `hidden` has the states, [m, H]."""
+        rows = min(len(hidden), len(self.prompt) - 1 - begin)
+        for first in range(0, rows, _ROWS):
+            last = min(first + _ROWS, rows)
+            logits = logits_of(hidden[first:last]).float()
+            place = slice(begin + first, begin + last)
+            following = self.prompt[place.start + 1 : place.stop + 1]
+            total = logits.logsumexp(dim=-1, keepdim=True)
+            index = torch.tensor(following, device=logits.device).unsqueeze(1)
+            self.scores.logprobs[place] = (logits.gather(1, index) - total).squeeze(1).cpu().numpy()
+            if self.most:
+                best = logits.topk(self.most, dim=-1)
+                self.scores.top_token_ids[place] = best.indices.cpu().numpy()
+                self.scores.top_logprobs[place] = (best.values - total).cpu().numpy()
+
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def likeliest(
+    logits: torch.Tensor,
+    rows: Rows,
+    counts: IntArray,
+    noise: list[SampleNoise],
+    settings: DrawSettings,
+    edited: Edited | None,
+    lowest: torch.Tensor | None,
+) -> tuple[IntArray, FloatArray]:
+    """Return the likeliest tokens of emitted rows and their log-probabilities, [R, K]; K is the most asked for.
+
+    They are of the model's own distribution, or of what is sampled from, as the sample asks. Behind as many as it
+    asks for there are NO_TOKEN. A few rows at a time are widened to float32.
+
+    Args:
+        logits: [R, V], any float type.
+        rows: the layout.
+        counts: emitted tokens of each sample, [n].
+        noise: one per sample.
+        settings: of the samples.
+        edited: what some rows are sampled from instead.
+        lowest: the least scaled logit that is kept of each row, [R]; None: all are.
+    """
+    asked = np.fromiter((item.top_logprobs for item in noise), np.int64, len(noise))
+    most = int(asked.max(initial=0))
+    samples = rows.samples
+    tokens, values = (
+        np.full((len(samples), most), NO_TOKEN, np.int64),
+        np.zeros((len(samples), most), np.float32),
+    )
+    if not most:
+        return tokens, values
+    by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))[samples]
+    wanted = (asked[samples] > 0) & (rows.offsets < counts[samples])
+    found: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
+    for chosen, processed in ((wanted & by_processed, True), (wanted & ~by_processed, False)):
+        index = np.flatnonzero(chosen)
+        for begin, end in chunks(len(index), logits.shape[1]):
+            part = index[begin:end]
+            if processed:
+                own = sampled_from(logits, part, samples[part], settings, edited, lowest)
+            else:
+                own = logits[put(logits.device, part=part)["part"]].float()
+            best = own.topk(most, dim=-1)
+            found.append((part, best.indices, best.values - own.logsumexp(dim=-1, keepdim=True)))
+    if found:
+        # The device is waited for once, when it has all of them.
+        index = np.concatenate([part for part, _, _ in found])
+        best_tokens, best_values = (downloaded(torch.cat([each[k] for each in found])) for k in (1, 2))
+        beyond = np.arange(most) >= asked[samples[index], None]
+        tokens[index] = np.where(beyond, NO_TOKEN, best_tokens.numpy())
+        values[index] = best_values.numpy()
+    return tokens, values
+
+
+def sampled_from(
+    logits: torch.Tensor,
+    index: IntArray,
+    samples: IntArray,
+    settings: DrawSettings,
+    edited: Edited | None,
+    lowest: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return edited, divided and masked logits of some rows, [m, V] float32."""
+    vectors: dict[str, npt.NDArray[Any]] = {"index": index, "divisor": settings.divisor[samples]}
+    if edited is not None:
+        numbers = edited.rows.numpy()
+        place = np.minimum(np.searchsorted(numbers, index), len(numbers) - 1)
+        vectors["mine"] = np.flatnonzero(numbers[place] == index)
+        vectors["place"] = place[vectors["mine"]]
+    there = put(logits.device, **vectors)
+    values = logits[there["index"]].float()
+    if edited is not None:
+        values[there["mine"]] = edited.logits[there["place"]]
+    values /= there["divisor"].unsqueeze(1)
+    if lowest is None:
+        return values
+    return values.masked_fill_(values < lowest[there["index"]].unsqueeze(1), -torch.inf)
+
+
+def with_runners_up(
+    told: tuple[IntArray, FloatArray],
+    logits: torch.Tensor,
+    rows: Rows,
+    drawn: tuple[IntArray, IntArray],
+    noise: list[SampleNoise],
+    settings: DrawSettings,
+    edited: Edited | None,
+    lowest: torch.Tensor | None,
+) -> tuple[IntArray, FloatArray]:
+    """Return `told` with the runner-up and its margin in the first column of the rows of these samples.
+
+    Args:
+        told: tokens and values of the rows, [R, K] each.
+        logits: [R, V], any float type.
+        rows: the layout.
+        drawn: token of each row [R], and emitted tokens of each sample [n].
+        noise: one per sample.
+        settings: of the samples.
+        edited: what some rows are sampled from instead.
+        lowest: the least scaled logit that is kept of each row, [R]; None: all are.
+    """
+    asked = np.fromiter((item.near_ties for item in noise), bool, len(noise))
+    if not asked.any():
+        return told
+    winners, counts = drawn
+    tokens, values = told
+    if not tokens.shape[1]:
+        tokens, values = (
+            np.full((len(winners), 1), NO_TOKEN, np.int64),
+            np.zeros((len(winners), 1), np.float32),
+        )
+    wanted = asked[rows.samples] & (rows.offsets < counts[rows.samples]) & (winners >= 0)
+    index = np.flatnonzero(wanted)
+    seeds = np.fromiter((item.seed for item in noise), np.uint64, len(noise)).view(np.int64)
+    found = list[tuple[torch.Tensor, torch.Tensor]]()
+    for begin, end in chunks(len(index), logits.shape[1]):
+        part = index[begin:end]
+        samples = rows.samples[part]
+        scaled = sampled_from(logits, part, samples, settings, edited, lowest)
+        there = put(
+            logits.device,
+            winners=winners[part],
+            seeds=seeds[samples],
+            positions=rows.row_positions[part],
+            noisy=settings.temperature[samples] > 0,
+        )
+        found.append(runner_up(scaled, there["winners"], there["seeds"], there["positions"], there["noisy"]))
+    if found:
+        tokens[index, 0] = downloaded(torch.cat([each[0] for each in found])).numpy()
+        values[index, 0] = downloaded(torch.cat([each[1] for each in found])).numpy()
+    return tokens, values

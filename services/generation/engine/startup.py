@@ -1,0 +1,308 @@
+"""Run an idle engine before it serves: warm it up, check its drafts, and measure its step times.
+
+Warm-up: vLLM's first run of every shape is seconds slow.
+
+Check: a few samples are decoded plainly, and again with drafts that are wrong on purpose. Where the two differ by
+more than rounding, the engine decodes plainly from then on.
+
+Sweep: the measured times are the prior of the step-time estimator. The steps verify random draft tokens: a step
+takes as long whether they are accepted or not, and as hardly one is, contexts stay short.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import inf
+from random import Random
+from statistics import median
+
+from services.contracts.sampling import Sampling
+from services.generation.engine.core import Engine
+from services.generation.engine.model_support import Feature
+from services.generation.engine.types import EngineRequest, SampleStep, Verifier
+from services.step_time.sweep import SWEEP_SECONDS, MeasuredStep, SweptBatch, swept_batches
+
+TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.25}
+"""By dtype of the model, in nats. float16 has eight times the precision of bfloat16, but its mixtures of experts
+have near-ties as well."""
+_COARSEST = max(TOLERANCES.values())
+# Of fewer positions one alone could be the median.
+_LEAST_POSITIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Response of a sample, and the likeliest tokens of each position with their log-probabilities."""
+
+    tokens: list[int] = field(default_factory=list)
+    likeliest: list[Mapping[int, float]] = field(default_factory=list)
+
+
+def disagreement(plain: Sequence[Decoded], drafted: Sequence[Decoded], dtype: str) -> str:
+    """Return how drafted responses of some samples differ from plain ones beyond rounding; "" if they do not.
+
+    Args:
+        plain: of each sample.
+        drafted: of the same samples, with a draft refused in their first decoding step.
+        dtype: of the model.
+    """
+    tolerance = TOLERANCES.get(dtype, _COARSEST)
+    distances = [_distances(*both) for both in zip(plain, drafted, strict=True)]
+    # A defect may be in one row of the batch, or end all responses at once.
+    judged = [each for each in distances if len(each) >= _LEAST_POSITIONS]
+    worst = max((median(each) for each in (*judged, list(chain(*distances))) if each), default=inf)
+    if worst <= tolerance:
+        return ""
+    if worst == inf:
+        return "other tokens are the likeliest behind a refused draft"
+    off = f"log-probabilities are {worst:.2g} nats off behind a refused draft"
+    return f"{off}; up to {tolerance:g} is rounding in {dtype}"
+
+
+def _distances(plain: Decoded, drafted: Decoded) -> list[float]:
+    """Return the distance of the distributions at each position behind the first whose context is the same."""
+    found = []
+    for place, (one, other) in enumerate(zip(plain.likeliest, drafted.likeliest, strict=False)):
+        if place:
+            found.append(_distance(one, other))
+        if plain.tokens[place] != drafted.tokens[place]:
+            break
+    return found
+
+
+def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    shared = one.keys() & other.keys()
+    if 2 * len(shared) < len(one):
+        return inf
+    return median(abs(one[token] - other[token]) for token in shared)
+
+
+_log = logging.getLogger(__name__)
+# Fifteen steps or so for each way of decoding: half a second of a model of 70B.
+_SAMPLES, _PROMPT_TOKENS, _TOKENS, _LIKELIEST = 4, 24, 12, 20
+_DRAFT_TOKENS = 3
+# A model with shorter samples has no room for a refused draft and tokens behind it.
+_SHORTEST = 12
+# Spreads the tokens of prompts over the vocabulary.
+_STRIDE = 7919
+
+
+def check_drafts(engine: Engine) -> None:
+    """Refuse drafts, or trees of them, where they change what the model says. The engine is idle, and so again."""
+    if not engine.support.allows(Feature.DRAFTS) or engine.limits.max_model_len < _SHORTEST:
+        return
+    plain = _Run(engine, "plain").decode()
+    for feature in (Feature.DRAFTS, Feature.TREES) if engine.trees else (Feature.DRAFTS,):
+        if reason := _difference(engine, plain, feature):
+            _log.error("features_refused: %s: %s", feature.value, reason)
+            engine.refuse(feature, reason)
+            return
+
+
+def _difference(engine: Engine, plain: Sequence[Decoded], feature: Feature) -> str:
+    run = _Run(engine, feature.value, plain)
+    try:
+        drafted = run.decode()
+    except Exception as error:  # Of vLLM, or of a kernel.
+        _log.exception("draft_check_failed")
+        run.end()
+        return f"a step with drafts failed: {type(error).__name__}: {error}"
+    return disagreement(plain, drafted, engine.dtype)
+
+
+class _Run:
+    """Samples that are decoded together; with drafts where their plain responses are given."""
+
+    def __init__(self, engine: Engine, name: str, plain: Sequence[Decoded] = ()) -> None:
+        self._engine = engine
+        self._vocab = engine.limits.vocab_size
+        self._plain = plain
+        self._trees = name == Feature.TREES
+        count = min(_SAMPLES, engine.max_running)
+        self._places = {f"draft-check-{name}-{place}": place for place in range(count)}
+        self._found = [Decoded() for _ in range(count)]
+        self._likeliest = min(_LIKELIEST, self._vocab)
+
+    def decode(self) -> list[Decoded]:
+        """Return what the samples become."""
+        engine, longest = self._engine, self._engine.limits.max_model_len
+        count = min(_TOKENS, longest // 2)
+        sampling = Sampling(max_tokens=count, ignore_eos=True, top_logprobs=self._likeliest)
+        length = min(_PROMPT_TOKENS, longest - count)
+        for sample_id, place in self._places.items():
+            prompt = tuple((place * length + i) * _STRIDE % self._vocab for i in range(length))
+            engine.add(EngineRequest(sample_id, prompt, (), sampling, place))
+        while engine.has_work:
+            if self._plain:
+                self._put_drafts()
+            for step in engine.step():
+                self._record(step)
+        engine.forget_kv()
+        return self._found
+
+    def end(self) -> None:
+        """End the samples of a run that failed."""
+        self._engine.abort(self._places)
+        self._engine.forget_kv(preempt=True)
+
+    def _put_drafts(self) -> None:
+        drafts, parents = dict[str, list[int]](), dict[str, list[int]]()
+        for state in self._engine.decoding():
+            place, here = self._places[state.sample_id], len(state.response)
+            right = self._plain[place].tokens[here : here + _DRAFT_TOKENS]
+            if min(state.room, len(right)) < _DRAFT_TOKENS:
+                continue
+            wrong = [(token + 1) % self._vocab for token in right]
+            if self._trees:
+                drafts[state.sample_id], parents[state.sample_id] = [wrong[0], *right[:2]], [-1, -1, 1]
+            else:
+                # In the first step all are wrong.
+                count = (place + here) % _DRAFT_TOKENS if here > 1 else 0
+                drafts[state.sample_id] = [*right[:count], *wrong[count:]]
+        self._engine.put_drafts(drafts, parents)
+
+    def _record(self, step: SampleStep) -> None:
+        found, each = self._found[self._places[step.sample_id]], self._likeliest
+        found.tokens.extend(step.token_ids)
+        for i in range(0, len(step.top_token_ids), each):
+            row = zip(step.top_token_ids[i : i + each], step.top_logprobs[i : i + each], strict=True)
+            found.likeliest.append(dict(row))
+
+
+# Steps of a shape: the first of it may allocate memory or compile, and the quickest of the others counts, because
+# whatever else a machine does only prolongs a step.
+_UNTIMED_STEPS, _STEPS = 1, 2
+_LONGEST = 4
+"""Times the seconds of the measured steps: the most that a sweep takes with prefill. An instance waits for it."""
+
+
+@dataclass(slots=True)
+class _Timer:
+    """Clock, the seconds that are left to measure, and when the sweep ends in any case."""
+
+    clock: Callable[[], float]
+    left: float
+    until: float
+
+    @property
+    def over(self) -> bool:
+        """True if no other shape is to be begun."""
+        return self.left <= 0 or self.late
+
+    @property
+    def late(self) -> bool:
+        """True if nothing more is to be begun."""
+        return self.clock() >= self.until
+
+
+def measure_steps(
+    engine: Engine, seconds: float = SWEEP_SECONDS, clock: Callable[[], float] = time.perf_counter
+) -> list[MeasuredStep]:
+    """Return measured steps of an idle engine, the most telling ones if there is no time for all.
+
+    Args:
+        engine: without samples; afterwards it has none, and no KV.
+        seconds: time of the measured steps. With prefill and what else the engine does the sweep takes four times
+            as long at most, and one step more.
+        clock: in seconds.
+
+    Raises:
+        Exception: of the engine, which has no sample of the sweep then either.
+    """
+    timer = _Timer(clock, seconds, clock() + _LONGEST * seconds)
+    random, found = Random(0), list[MeasuredStep]()
+    capacity = engine.kv_capacity
+    most, longest = engine.row_capacity, engine.limits.max_model_len
+    batches = swept_batches(engine.max_running, most, longest, engine.graph_sizes)
+    for batch in batches:
+        if batch.samples * 2 * batch.prompt <= capacity and not timer.over:
+            found += _measure(engine, batch, timer, random)
+    engine.forget_kv()
+    return found
+
+
+def _measure(engine: Engine, batch: SweptBatch, timer: _Timer, random: Random) -> list[MeasuredStep]:
+    found = list[MeasuredStep]()
+    names = [f"sweep-{batch.samples}-{batch.prompt}-{i}" for i in range(batch.samples)]
+    try:
+        _admit(engine, names, min(batch.prompt, engine.limits.max_model_len - 1), timer, random)
+        for rows in batch.rows:
+            taken = [_step(engine, rows, timer, random) for _ in range(_UNTIMED_STEPS + _STEPS)]
+            full = [
+                each for each in taken[_UNTIMED_STEPS:] if each is not None and each.samples == batch.samples
+            ]
+            if full:
+                found.append(min(full, key=lambda each: each.seconds))
+            if timer.over:
+                break
+    finally:
+        engine.abort(names)
+    while engine.has_work:
+        # A last step tells the worker.
+        engine.step()
+    return found
+
+
+def _admit(engine: Engine, names: list[str], length: int, timer: _Timer, random: Random) -> None:
+    """Let samples with random prompts of `length` tokens decode, or end; stop where the time is over."""
+    vocab = engine.limits.vocab_size
+    for name in names:
+        prompt = tuple(random.randrange(vocab) for _ in range(length))
+        engine.add(EngineRequest(name, prompt, (), Sampling(ignore_eos=True), random.getrandbits(32)))
+    while engine.has_work and len(engine.decoding()) < len(names) and not timer.late:
+        if any(step.finish is not None for step in engine.step()):
+            break
+
+
+def _step(engine: Engine, rows: int, timer: _Timer, random: Random) -> MeasuredStep | None:
+    """Run a step that verifies so many tokens; None where there is no room for them, or nothing to decode."""
+    states, vocab = engine.decoding(), engine.limits.vocab_size
+    if not 0 < len(states) <= rows or timer.late:
+        return None
+    width, longer = divmod(rows - len(states), len(states))
+    if min(state.room for state in states) < width + (longer > 0):
+        return None
+    drafts = {
+        each.sample_id: [random.randrange(vocab) for _ in range(width + (i < longer))]
+        for i, each in enumerate(states)
+        if width or i < longer
+    }
+    engine.put_drafts(drafts)
+    context = sum(len(state.prompt) + len(state.response) for state in states)
+    began = timer.clock()
+    engine.step()
+    engine.settle()
+    seconds = timer.clock() - began
+    timer.left -= seconds
+    return MeasuredStep(samples=len(states), rows=rows, context=context, seconds=max(seconds, 1e-9))
+
+
+_WARM_UP_PROMPT = 8
+_WARM_UP_RESPONSE = 4
+
+
+def warm_up(engine: Engine) -> None:
+    """Generate a few tokens at batch 1, a middle size and the largest, then forget their KV.
+
+    With masks, penalties and proposals too: a device compiles the sampler's kernels for each when first asked.
+    """
+    plain = Sampling(max_tokens=_WARM_UP_RESPONSE, ignore_eos=True)
+    masked = replace(plain, top_k=5, top_p=0.9, min_p=0.01)
+    penalised = replace(plain, presence_penalty=0.5)
+    length = min(_WARM_UP_PROMPT, engine.limits.max_model_len - _WARM_UP_RESPONSE)
+    own, proposing = Verifier.COUPLED, Verifier.REJECTION
+    batches = [(1, plain, own), (2, penalised, own), (8, masked, own), (64, plain, own)]
+    batches += [(3, plain, proposing), (4, penalised, proposing)]
+    for batch, sampling, verifier in batches:
+        for i in range(batch):
+            prompt = tuple((i + j) % engine.limits.vocab_size for j in range(length))
+            engine.add(EngineRequest(f"warm-up-{batch}-{i}", prompt, (), sampling, i, verifier=verifier))
+        while engine.has_work:
+            for drafts in engine.model_drafts.values():
+                drafts.propose({state.sample_id: 1 for state in engine.decoding()})
+            engine.step()
+    engine.forget_kv()

@@ -1,0 +1,127 @@
+"""Bound the size of an engine's steps: rows by memory, CUDA graphs, and room for prompts. Pure.
+
+vLLM measures a forward pass, and its own sampler with one row of logits for each sample, before it sizes the KV
+cache. A step that verifies drafts has many times as many rows, so the memory of sampling is counted here.
+
+vLLM's list of CUDA graphs is made for plain decoding: it ends at twice the samples or at a number of the device's
+(512 on an H100), whichever is less. A step that verifies k drafts of each of n samples has n (k + 1) tokens, and
+beyond the list it is launched kernel by kernel. The planner reads the sizes off the configuration by which the
+workers captured (speculation/batch_sizes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+_FLOAT = 4
+LOGITS_BYTES = 1 << 30
+"""Most memory for the logits of a step in float32, which bounds the verified tokens of one."""
+PART_BYTES = 64 << 20
+"""Memory of the rows that are worked on at a time, where that takes copies."""
+# Copies of a part that are alive at once: its logits, counts, and four results of penalties.
+_PARTS = 6
+# Of the kernels of the sampler, for each row: what the pieces of a row have found, and the search for thresholds.
+PIECES, KEYS, STATE = 64, 1 << 14, 40
+_PIECE_BYTES, _STATES = 6 * 4 + 4 + 8 + 4, 2
+# Counts are moved to a table twice as large while both are there.
+_GROWTH = 1.5
+
+
+class StepMemory(NamedTuple):
+    """Most memory of a step, in bytes, by what it is for. No noise or probabilities are ever in memory."""
+
+    logits: int
+    """Of all rows, in the model's precision."""
+    gathered: int
+    """The same as it comes from the ranks; gone when sampling begins."""
+    edited: int
+    """Logits in float32 of rows with penalties or masks by token: of all rows at worst."""
+    parts: int
+    scratch: int
+    """Of the sampler's kernels."""
+    counts: int
+    """Of the tokens of samples with penalties."""
+
+    @property
+    def total(self) -> int:
+        """The most bytes that are there at once."""
+        return self.counts + self.logits + max(self.gathered, self.edited + self.parts + self.scratch)
+
+    def beyond(self, measured: int) -> int:
+        """Return what has to be left free beside `measured`, the transient memory that vLLM leaves room for."""
+        return max(0, self.total - max(0, measured))
+
+
+def row_capacity(scheduled_tokens: int, vocab_size: int) -> int:
+    """Return the most verified tokens of a step, for at most so many tokens of all kinds."""
+    return min(scheduled_tokens, LOGITS_BYTES // (_FLOAT * vocab_size))
+
+
+def step_memory(
+    rows: int, samples: int, vocab_size: int, *, logit_bytes: int = 2, ranks: int = 1, counted: bool = True
+) -> StepMemory:
+    """Return the memory of the largest step.
+
+    Args:
+        rows: most verified tokens of a step; there is one of each sample in any case.
+        samples: that run at once.
+        vocab_size: tokens of the vocabulary.
+        logit_bytes: of a logit, in the model's precision.
+        ranks: of tensor parallelism, each of which has all logits in the end.
+        counted: our counts are used; on V2 it is vLLM's, which are there when it measures.
+    """
+    rows = max(rows, samples)
+    entries = rows * vocab_size
+    return StepMemory(
+        logits=entries * logit_bytes,
+        gathered=entries * logit_bytes * (ranks + 1) // ranks if ranks > 1 else 0,
+        edited=entries * _FLOAT,
+        parts=_PARTS * PART_BYTES,
+        scratch=rows * (PIECES * _PIECE_BYTES + KEYS * 4 + _STATES * STATE * 8),
+        counts=int(_GROWTH * samples * vocab_size * _FLOAT) if counted else 0,
+    )
+
+
+# Sizes beyond vLLM's: so many in each octave, so that at most a sixteenth of a step is padding, and no closer
+# together than vLLM's own.
+_PER_OCTAVE, _CLOSEST = 16, 8
+
+
+def graph_sizes(
+    own: Sequence[int], max_samples: int, draft_window: int, row_capacity: int
+) -> tuple[int, ...]:
+    """Return the sizes to capture, rising: vLLM's, and those of verifying steps beyond them.
+
+    Args:
+        own: what vLLM chose for the device and for as many samples; empty where it captures none, and so do we.
+        max_samples: that run at once.
+        draft_window: most draft tokens of a sample in one step; 0: nothing is verified, and vLLM's list holds.
+        row_capacity: most verified tokens of a step.
+    """
+    if not own or not draft_window:
+        return tuple(own)
+    most = max(max_samples, min(max_samples * (1 + draft_window), row_capacity))
+    sizes, size = sorted(set(own)), max(own)
+    while size < most:
+        octave = 1 << (size.bit_length() - 1)
+        step = max(octave // _PER_OCTAVE, _CLOSEST)
+        size = min((size // step + 1) * step, most)
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def prompt_rows(scheduler: Any, most: int) -> int:
+    """Return the tokens of prompts that the next step can compute, `most` at most.
+
+    vLLM schedules samples in the order of their arrival, then waiting ones for which it has a seat.
+    """
+    places = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+    rows = 0
+    for request in chain(scheduler.running, islice(scheduler.waiting, places)):
+        # Every decoding sample needs one token anyway.
+        rows += max(0, request.num_tokens - request.num_computed_tokens - 1)
+        if rows >= most:
+            return most
+    return rows

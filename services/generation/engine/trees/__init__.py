@@ -1,0 +1,1 @@
+"""Draft trees: an experiment, off by default."""

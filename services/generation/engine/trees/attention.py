@@ -1,0 +1,268 @@
+"""Lay draft trees out in the steps of a V1 runner, and compute the attention of their branches on a GPU.
+
+A step is prepared by vLLM as one without trees. Then the positions of branches are changed, our short-query
+kernel takes a mask of ancestors for their rows, and the KV of accepted branches is moved to the places that a
+chain would have.
+
+The KV of a step lies in the slots of its list of tokens. A step with a longer query in it is computed by vLLM's
+kernel, which knows no mask; the samples with branches are then computed again, as a separate step over their rows
+of the block table. Both happen in forward passes whose attention Python launches: vLLM's graphs of whole steps
+are of plain decoding (model_support.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kernels.short_query_attention import AttentionStep
+from kernels.short_query_attention.inputs import ancestor_mask
+from services.generation.engine.sampling.rows import IntArray, Rows, put
+from services.generation.engine.sampling.sampler import Verified
+from services.generation.engine.trees.sampling import TreeSegments, segments_of
+from services.generation.engine.trees.tree import chain_length
+
+
+@dataclass(frozen=True, slots=True)
+class BranchLayout:
+    """Layout of a step of n samples in which some drafts have branches.
+
+    `rows` and `segments` are its rows of logits, by sample and by segment. `starts` [n + 1] are the places of the
+    samples' first tokens in the step, and the number of its tokens; `computed` [n] are the tokens of each sample
+    whose KV was there before. `parents` are those of the drafts with branches, by the sample's place in the batch.
+    """
+
+    rows: Rows
+    segments: TreeSegments
+    starts: IntArray
+    computed: IntArray
+    parents: Mapping[int, Sequence[int]]
+
+
+class BranchAttention(Protocol):
+    """Attention of the branches of one step at a time. vLLM lays KV out as if every draft were a chain."""
+
+    def begin(self, layout: BranchLayout | None) -> None:
+        """Let the next forward pass compute these branches; None for a step without any."""
+
+    def computed(self) -> None:
+        """Let other forward passes than that of the step be plain; what is kept of it stays."""
+
+    def move(self, tokens: IntArray, targets: IntArray) -> None:
+        """Write KV of accepted branch tokens to the slots of others in all layers, and forget the step.
+
+        Args:
+            tokens: places in the step, [m].
+            targets: places of the tokens whose slots they take, [m]: those where a chain would have them. Some may
+                be sources too.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """Samples with branches as a step of their own; `tokens` are their places in the whole step."""
+
+    tokens: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    mask: torch.Tensor
+    longest_query: int
+
+
+class MaskedBranches:
+    """Branches of the step that this process computes: one, because there is one engine a process.
+
+    Tensors of a step are made by the first layer that asks for them. Nothing waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        """Steps with branches may come, so the kernels for them are compiled with the others."""
+        self._layout: BranchLayout | None = None
+        self._mask: torch.Tensor | None = None
+        self._apart: _Apart | None = None
+        # By address, because layers may share one.
+        self._caches: dict[int, torch.Tensor] = {}
+        self._slots: torch.Tensor | None = None
+        self._viewed: tuple[int, ...] = ()
+        self._views: list[torch.Tensor] = []
+
+    @property
+    def active(self) -> bool:
+        """True in the forward pass of a step with branches."""
+        return self._layout is not None
+
+    def begin(self, layout: BranchLayout | None) -> None:
+        """Let the next forward pass compute these branches; None for a step without any."""
+        self._layout, self._mask, self._apart, self._slots = layout, None, None, None
+        self._caches.clear()
+
+    def computed(self) -> None:
+        """Let other forward passes than that of the step be plain; what is kept of it stays."""
+        self._layout = None
+
+    def keep(self, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        """Remember a layer's cache [blocks, heads, block, content], and the slots of the step's tokens."""
+        self._caches.setdefault(cache.data_ptr(), cache)
+        self._slots = slots
+
+    def masked(self, step: AttentionStep) -> AttentionStep:
+        """Return the attention of the whole step with its mask."""
+        if self._mask is None:
+            assert self._layout is not None
+            bits = ancestor_mask(np.diff(self._layout.starts), self._layout.parents)
+            self._mask = put(step.query.device, mask=bits)["mask"]
+        return replace(step, tree=self._mask)
+
+    def apart(self, step: AttentionStep) -> tuple[torch.Tensor, AttentionStep]:
+        """Return the places of the tokens of samples with branches, and their attention as a step of its own."""
+        if self._apart is None:
+            assert self._layout is not None
+            self._apart = _set_apart(self._layout, step)
+        own = self._apart
+        return own.tokens, replace(
+            step,
+            query=step.query.index_select(0, own.tokens),
+            block_table=own.table,
+            lengths=own.lengths,
+            cu_queries=own.starts,
+            longest_query=own.longest_query,
+            tree=own.mask,
+        )
+
+    def move(self, tokens: IntArray, targets: IntArray) -> None:
+        """Write KV of accepted branch tokens to the slots of others in all layers, and forget the step.
+
+        Args:
+            tokens: places in the step, [m].
+            targets: places of the tokens whose slots they take, [m].
+        """
+        if len(tokens):
+            assert self._slots is not None
+            places = put(self._slots.device, tokens=tokens, targets=targets)
+            sources, slots = self._slots[places["tokens"]], self._slots[places["targets"]]
+            for lines in self._lines():
+                size = lines.shape[2]
+                # All are gathered before the first is written: a slot may be both a source and a target.
+                lines[:, slots // size, slots % size] = lines[:, sources // size, sources % size]
+        self.begin(None)
+
+    def _lines(self) -> list[torch.Tensor]:
+        """Return the caches as views [layers, blocks, block, heads, content]."""
+        known = tuple(self._caches)
+        if self._viewed != known:
+            caches = [cache.transpose(1, 2) for cache in self._caches.values()]
+            self._viewed, self._views = known, layers_at_once(caches)
+        return self._views
+
+
+BRANCHES = MaskedBranches()
+
+
+def layers_at_once(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views [layers, *] of caches: one of all if they lie at even distances in one piece of memory.
+
+    vLLM allocates the KV of all layers at once, so that two launches copy tokens in all of them.
+    """
+    first, kinds = caches[0], {(each.dtype, each.shape, each.stride()) for each in caches}
+    storages = {each.untyped_storage().data_ptr() for each in caches}
+    begins = [each.storage_offset() for each in caches]
+    distances = set(np.diff(begins).tolist())
+    if len(kinds) > 1 or len(storages) > 1 or len(distances) != 1 or (step := distances.pop()) < 1:
+        return [each.unsqueeze(0) for each in caches]
+    return [first.as_strided((len(caches), *first.shape), (step, *first.stride()), begins[0])]
+
+
+def _set_apart(layout: BranchLayout, step: AttentionStep) -> _Apart:
+    places = np.array(sorted(layout.parents), np.int64)
+    queries = np.diff(layout.starts)[places]
+    trees = {row: layout.parents[place] for row, place in enumerate(places.tolist())}
+    first = np.concatenate(([0], np.cumsum(queries)))
+    tokens = np.repeat(layout.starts[places] - first[:-1], queries) + np.arange(first[-1])
+    there = put(
+        step.query.device,
+        tokens=tokens,
+        places=places,
+        starts=first.astype(np.int32),
+        mask=ancestor_mask(queries, trees),
+    )
+    return _Apart(
+        there["tokens"],
+        step.block_table.index_select(0, there["places"]),
+        step.lengths.index_select(0, there["places"]),
+        there["starts"],
+        there["mask"],
+        int(queries.max()),
+    )
+
+
+class TreeSteps:
+    """Trees of the steps of one runner: told before a step, laid out in it, and forgotten with it."""
+
+    def __init__(self, attention: BranchAttention) -> None:
+        self._attention = attention
+        self.told: Mapping[str, Sequence[int]] = {}
+        """Parents of the next step's drafts, of the samples that have branches."""
+        self._layout: BranchLayout | None = None
+
+    @property
+    def segments(self) -> TreeSegments | None:
+        """Segments of the step that is under way; None if it has no branches."""
+        return None if self._layout is None else self._layout.segments
+
+    def lay_out(self, batch: Any, rows: Rows, starts: IntArray, positions: torch.Tensor) -> None:
+        """Lay out the step that vLLM has prepared as one without trees.
+
+        Args:
+            batch: vLLM's.
+            rows: the layout by sample, with the drafts that were scheduled: of a tree the first ones, a tree again.
+            starts: place of each sample's first token in the step, and the number of its tokens, [n + 1].
+            positions: of the tokens of the step, where the model reads them; those of branches are changed. vLLM
+                has chosen the slots of their KV by then.
+        """
+        told, self.told = self.told, {}
+        trees = {}
+        for sample_id, parents in told.items():
+            place = batch.req_id_to_index.get(sample_id)
+            scheduled = parents if place is None else parents[: int(rows.cu[place + 1] - rows.cu[place]) - 1]
+            if place is not None and chain_length(scheduled) < len(scheduled):
+                trees[place] = scheduled
+        self._layout = None
+        if trees:
+            computed = batch.num_computed_tokens_cpu[: len(rows.cu) - 1].astype(np.int64)
+            self._layout = BranchLayout(rows, segments_of(rows, trees), starts, computed, trees)
+        self._attention.begin(self._layout)
+        if self._layout is not None:
+            segments = self._layout.segments
+            branches = np.flatnonzero(segments.forks[segments.rows.samples] >= 0)
+            tokens, _, own = _places(self._layout, branches)
+            there = put(positions.device, tokens=tokens, own=own)
+            positions[there["tokens"]] = there["own"]
+
+    def computed(self) -> None:
+        """Let no forward pass but that of the step have branches."""
+        self._attention.computed()
+
+    def keep(self, verified: Verified) -> None:
+        """Put the KV of the branches that were accepted where chains have theirs, and forget the step."""
+        layout, emitted = self._layout, verified.rows
+        assert layout is not None
+        assert emitted is not None
+        forks = layout.segments.forks[layout.segments.rows.samples[emitted]]
+        tokens, targets, _ = _places(layout, emitted[forks >= 0])
+        self._attention.move(tokens, targets)
+        self._layout = None
+
+
+def _places(layout: BranchLayout, index: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return of some rows the token in the step, the one that a chain would have there, and the position."""
+    rows = layout.rows
+    places = rows.samples[index]
+    depths = layout.segments.rows.row_positions[index] - rows.positions[places]
+    starts = layout.starts[places]
+    return starts + rows.offsets[index], starts + depths, layout.computed[places] + depths

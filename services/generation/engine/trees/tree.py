@@ -1,0 +1,50 @@
+"""Draft trees: draft tokens of a sample of which some are alternatives to others. Pure.
+
+The tokens of a tree are a list in which each has its parent earlier, by its place there; ROOT stands for the
+sample's last token. The first tokens are the primary chain, each the child of its predecessor. A chain is the
+tree without anything behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Draft tokens [k] of one sample, and the place of each one's parent [k], ROOT for a child of the last token.
+
+    ValueError where a parent is not before its child, or two children of one parent are the same token.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"parents: {len(self.parents)} for {len(self.tokens)} draft tokens")
+        seen: set[tuple[int, int]] = set()
+        for place, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if not ROOT <= parent < place:
+                raise ValueError(
+                    f"parents: draft token {place} has the parent {parent}, which is not before it"
+                )
+            if (parent, token) in seen:
+                raise ValueError(f"tokens: two children of draft token {parent} are {token}")
+            seen.add((parent, token))
+
+
+def chain_length(parents: Sequence[int]) -> int:
+    """Return how many of the first tokens are each the child of the one before."""
+    return next((place for place, parent in enumerate(parents) if parent != place - 1), len(parents))
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the depth of each token of a tree, 1 for the children of the root."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return depths

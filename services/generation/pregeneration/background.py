@@ -1,0 +1,266 @@
+"""Run pre-generation tasks as background samples of the engine loop.
+
+`TaskStarter` turns a lease into a work item and starts it. `BackgroundStream` is the stream of these samples: it
+carries reports from the engine thread to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from paceline.internal.v1 import generation_pb2 as pb
+from paceline.v1 import fleet_pb2, sample_pb2
+from services.contracts.errors import ServiceError
+from services.generation.draft_cache.fetcher import ShardFetcher
+from services.generation.draft_cache.origin import Origin
+from services.generation.engine.types import Verifier
+from services.generation.loop.engine_loop import EngineLoop
+from services.generation.loop.samples import RunningSample, SampleTable
+from services.generation.loop.work_items import AdmissionTerms, check_item
+from services.generation.pregeneration.leases import DraftLease
+
+POLL_STEPS = 50
+"""Engine steps between two reports, until the coordinator says otherwise."""
+
+_FINISHED = {sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAvailability:
+    """State of the engine: free for background samples, serving real ones, and its policy version."""
+
+    free: bool = False
+    serving: bool = False
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PollSituation:
+    """The instance as the poller sees it.
+
+    `running` tasks and `forks` are being generated; `news`: a task has ended that the coordinator does not know of;
+    `due`: it is time to report.
+    """
+
+    engine: EngineAvailability
+    running: int
+    news: bool
+    due: bool
+    forks: int = 0
+
+    @property
+    def calls_for_poll(self) -> bool:
+        """True if there is something to report, or more that could be done.
+
+        Beside real work no task is asked for, but tasks that it interrupted are given back for others to go on.
+        """
+        return self.news or (self.engine.free and (self.due or not self.running))
+
+    def room(self, seats: int, reserved: int) -> int:
+        """Return how many tasks could start now, of `seats` samples at once; `reserved` are for real ones."""
+        return max(0, seats - reserved - self.running - self.forks) if self.engine.free else 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundReport:
+    """Events since the last report.
+
+    `due`: as many engine steps have passed as lie between two polls. `ended` holds (handle, finished) of samples
+    that are over; finished is False when a sample was ended or could not go on.
+    """
+
+    engine: EngineAvailability
+    due: bool
+    deltas: list[pb.Delta] = field(default_factory=list)
+    ended: list[tuple[int, bool]] = field(default_factory=list)
+
+
+class BackgroundStream:
+    """Collects the tokens of background samples.
+
+    Sends a report when `poll_steps` engine steps have passed, when a sample has ended, and when the engine becomes
+    free, is needed or has other weights; None at the end. Filled by the engine thread, emptied by the event loop.
+    """
+
+    background = True
+
+    def __init__(
+        self, events: asyncio.AbstractEventLoop, table: SampleTable, is_open: Callable[[], bool]
+    ) -> None:
+        """`is_open` returns True if the instance takes work at all; called in the engine thread."""
+        self.outbox: asyncio.Queue[BackgroundReport | None] = asyncio.Queue()
+        self.samples: dict[int, RunningSample] = {}
+        self.poll_steps = POLL_STEPS
+        self._events = events
+        self._table = table
+        self._is_open = is_open
+        self._engine = EngineAvailability()
+        self._reported_at = 0
+        self._deltas: list[pb.Delta] = []
+        self._ended: list[tuple[int, bool]] = []
+
+    def add(self, sample: RunningSample, now: float) -> None:
+        """Take in a sample that has entered the engine."""
+        self.samples[sample.handle] = sample
+
+    def reached(self, sample: RunningSample) -> None:
+        """Do nothing: background samples report after a number of engine steps."""
+
+    def finish(self, sample: RunningSample, event: pb.Finished) -> None:
+        """Keep the last tokens of a sample that has ended."""
+        self._grow(sample)
+        self._ended.append((sample.handle, event.finish_reason in _FINISHED))
+        self.samples.pop(sample.handle, None)
+
+    def refuse(self, event: pb.Refused) -> None:
+        """Note that a sample cannot go on."""
+        self._ended.append((event.handle, False))
+
+    def flush(
+        self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
+    ) -> None:
+        """Send a report, if there is something to say."""
+        real = load.running + load.waiting
+        free = self._is_open() and self._table.allows_background(real)
+        engine = EngineAvailability(free, real > 0, policy_version)
+        due = bool(self.samples) and self._table.background_steps - self._reported_at >= self.poll_steps
+        if due or self._ended or engine != self._engine:
+            self._report(engine, due)
+            self._engine = engine
+            self._reported_at = self._table.background_steps
+
+    def put(self, event: Exception | None) -> None:
+        """End the stream with the engine: the samples keep the tokens that they have."""
+        self._ended += [(handle, False) for handle in self.samples]
+        self._report(EngineAvailability(), False)
+        self.samples.clear()
+        self._send(None)
+
+    def _report(self, engine: EngineAvailability, due: bool) -> None:
+        for sample in self.samples.values():
+            self._grow(sample)
+        self._send(BackgroundReport(engine, due, self._deltas, self._ended))
+        self._deltas, self._ended = [], []
+
+    def _grow(self, sample: RunningSample) -> None:
+        if delta := sample.take_delta():
+            self._deltas.append(delta)
+
+    def _send(self, event: BackgroundReport | None) -> None:
+        self._events.call_soon_threadsafe(self.outbox.put_nowait, event)
+
+
+_log = structlog.get_logger(__name__)
+
+# How long tasks wait for the rollouts that the draft store has of their prompts.
+_FETCH_SECONDS = 0.5
+
+
+class TaskStarter:
+    """Starts tasks on one stream, behind the tokens that the draft store has of them."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        stream: BackgroundStream,
+        terms: Callable[[], AdmissionTerms],
+        fetcher: ShardFetcher | None,
+        *,
+        near_ties: bool = False,
+    ) -> None:
+        """Start none yet.
+
+        Args:
+            loop: of the engine.
+            stream: of the tasks' samples.
+            terms: returns the terms on which samples are taken; called in the engine thread.
+            fetcher: brings the store's rollouts into the loop's cache.
+            near_ties: ask for the runner-up of each token of a task.
+        """
+        self._loop = loop
+        self._stream = stream
+        self._terms = terms
+        self._fetcher = fetcher
+        self._near_ties = near_ties
+        self._fetches = 0
+
+    async def fork(self, forks: Sequence[DraftLease]) -> list[int]:
+        """Start forks; returns the handles of those that the instance refuses."""
+        return await self._loop.execute(lambda: [each.handle for each in forks if not self._start(each)])
+
+    async def start(self, leases: Sequence[DraftLease]) -> list[int]:
+        """Start tasks; returns the handles of those that the instance refuses."""
+        if not leases:
+            return []
+        await self._fetch(leases)
+        return await self._loop.execute(lambda: [each.handle for each in leases if not self._start(each)])
+
+    async def _fetch(self, leases: Sequence[DraftLease]) -> None:
+        """Fetch earlier beginnings of the tasks, as far as they come in time.
+
+        Rollouts fetched for a step are not fetched for it again, but other instances go on with these prompts
+        meanwhile. So a step is named that no sample has: the next tasks fetch anew, and so do the samples of the
+        real step.
+        """
+        if self._fetcher is None:
+            return
+        self._fetches += 1
+        no_step = -self._fetches
+        origins = {Origin(each.task.run_id, each.task.prompt_id, step=no_step) for each in leases}
+        wanted = [self._fetcher.want(origin) for origin in origins]
+        if fetches := {each for each in wanted if each is not None}:
+            await asyncio.wait(fetches, timeout=_FETCH_SECONDS)
+
+    def _start(self, lease: DraftLease) -> bool:
+        """Start a task, behind what the same policy generated of it before; False when it is refused."""
+        loop, item = self._loop, work_item(lease)
+        origin = replace(Origin.of(item), fork=lease.fork)
+        if not lease.fork:
+            known = loop.drafts.cache.same_seed(origin, item.seed, lease.version)
+            if known is not None and len(known.logprobs):
+                lease.resume(known)
+        item.prefix_token_ids.extend(lease.tokens)
+        try:
+            request = check_item(item, self._terms(), self._stream.samples, loop.next_sample_id)
+            if self._near_ties and not lease.fork and request.verifier is Verifier.COUPLED:
+                request = replace(request, near_ties=True)
+            loop.start_sample(self._stream, lease.handle, request, origin)
+        except ServiceError as error:
+            _log.debug("task_refused", prompt=item.prompt_id, slot=item.slot, error=error.message)
+            return False
+        except Exception:
+            _log.exception("task_failed", prompt=item.prompt_id, slot=item.slot)
+            return False
+        return True
+
+
+def work_item(lease: DraftLease) -> pb.WorkItem:
+    """Return a task as a work task.
+
+    A LENIENT sample is pre-generated as a COUPLED one: lenient tokens would be a worse draft.
+    """
+    task = lease.task
+    exactness = sample_pb2.Exactness()
+    if task.exactness.level == sample_pb2.EXACTNESS_LEVEL_REJECTION:
+        exactness.level = sample_pb2.EXACTNESS_LEVEL_REJECTION
+    sampling = sample_pb2.SamplingParams()
+    sampling.CopyFrom(task.sampling)
+    # A draft is but its tokens.
+    sampling.ClearField("top_logprobs")
+    sampling.ClearField("prompt_logprobs")
+    return pb.WorkItem(
+        handle=lease.handle,
+        prompt_token_ids=task.prompt_token_ids,
+        sampling=sampling,
+        exactness=exactness,
+        seed=task.seed,
+        policy_version=lease.version,
+        prompt_id=task.prompt_id,
+        run_id=task.run_id,
+        slot=task.slot,
+        step=task.step,
+    )

@@ -1,1 +1,0 @@
-"""Modes of speculation: the mechanisms that choose how many draft tokens a step verifies."""

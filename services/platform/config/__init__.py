@@ -1,1 +1,0 @@
-"""Configuration of a service: flags over environment over file over defaults."""

@@ -1,0 +1,300 @@
+"""Run a service: the life of its process, and its server in the registry.
+
+`run` reads the configuration and sets up logs, metrics, event loop, signals and exit status. `RegisteredServer`
+is a gRPC server that others find in the registry, with background work; of several `LeadingServer`s one leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import structlog
+from prometheus_client import CollectorRegistry, Gauge
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.platform.config import ConfigError, LeaderConfig, ServiceConfig, load_config
+from services.platform.grpc.server import GrpcServer, stop_servers
+from services.platform.launching import write_ready_file
+from services.platform.observability.event_loop import MeteredLoop
+from services.platform.observability.logs import configure_logging
+from services.platform.observability.metrics import show_build, start_metrics_server
+from services.platform.observability.tracing import start_tracing, stop_tracing
+from services.platform.redis.connection import OUTAGES, Keys, connect
+from services.platform.redis.leadership import Leadership, Term
+from services.platform.redis.registry import InstanceRecord, Registration
+from services.platform.security.certificates import Unreadable
+from services.platform.tasks import end, until_one_ends
+
+log = structlog.get_logger(__name__)
+
+C = TypeVar("C", bound=ServiceConfig)
+
+FAILED = 1
+"""Exit status after an error."""
+
+
+class Shutdown:
+    """Request to end for a service, and its report of readiness to the launcher."""
+
+    def __init__(self, metrics_port: int = 0, ready_file: Path | None = None) -> None:
+        self.requested = asyncio.Event()
+        self.reason: str | None = None
+        self.metrics_port = metrics_port
+        self._ready_file = ready_file
+
+    def request(self, reason: str) -> None:
+        """Ask the service to end; the first reason is kept."""
+        if not self.requested.is_set():
+            self.reason = reason
+            self.requested.set()
+
+    async def wait(self) -> str:
+        """Wait for the request to end, and return its reason."""
+        await self.requested.wait()
+        return self.reason or ""
+
+    def ready(self, address: str, metrics_port: int | None = None) -> None:
+        """Report that the service takes calls at `address`; write the ready file if one is configured."""
+        port = self.metrics_port if metrics_port is None else metrics_port
+        log.info("ready", address=address, metrics_port=port)
+        if self._ready_file is not None:
+            write_ready_file(self._ready_file, address, port)
+
+
+class Served(Protocol):
+    """Content of a process: `start`, then `run` until it is cancelled, then `stop`."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def start(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def stop(self, grace: float) -> None: ...
+
+
+async def begun(starting: Coroutine[Any, Any, object], shutdown: Shutdown) -> bool:
+    """Wait for a start, which may wait for Redis; give it up and return False if asked to stop meanwhile."""
+    started = asyncio.create_task(starting, name="start")
+    stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
+    try:
+        await asyncio.wait((started, stopping), return_when=asyncio.FIRST_COMPLETED)
+        done = started.done()
+    finally:
+        await end((started, stopping))
+    if done:
+        started.result()
+    return done
+
+
+async def serve(served: Served, config: ServiceConfig, shutdown: Shutdown) -> None:
+    """Serve until asked to stop.
+
+    An error that ends `run` earlier is raised, and running calls get no grace then.
+    """
+    if not await begun(served.start(), shutdown):
+        await served.stop(0)
+        return
+    shutdown.ready(served.address)
+    working = asyncio.create_task(served.run(), name="work")
+    stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
+    await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+    failed = working.done()
+    await end((working, stopping))
+    await served.stop(0 if failed else config.shutdown_grace_seconds)
+    if failed:
+        working.result()
+
+
+def run(
+    service: str,
+    main: Callable[[C, Shutdown], Awaitable[None]],
+    config_class: type[C],
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Run `main` and end the process: status 0 when it returns, 1 when it raises, 2 for bad configuration.
+
+    SIGTERM and SIGINT set `Shutdown.requested`; `main` is expected to return soon after. A second signal
+    ends the process at once.
+    """
+    config = load_config(config_class, argv)
+    configure_logging(service, config)
+    sys.exit(_run(service, main, config))
+
+
+def _run(service: str, main: Callable[[C, Shutdown], Awaitable[None]], config: C) -> int:
+    try:
+        _remove(config.ready_file)
+        start_tracing(service, config)
+        show_build(service)
+        with asyncio.Runner(loop_factory=MeteredLoop) as runner:
+            runner.run(_main(main, config, start_metrics_server(config)))
+    except (ConfigError, Unreadable) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Exception:
+        log.exception("service_failed", service=service)
+        return FAILED
+    finally:
+        stop_tracing()
+        _remove(config.ready_file)
+    log.info("stopped")
+    return 0
+
+
+async def _main(main: Callable[[C, Shutdown], Awaitable[None]], config: C, metrics_port: int) -> None:
+    shutdown = Shutdown(metrics_port, config.ready_file)
+    _handle_signals(shutdown)
+    try:
+        await main(config, shutdown)
+    finally:
+        await stop_servers(0)
+
+
+def _handle_signals(shutdown: Shutdown) -> None:
+    loop = asyncio.get_running_loop()
+    seen: list[int] = []
+
+    # A plain handler rather than the loop's own, so that a second signal ends a loop that hangs.
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        loop.call_soon_threadsafe(shutdown.request, signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def _remove(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+LEADING, STANDBY = "serving", "standby"
+"""States of a record. A standby is as healthy as the leader."""
+
+
+class RegisteredServer:
+    """A gRPC server with a registration and background work.
+
+    Usage: add servicers to `server.server` and work to `work`; `start`, then `run` until cancelled, then `stop`.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        service: str,
+        instance_id: str,
+        *,
+        metrics_port: int = 0,
+        registry: CollectorRegistry | None = None,
+        state: str = LEADING,
+    ) -> None:
+        """`service` and `instance_id` are its names in the registry, `state` is the first state of its record."""
+        self.server = GrpcServer(config, service=service, registry=registry)
+        self.redis: Redis = connect(config)
+        self.work: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._keys = Keys(config.namespace)
+        self._record = InstanceRecord(service=service, instance_id=instance_id, state=state)
+        self._metrics_port = metrics_port
+        self._registration: Registration | None = None
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as peers dial it, once started."""
+        return self.server.address
+
+    async def start(self) -> None:
+        """Open the port and register, which waits for Redis in an outage; health is NOT_SERVING meanwhile."""
+        await self.server.start()
+        record = replace(
+            self._record,
+            address=self.address,
+            metrics_address=f"{self.address.rpartition(':')[0]}:{self._metrics_port}",
+        )
+        self._registration = Registration(self.redis, self._keys, record, told=self.server.set_store)
+        await self._registration.register()
+        await self.server.set_serving(True)
+
+    async def run(self) -> None:
+        """Send heartbeats and do the work, until cancelled or some of the work ends.
+
+        Raises the errors of the work, and FailedPrecondition if another process has registered under the name.
+        """
+        assert self._registration is not None, "it was started"
+        works = (self._registration.run, *self.work)
+        await until_one_ends([asyncio.create_task(work()) for work in works])
+
+    async def tell(self, state: str) -> None:
+        """Change the state of the record, now or with a later heartbeat."""
+        if self._registration is not None:
+            with contextlib.suppress(RedisError):
+                await self._registration.update(state=state)
+
+    async def stop(self, grace: float) -> None:
+        """Leave the registry and close the port."""
+        await self.server.set_serving(False)
+        if self._registration is not None:
+            with contextlib.suppress(*OUTAGES):
+                await self._registration.deregister()
+        await self.server.stop(grace)
+        await self.redis.aclose()
+
+
+T = TypeVar("T", bound=Term)
+
+
+class LeadingServer(RegisteredServer, Generic[T]):
+    """Process of a service of which one leads; its registration tells whether it leads or stands by.
+
+    Usage as of `RegisteredServer`: `start`, then `run` until it is cancelled, then `stop`.
+    """
+
+    def __init__(
+        self,
+        config: LeaderConfig,
+        service: str,
+        instance_id: str,
+        *,
+        title: str,
+        lease: str,
+        open_term: Callable[[int], Awaitable[T]],
+        leader: Gauge,
+        registry: CollectorRegistry,
+        metrics_port: int = 0,
+    ) -> None:
+        """Build the server of one process.
+
+        Args:
+            config: settings shared by all services that have a leader.
+            service: its name in the registry.
+            instance_id: name of this process in the registry.
+            title: what users call the service.
+            lease: Redis key of the lease.
+            open_term: makes what leads; it gets the number of the term, which fences its writes.
+            leader: set to 1 while this process leads.
+            registry: registry of the server's metrics.
+            metrics_port: port at which metrics are scraped.
+        """
+        super().__init__(
+            config, service, instance_id, metrics_port=metrics_port, registry=registry, state=STANDBY
+        )
+        self._leader = leader
+        self.leadership: Leadership[T] = Leadership(title, config, lease, open_term, self._changed)
+        self.work.append(self.leadership.run)
+
+    async def _changed(self, leading: bool) -> None:
+        self._leader.set(leading)
+        await self.tell(LEADING if leading else STANDBY)
