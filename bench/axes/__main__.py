@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.axes.decoding import DecodedBatch, decode, plain_seconds
+from bench.axes.known_texts import DecodedBatch, KnownText, decode, plain_seconds, stored
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
-from bench.known_texts import KnownText, stored
 from bench.report import console, format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from services.step_time.estimator import warm_up

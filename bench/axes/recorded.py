@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.axes.decoding import decode, plain_seconds
-from bench.known_texts import KnownText, stored, vocabulary_of
+from bench.axes.known_texts import KnownText, decode, plain_seconds, stored, vocabulary_of
 from bench.report import format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run

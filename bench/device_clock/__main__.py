@@ -21,16 +21,16 @@ from statistics import fmean
 
 import numpy as np
 
+from bench.axes.known_texts import vocabulary_of
 from bench.device_clock.cluster import ClockedStep, RecordedCluster, RecordedTexts, plain_seconds
 from bench.device_clock.old_texts import MOST_FORKS, OldTexts, load_or_write
-from bench.known_texts import vocabulary_of
 from bench.report import console, format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
 from bench.rollout.registry import REGIMES, SMOLLM2, SUBJECTS, Regime, Subject
 from bench.rollout.session import FOLDER
 from bench.rollout.table import WARM_UP, update_of
-from bench.trajectory import Trajectory
+from bench.rollout.training import Trajectory
 from paceline import SampleKey
 from services.bubbles.config import BubblesConfig
 from services.step_time.estimator import warm_up

@@ -16,8 +16,8 @@ from statistics import fmean
 
 import numpy as np
 
+from bench.axes.known_texts import RUN, KnownText, TextInstance, Tokens, stored
 from bench.device_clock.old_texts import ForkedText
-from bench.known_texts import RUN, KnownText, TextInstance, Tokens, stored
 from services.bubbles.config import BubblesConfig
 from services.gateway.config import GatewayConfig
 from services.gateway.scheduler.estimator import DraftCoverage, LengthPredictor, remaining_work

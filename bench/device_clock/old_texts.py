@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.known_texts import Tokens
+from bench.axes.known_texts import Tokens
 from bench.report import keep
 from bench.rollout.record import RecordedRun
 from bench.rollout.stock_engine import load_weights
-from bench.training import TrainedStep
+from bench.rollout.training import TrainedStep
 from examples.tinymath.train import Options
 from paceline import SampleKey
 from services.generation.config import GenerationConfig

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet.control_plane import ControlPlane, Usage
-from bench.fleet.progress import Progress
 from bench.fleet.trainer import FleetTrainer, StepResult
 from bench.fleet.workload import MAX_TOKENS, SimulatedPolicy
+from bench.progress import PartsProgress
 from bench.report import format_value, show, show_rows, write
 from paceline.shards import Shard
 
@@ -51,13 +51,10 @@ def main() -> None:
 async def measure(given: argparse.Namespace, keep: Callable[[list[Row]], None]) -> list[Row]:
     """Return a row of figures for each fleet size; `keep` gets those so far after each."""
     rows = list[Row]()
-    async with Progress(
-        [(size, _planned(size, given)) for size in given.instances], given.samples
-    ) as progress:
+    with PartsProgress([(_name(size), _planned(size, given)) for size in given.instances]) as progress:
         for instances in given.instances:
-            progress.begin(instances)
-            rows.append(await _fleet(instances, given, progress))
-            progress.done()
+            progress.begin(_name(instances))
+            rows.append(await _fleet(instances, given))
             keep(list(rows))
     return rows
 
@@ -89,7 +86,11 @@ def summary(rows: Sequence[Row], baseline: Row) -> Row:
     }
 
 
-async def _fleet(instances: int, given: argparse.Namespace, progress: Progress) -> Row:
+def _name(instances: int) -> str:
+    return f"{instances} instances"
+
+
+async def _fleet(instances: int, given: argparse.Namespace) -> Row:
     samples = instances * given.samples
     options = (f"--max-queued-samples={2 * samples + 1024}", *given.gateway_option)
     with ExitStack() as stack:
@@ -101,24 +102,20 @@ async def _fleet(instances: int, given: argparse.Namespace, progress: Progress) 
         hosts = max(1, given.hosts // given.gateways)
         for plane, share in zip(planes, shares, strict=True):
             await plane.start(share, min(hosts, len(share)), _host_options(given))
-        progress.show("idle")
-        return await _step(planes, shares, given, progress)
+        return await _step(planes, shares, given)
 
 
-async def _step(
-    planes: Sequence[ControlPlane], shares: Sequence[range], given: argparse.Namespace, progress: Progress
-) -> Row:
+async def _step(planes: Sequence[ControlPlane], shares: Sequence[range], given: argparse.Namespace) -> Row:
     """Measure the planes while they are idle, and during a step."""
     samples = sum(map(len, shares)) * given.samples
     idle = [plane.usage() for plane in planes]
     await asyncio.sleep(given.idle_seconds)
     before = [plane.usage() for plane in planes]
-    progress.show("generating")
     shards = [
         Shard(plane.gateway.address, str(number), len(share))
         for number, (plane, share) in enumerate(zip(planes, shares, strict=True))
     ]
-    trainer = FleetTrainer(shards, SimulatedPolicy.create(given.longest), progress.ended)
+    trainer = FleetTrainer(shards, SimulatedPolicy.create(given.longest))
     step = await trainer.step(samples, given.batch_samples)
     each = [plane.usage().since(usage) for plane, usage in zip(planes, before, strict=True)]
     resting = Usage.total([late.since(early) for late, early in zip(before, idle, strict=True)])

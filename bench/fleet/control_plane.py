@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from redis import Redis
 
-from bench.fleet.host import CLIENT
+from bench.fleet.simulated_instance import CLIENT
 from bench.scrape import Metrics, parse
 from services.platform.launching import ProcessEndpoint, read_ready_file, tied
 from services.platform.redis.embedded import EmbeddedRedis
@@ -110,7 +110,7 @@ class ControlPlane:
         bounds = [len(instances) * number // hosts for number in range(hosts + 1)]
         for number, (first, end) in enumerate(itertools.pairwise(bounds)):
             share = (url, f"--first={instances[first]}", f"--count={end - first}", *host_options)
-            self._spawn(f"host-{number}", "bench.fleet.host", share)
+            self._spawn(f"host-{number}", "bench.fleet.simulated_instance", share)
         async with asyncio.timeout(_START_SECONDS + len(instances) / 4):
             while await asyncio.to_thread(self.serving) < len(instances):
                 await self._pause(gateway)

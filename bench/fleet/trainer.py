@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +46,12 @@ class StepResult:
 class FleetTrainer:
     """Trainer with one connection to each gateway."""
 
-    def __init__(self, shards: Sequence[Shard], policy: SimulatedPolicy, ended: Callable[[], None]) -> None:
-        """Connect to gateways; `ended` is called for every sample that is delivered."""
+    def __init__(self, shards: Sequence[Shard], policy: SimulatedPolicy) -> None:
+        """Connect to gateways."""
         self._shards = shards
         self._channels = [grpc.aio.insecure_channel(shard.address, options=_OPTIONS) for shard in shards]
         self._stubs: list[Any] = [rollout_pb2_grpc.RolloutServiceStub(each) for each in self._channels]
         self._policy = policy
-        self._ended = ended
         self._result = StepResult(given=[0] * len(shards))
 
     async def step(self, samples: int, batch_samples: int) -> StepResult:
@@ -111,7 +110,6 @@ class FleetTrainer:
         result.wrong += not right
         result.tokens += length
         result.result_bytes += sample.ByteSize()
-        self._ended()
 
     async def _acknowledge(self, stub: Any, names: tuple[str, str], cursor: int) -> None:
         if not self._result.acknowledged:

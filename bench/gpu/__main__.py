@@ -32,8 +32,7 @@ from bench.gpu.host import OrderFailed, OrderLate, WorkerHost
 from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.running import REFUSED, run
 from bench.gpu.sizes import TINY, GpuSizes, Graphs
-from bench.gpu.state import LINES, OtherRun, State
-from bench.gpu.step import GpuStep, estimated, total
+from bench.gpu.state import LINES, GpuStep, OtherRun, State, estimated, total
 from services.step_time.machine import gpu_count
 
 BRIEF_SECONDS = 340.0

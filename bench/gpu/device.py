@@ -129,27 +129,6 @@ class DeviceOrders:
         timings = list(race(self._device, shape, makers))
         return {"timings": [asdict(each) for each in timings], "fastest": fastest(timings)}
 
-    def sampling(self) -> dict[str, Any]:
-        """Time sampling by itself, at the model's vocabulary, for the largest batch and for one row."""
-        from bench.gpu.kernels import cases
-        from kernels.tuning import timer
-
-        rows, vocabulary = max(self._sizes.rows), int(self._config["vocab_size"])
-        sizes = replace(cases.Sizes(), rows=rows, vocabulary=vocabulary)
-        timed = timer(self._device, 100)
-        found = []
-        for case in cases.sampler(self._device, sizes):
-            # On a CPU only the interpreter could run ours.
-            makers = case.makers if self._device.type == "cuda" else {"torch": case.makers["torch"]}
-            for name, maker in makers.items():
-                row: dict[str, Any] = {"setting": case.setting, "by": name}
-                try:
-                    row["ms"] = 1000 * timed(maker())
-                except Exception as error:  # Libraries that may be absent, or of another version.
-                    row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-                found.append(row)
-        return {"rows": found}
-
     def _shape(self) -> Any:
         from kernels.short_query_attention.race import AttentionShape
 

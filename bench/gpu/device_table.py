@@ -19,8 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.gpu.sizes import EngineKind, Graphs
-from bench.gpu.state import State
-from bench.gpu.step import ENVIRONMENT
+from bench.gpu.state import ENVIRONMENT, State
 from services.simulator.device_tables import DeviceFile
 
 _NEAR = 0.05

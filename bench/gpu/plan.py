@@ -15,8 +15,7 @@ from bench.gpu.device import DeviceSetup
 from bench.gpu.engines.setup import STOCK, EngineSetup
 from bench.gpu.kernels.setup import KernelSetup
 from bench.gpu.sizes import EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
-from bench.gpu.state import State
-from bench.gpu.step import (
+from bench.gpu.state import (
     CEILINGS,
     ENVIRONMENT,
     KERNELS,
@@ -24,6 +23,7 @@ from bench.gpu.step import (
     TUNED_CHECKS,
     Arguments,
     GpuStep,
+    State,
     tokens_name,
 )
 
@@ -148,7 +148,6 @@ def _device_first(subject: GpuSubject) -> Iterator[GpuStep]:
 def _device_last(subject: GpuSubject) -> Iterator[GpuStep]:
     alone = _device(subject)
     yield GpuStep("attention by itself", alone, "attention", 20)
-    yield GpuStep("sampling by itself", alone, "sampling", 30)
 
 
 def _first_minutes(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:

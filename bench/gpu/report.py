@@ -8,8 +8,7 @@ from bench.gpu.engines.tables import main_tables, other_tables
 from bench.gpu.kernels.tables import kernel_tables
 from bench.gpu.markdown import figure, listed, table
 from bench.gpu.running import last_line
-from bench.gpu.state import State
-from bench.gpu.step import ENVIRONMENT, GpuStep
+from bench.gpu.state import ENVIRONMENT, GpuStep, State
 
 
 def write(state: State, steps: Sequence[GpuStep]) -> None:
@@ -50,10 +49,3 @@ def _alone(state: State) -> Iterator[str]:
             for each in race["timings"]
         ]
         yield from table(("case", "backend", "us"), rows)
-    if (sampling := state.result("sampling by itself")) is not None:
-        yield "\n## Sampling by itself\n"
-        rows = [
-            (each["setting"], each["by"], each.get("error") or figure(each["ms"]))
-            for each in sampling["rows"]
-        ]
-        yield from table(("logits", "by", "ms"), rows)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.gpu.host import OrderFailed, OrderLate, StartFailed, StartLate, WorkerHost
-from bench.gpu.state import State, sources
-from bench.gpu.step import GpuStep, estimated, left
+from bench.gpu.state import GpuStep, State, estimated, left, sources
 
 DONE, FAILED, REFUSED, MORE = 0, 1, 2, 3
 """Exit statuses: all is done; all is done, and steps failed; nothing was run; the time is over, call again."""

@@ -5,15 +5,10 @@ these, and then follows the run in several ways (bench/learner/following.py): fr
 1, 3 and 5 steps, by plain distillation, from top-k targets, with samples weighted by reward, and with as much more
 training on samples of the first policy: a head that was warmed up for a short time is far from what it can be, and
 then part of what following gains over the frozen one is mere training. Measured acceptance and training seconds
-are replayed through the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py), and heads draft on
-this machine (bench/learner/on_cpu.py). With several seeds all of this is done with a run of each, for means and
-spreads; what is done on this machine and live is done with the first.
+are replayed through the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py). With several seeds
+all of this is done with a run of each, for means and spreads.
 
-With --live-steps the run is done once more on a platform that drafts with the warmed-up head and trains it
-meanwhile: with coupled sampling in float32 its reward curve is that of plain decoding up to the first
-floating-point tie, and its learner tells which of its seconds were hidden.
-
-    python -m bench.learner [--model DIR] [--steps 60] [--seeds 1] [--live-steps 20] [--minutes 8]
+    python -m bench.learner [--model DIR] [--steps 60] [--seeds 1] [--minutes 8]
 
 Parts are kept under runs/bench/learner; a call goes on where the last one ended. Models add to each other's figures
 in runs/bench/learner.json. Acceptance length is tokens a verification, the policy's own included, with drafts of
@@ -29,13 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.learner.costs import computed
-from bench.learner.figures import figures, gain, over_seeds, weighting_verdict
 from bench.learner.following import ASYNC_1, ASYNC_3, ASYNC_5, FOLLOWERS, FROZEN, REWARD, FollowerRecord
-from bench.learner.live import compare_live
-from bench.learner.on_cpu import measure
-from bench.learner.options import name_of, read
-from bench.learner.picture import draw
 from bench.learner.recording import LearnerSubject, recorded_steps
 from bench.learner.replay import (
     against,
@@ -45,10 +34,9 @@ from bench.learner.replay import (
     replayed,
     update_tokens,
 )
-from bench.learner.session import FOLDER, LearnerSession, OutOfTimeError
-from bench.learner.tables import tables
+from bench.learner.session import LearnerSession, OutOfTimeError, name_of, read
+from bench.learner.tables import figures, gain, over_seeds, tables, weighting_verdict
 from bench.report import console, format_value, show_rows, write
-from services.contracts.drafter_checkpoint import folder_of
 
 _BATCHES = (16, 128)
 """Samples of a simulated instance: ReSpec's, and many."""
@@ -105,19 +93,6 @@ def _measured(session: LearnerSession) -> dict[str, Any]:
             name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()
         },
     }
-    subject, run = subjects[0], runs[0]
-    if given.cpu_rounds:
-        heads = {
-            name: folder_of(subject.followed / name, 1) for name in (FROZEN.name, ASYNC_1.name) if name in run
-        }
-        found["on_cpu"] = measure(subject, heads, given.cpu_rounds)
-    live_rewards: list[float] = []
-    if given.live_steps:
-        live = compare_live(subject, given.live_steps, given.instances, session.following, session.say)
-        found["live"], live_rewards = asdict(live), live.rewards
-    picture = FOLDER.parent / f"learner-{name_of(given.model)}.svg"
-    if not draw(run, seeds[0]["rewards"], live_rewards, picture):
-        console().print("no picture: matplotlib is not installed")
     return found
 
 
@@ -173,7 +148,6 @@ def _result(models: dict[str, Any]) -> dict[str, Any]:
     replays = [each["replays"][str(_BATCHES[0])] for each in largest["seeds"].values() if "replays" in each]
     followed = bool(replays) and ASYNC_1.name in replays[0]
     most = max(models.values(), key=lambda each: len(each["reward_gains"]))
-    live: dict[str, Any] = next((each["live"] for each in models.values() if "live" in each), {})
     own = largest["figures"].get(ASYNC_1.name, {})
     return {
         "subject_seeds": len(largest["seeds"]),
@@ -181,16 +155,12 @@ def _result(models: dict[str, Any]) -> dict[str, Any]:
         "final_gain_vs_frozen": own.get("gain_vs_frozen"),
         "final_gain_spread": own.get("gain_spread"),
         **(weighting_verdict(most["reward_gains"]) if most["reward_gains"] else {}),
-        "hidden_share": live.get("hidden_share"),
-        "reward_curve_first_difference_step": live.get("first_difference_step"),
-        "reward_curve_steps_compared": live.get("steps", 0),
         "async_intervals": {
             str(each.interval): largest["figures"][each.name]["last"]
             for each in (ASYNC_1, ASYNC_3, ASYNC_5)
             if each.name in largest["figures"]
         },
-        "costs": computed(),
-        "tables": tables(models, computed()),
+        "tables": tables(models),
         "models": models,
     }
 

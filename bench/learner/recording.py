@@ -17,9 +17,8 @@ from typing import Any
 from bench.learner.following import RecordedRollouts
 from bench.report import console
 from bench.rollout.record import load_or_record
-from bench.systems import plain_platform
-from bench.training import TrainedStep
-from bench.trajectory import Trajectory
+from bench.rollout.systems import plain_platform
+from bench.rollout.training import TrainedStep, Trajectory
 from examples.tinymath import tokenizer
 from examples.tinymath.tasks import PRACTICE, load_problem, make_problems
 from examples.tinymath.train import Options, collect, groups

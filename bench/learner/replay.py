@@ -5,8 +5,8 @@ processor seconds of its updates. Computed are the step times of the policy and 
 (services/simulator/device_tables.py); draft lengths are the planner's own decisions. A training step is simulated
 with the acceptance of its block of recorded steps.
 
-The workload is ReSpec's as far as it is published (bench/simulate/respec.py): 8 instances of 16 samples, 4,000
-tokens on average, at most 8,192. With 128 samples an instance steps are compute-bound for longer.
+The workload is ReSpec's, where it is published (Figure 14): 8 instances of 16 samples, 4,000 tokens on average, at
+most 8,192. With 128 samples an instance steps are compute-bound for longer.
 
 An update on an H100 takes as many operations as there are in it, at the share of the device's matrix products that
 the measured update reached of this machine's.

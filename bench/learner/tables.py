@@ -1,26 +1,102 @@
-"""Tables of the learner's benchmark, as documents show them. Pure."""
+"""Figures of followers, and the tables that documents show. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-from bench.learner.following import FROZEN
+from bench.learner.following import FROZEN, FollowerRecord, RecordedRollouts
 from bench.learner.replay import NONE
 from bench.report import format_value
+
+LAST = 10
+"""Steps at the end of the run, at most half of it, that the gain is the mean of."""
+
+
+def figures(
+    runs: Mapping[str, FollowerRecord], steps: Sequence[RecordedRollouts]
+) -> dict[str, dict[str, Any]]:
+    """Return a row for each follower."""
+    frozen = runs.get(FROZEN.name)
+    return {
+        name: {
+            "first": fmean(run.acceptance_length[: _last(run)]),
+            "last": fmean(run.acceptance_length[-_last(run) :]),
+            "gain_vs_frozen": gain(run, frozen) if frozen else None,
+            "by_place": [fmean(each) for each in zip(*run.by_place[-_last(run) :], strict=True)],
+            "divergence": fmean(run.divergence[-_last(run) :]),
+            "tokens": run.tokens,
+            "update_seconds": sum(run.update_seconds),
+            "hidden_share": hidden_share(run, steps),
+        }
+        for name, run in runs.items()
+    }
+
+
+def over_seeds(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the mean of each figure of each follower over several seeds, and the spread of its gain."""
+    found = {}
+    for name in tables[0]:
+        rows = [table[name] for table in tables]
+        row: dict[str, Any] = {
+            key: _mean([each[key] for each in rows]) for key in rows[0] if key != "by_place"
+        }
+        row["by_place"] = [fmean(each) for each in zip(*(row["by_place"] for row in rows), strict=True)]
+        gains = [each["gain_vs_frozen"] for each in rows]
+        row["gain_spread"] = stdev(gains) if len(gains) > 1 and None not in gains else None
+        found[name] = row
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a value is missing."""
+    known = [each for each in values if each is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def _last(run: FollowerRecord) -> int:
+    return max(1, min(LAST, len(run.acceptance_length) // 2))
+
+
+def gain(run: FollowerRecord, other: FollowerRecord) -> float:
+    """Return the acceptance length over the last steps divided by another follower's, minus 1."""
+    last = _last(run)
+    return fmean(run.acceptance_length[-last:]) / fmean(other.acceptance_length[-last:]) - 1
+
+
+def hidden_share(run: FollowerRecord, steps: Sequence[RecordedRollouts]) -> float | None:
+    """Return the share of update seconds that fit between the step's last sample and the end of the next rollout.
+
+    As if the learner had a device of its own: its seconds are measured alone, and the run's are the recorded ones.
+    An update that takes longer than that would be late for the step that it is counted for.
+    """
+    total = sum(run.update_seconds)
+    pairs = zip(run.update_seconds[2:], steps, strict=False)
+    return sum(min(seconds, step.window_seconds) for seconds, step in pairs) / total if total else None
+
+
+def weighting_verdict(gains: Sequence[float]) -> dict[str, Any]:
+    """Return the gain of reward weighting over seeds, and whether it is at least twice their spread.
+
+    `gains` are those of the weighted follower over the unweighted one with the same samples, by seed.
+    """
+    spread = stdev(gains) if len(gains) > 1 else None
+    mean = fmean(gains)
+    return {
+        "reward_gain": mean,
+        "reward_gain_spread": spread,
+        "reward_seeds": len(gains),
+        "reward_weighting_shown": None if spread is None else int(mean >= 2 * spread),
+    }
+
 
 Table = dict[str, Any]
 
 
-def tables(models: Mapping[str, Mapping[str, Any]], costs: Mapping[str, float]) -> dict[str, Table]:
+def tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
     """Return columns and rows of text, by name."""
-    return {
-        "arms": _arms(models),
-        "replay": _replay(models),
-        "here": _here(models),
-        "storing": _storing(costs),
-    }
+    return {"arms": _arms(models), "replay": _replay(models)}
 
 
 def _arms(models: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -101,58 +177,3 @@ def _rollout(seeds: Sequence[Mapping[str, Any]], samples: str, name: str) -> lis
         f"{mean('acceptance_length'):.2f}",
         f"{mean('draft_length'):.2f}",
     ]
-
-
-def _here(models: Mapping[str, Mapping[str, Any]]) -> Table:
-    rows = [
-        [
-            f"{model}, {name}",
-            f"{each['vs_none']:.2f}",
-            f"{each['block_efficiency']:.2f}",
-            str(each["steps"]),
-            format_value(each["step_ms"]),
-            format_value(each["pass_ms"]),
-            "yes" if each["same_tokens"] else "no",
-        ]
-        for model, found in models.items()
-        for name, each in found.get("on_cpu", {}).items()
-    ]
-    columns = ["head and draft length", "tokens/s over none", "tokens a verification", "steps", "step, ms"]
-    return {"columns": [*columns, "pass of the head, ms", "tokens of plain decoding"], "rows": rows}
-
-
-def _storing(costs: Mapping[str, float]) -> Table:
-    rows = [
-        ["bytes of a token", f"{costs['stored_bytes_a_token']:,.0f}", "0"],
-        [
-            "GB moved for an update of 262,144 tokens",
-            f"{costs['stored_bytes_an_update'] / 1e9:.1f}",
-            f"{costs['weights_bytes_a_version'] / 1e9:.0f}, the policy's new weights",
-        ],
-        [
-            "GB/s out of an instance with 256 samples, if every token is stored",
-            f"{costs['instance_bytes_a_second'] / 1e9:.2f}",
-            "0",
-        ],
-        [
-            "TB of a step of 100,000 samples of 4,000 tokens, if every token is stored",
-            f"{costs['stored_bytes_a_step'] / 1e12:.0f}",
-            "0",
-        ],
-        [
-            "tokens whose features are as large as the weights",
-            f"{costs['stored_tokens_as_large_as_weights']:,.0f}",
-            "",
-        ],
-        [
-            "bytes of a token's targets, if the engine stored them: all logits, or the 20 highest",
-            f"{costs['logits_bytes_a_token']:,.0f}, or {costs['top_k_bytes_a_token']:,.0f}",
-            "",
-        ],
-        [
-            "seconds of forward passes for an update",
-            "0",
-            f"{costs['second_pass_seconds_an_update']:.1f} on {costs['second_pass_devices']:.0f} H100",
-        ],
-    ]
-    return {"columns": ["computed for 70B", "features stored", "second forward pass"], "rows": rows}

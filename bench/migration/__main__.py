@@ -28,12 +28,11 @@ from typing import Any
 from bench.comparison import Comparison
 from bench.migration.driver import DrivenMove, Driver, LoadResult, Task
 from bench.migration.figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
-from bench.migration.kv_copy import measure_copies
 from bench.migration.loads import PROMPT_TOKENS, TailOptions, figure_5, long_tail
 from bench.random_model import make_random_model
 from bench.report import console, show, show_table, write
+from bench.rollout.systems import plain_platform
 from bench.scrape import Metrics, scrape
-from bench.systems import plain_platform
 from examples.tinymath.train import MODEL
 from paceline import SampleKey
 from paceline.times import seconds_of
@@ -44,7 +43,6 @@ GOALS = {
     "worst_ratio_vs_no_moves_upper": 1.0,
     "figure5_ratio": 1.25,
     "kv_vs_prefix": 1.0,
-    "gather_vs_memcpy": 0.5,
     "overhead_share": 0.0387,
     "tokens_differing_share": 1e-5,
 }
@@ -100,17 +98,15 @@ def main() -> None:
             given,
         )
     )
-    copies = measure_copies()
     tables = {"figure_5": table_of(figure), "long_tail": table_of(tail)}
     for name, table in tables.items():
         show_table(f"migration: {name}", _COLUMNS, table)
-    figures = _figures(figure, tail, tables, comparison, copies.of_memcpy)
+    figures = _figures(figure, tail, tables, comparison)
     show("migration", figures)
     details = {
         "goals": GOALS,
         "tables": {"moves": document_table(tables)},
         **tables,
-        "copies_bytes_per_second": asdict(copies),
         "tokens_compared": comparison.compared,
         "differences": [asdict(each) for each in comparison.differences],
         "options": vars(given),
@@ -123,7 +119,6 @@ def _figures(
     tail: Mapping[str, MigrationRuns],
     tables: Mapping[str, Mapping[str, dict[str, Any]]],
     comparison: Comparison,
-    gather_vs_memcpy: float,
 ) -> dict[str, Any]:
     """Return the figures that goals are set for, and counts of moves."""
     moved, stalls = tables["figure_5"][MOVE], [*figure[MOVE].stall_steps, *tail[MOVE].stall_steps]
@@ -133,7 +128,6 @@ def _figures(
         "tail_ratio": tables["long_tail"][MOVE]["ratio"],
         "kv_vs_prefix": moved["ratio"] / tables["figure_5"][PREFIX]["ratio"],
         "stall_steps_median": median(stalls) if stalls else None,
-        "gather_vs_memcpy": gather_vs_memcpy,
         "overhead_share": max(
             (table[MOVE]["overhead_share"] for table in tables.values() if table[MOVE]["moves"]), default=None
         ),

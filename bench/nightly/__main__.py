@@ -1,6 +1,6 @@
 """Runs the quick form of every benchmark and writes the documents' tables from their figures.
 
-Each benchmark has its minutes (bench/nightly/jobs.py), all together 75 on two cores; one that fails or takes longer
+Each benchmark has its minutes (bench/nightly/jobs.py), all together 65 on two cores; one that fails or takes longer
 is ended and keeps the figures that it had. What the documents show is kept in bench/results, a small file for each
 benchmark, which is committed with them. A test fails where a table says something else than these files.
 

@@ -7,7 +7,7 @@ update is a wait, a quarter of plain decoding's step, the same seconds for all.
 
 The table is made of cells (system, regime, round), each kept under runs/bench/rollout with the hash of the code and
 the run that it depends on: a later call measures what is missing. Writes runs/bench/rollout.json and .md, or
-rollout.SUBJECT.json and .md where another subject than tinymath is the first, and a picture of each subject.
+rollout.SUBJECT.json and .md where another subject than tinymath is the first.
 
     python -m bench.rollout [--systems quick] [--rounds 1] [--minutes 25]
     python -m bench.rollout --systems without --regimes "long tail"            # each mechanism left out
@@ -28,7 +28,6 @@ from typing import Any
 from bench.report import console, show_rows, write
 from bench.rollout.cells import TableCell
 from bench.rollout.markdown import document, shown
-from bench.rollout.picture import draw
 from bench.rollout.registry import EVERYTHING, OFF, PLAIN, REGIMES, SUBJECTS, SYSTEMS
 from bench.rollout.session import CellSession
 from bench.rollout.table import GOALS, PairedRatio, headline, rows, table_of, verdicts
@@ -92,7 +91,7 @@ def result_of(cells: Sequence[TableCell]) -> dict[str, Any]:
 def write_all(
     first: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> None:
-    """Show the first subject's figures and write JSON, Markdown and picture of all."""
+    """Show the first subject's figures and write JSON and Markdown of all."""
     goals = first["goals"]
     show_rows(
         "rollout",
@@ -109,7 +108,6 @@ def write_all(
             each: f"no figures: {found['reason']}, {found['why']}" for each, found in result["absent"].items()
         }
         parts.append(f"# {name}\n\n" + document(result["rows"], result["figures"], result["goals"], notes))
-        draw(result["rows"], _RESULT / f"rollout-{name}.svg")
     name = result_name(next(iter(results)))
     (_RESULT / f"{name}.md").write_text("\n".join(parts))
     data = {

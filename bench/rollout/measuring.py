@@ -9,19 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from bench.columns import max_decode_steps, mean_decode_steps
 from bench.comparison import Comparison, Responses
-from bench.coverage import Coverage
-from bench.replay import Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
 from bench.report import cores
 from bench.rollout.cells import InstanceLoad, StepFigures
 from bench.rollout.modelled import InstanceWork, StepReader, assumed_sweep, divided, modelled, passes_of
 from bench.rollout.registry import StockSystem
+from bench.rollout.replay import Coverage, Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
 from bench.rollout.stock_engine import StockEngine, StockMeasurement, StockSample, StockSetup, StockStep
+from bench.rollout.systems import KV_BYTES, System, platform_of
+from bench.rollout.training import TrainedStep, Trajectory
 from bench.scrape import Metrics
-from bench.systems import KV_BYTES, System, platform_of
-from bench.training import TrainedStep
-from bench.trajectory import Trajectory
 from examples.tinymath.curriculum import Curriculum, curriculum_of
 from examples.tinymath.spans import bubble_seconds, by_instance, step_begin, step_spans
 from paceline import KnobSetting, Sample, SampleKey
@@ -241,6 +238,7 @@ def platform_figures(
         for name, steps in logged.items()
     ]
     last = max(samples, key=_ended)
+    mean_steps, most_steps = step.decode_steps
     compared, differing = _compare(system, recorded, step.responses)
     counted = step.metrics.get("reallocator")
     return StepFigures(
@@ -250,8 +248,8 @@ def platform_figures(
         samples=len(samples),
         tokens=sum(len(sample.token_ids) for sample in samples),
         length_max=max(len(sample.token_ids) for sample in samples),
-        decode_steps_mean=mean_decode_steps(step),
-        decode_steps_max=int(max_decode_steps(step)),
+        decode_steps_mean=mean_steps,
+        decode_steps_max=most_steps,
         drafted=sum(each.drafted for each in provenances),
         accepted=sum(each.accepted for each in provenances),
         verified=sum(each.verify_steps for each in provenances),

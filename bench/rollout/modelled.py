@@ -34,8 +34,7 @@ from services.step_time.sweep import SavedSweep, SweepSubject
 
 H100_8B, H100_70B = "8B H100", "70B 8xH100"
 _MAX_SAMPLES = 256
-# Bytes of a weight of the 4-bit copy with the scale that 128 of them share, and what kernels move for each
-# (bench/quantized/replays.py).
+# Bytes of a weight of the 4-bit copy with the scale that 128 of them share, and what kernels move for each.
 _W4_BYTES = (0.5 + 2 / 128) * 1.25
 
 

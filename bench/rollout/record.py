@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.report import keep
+from bench.report import console, keep
 from bench.rollout.registry import Regime, Subject
-from bench.training import TrainedStep, push, train
-from bench.trajectory import Trajectory, serving
+from bench.rollout.training import TrainedStep, Trajectory, push, serving, train
 from examples.tinymath.curriculum import curriculum_of
 from examples.tinymath.grpo import GrpoLearner
 from examples.tinymath.train import Options, new_learner
 from paceline import Exactness, FinishReason, Group, Provenance, Sample, SampleKey, SampleStatus, WeightFolder
+from services.contracts.drafter_checkpoint import folder_of
 from services.local import PlatformConfig
 
 _MADE_OF, _STEPS, _WEIGHTS, _LEARNER = "made_of.json", "steps", "weights", "learner.pt"
@@ -229,3 +231,39 @@ def _sample(prompt_id: str, slot: int, seed: int, tokens: list[int], logprobs: l
         provenance=Provenance(),
         seed=seed,
     )
+
+
+_SECONDS = 60
+
+
+class FirstHeadError(RuntimeError):
+    """No head could be trained; the text says why."""
+
+
+def first_head(run: RecordedRun, model: Path, folder: Path) -> Path:
+    """Return the folder of the head for this run under `folder`; it is trained there now if there is none.
+
+    A head that has seen nothing would draft nothing in a run this short, and ReSpec begins with a trained one.
+    """
+    parent = (folder / run.hash[:16]).absolute()
+    made = folder_of(parent, 1)
+    if made.is_dir():
+        return made
+    parent.mkdir(parents=True, exist_ok=True)
+    rollouts = parent / "rollouts.jsonl"
+    step = run.trajectory.steps[0]
+    prompts = {group.prompt_id: [int(each) for each in group.prompt_token_ids] for group in step.groups}
+    lines = [
+        json.dumps(
+            {"prompt": prompts[key.prompt_id], "response": sample.token_ids.tolist(), "seed": sample.seed}
+        )
+        for key, sample in step.samples.items()
+    ]
+    rollouts.write_text("\n".join(lines) + "\n")
+    console().print(f"rollout: training a first EAGLE-3 head, {_SECONDS} s", highlight=False)
+    module = [sys.executable, "-m", "services.drafter.warmup"]
+    options = [f"--policy={model}", f"--rollouts={rollouts}", f"--out={parent}", f"--seconds={_SECONDS}"]
+    done = subprocess.run([*module, *options], capture_output=True, text=True, check=False)
+    if done.returncode or not made.is_dir():
+        raise FirstHeadError((done.stderr or done.stdout).strip().rpartition("\n")[2])
+    return made

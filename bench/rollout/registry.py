@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.leave_one_out import each_left_out
 from bench.rollout.modelled import H100_8B
-from bench.systems import BUBBLESPEC, BUBBLESPEC_RULE, KV_BYTES, SPEC_RL, System
+from bench.rollout.systems import BUBBLESPEC, BUBBLESPEC_RULE, KV_BYTES, SPEC_RL, System, each_left_out
 from examples.tinymath.train import MODEL, Options
 from paceline import Exactness, ExactnessLevel
 

@@ -18,27 +18,22 @@ from bench.rollout.cells import (
     TableCell,
     cell_key,
     code_hash,
+    planned,
+    seconds_left,
 )
-from bench.rollout.first_head import first_head
 from bench.rollout.measuring import measure
-from bench.rollout.plan import planned, seconds_left
-from bench.rollout.record import RecordedRun, load_or_record
+from bench.rollout.record import RecordedRun, first_head, load_or_record
 from bench.rollout.registry import PLAIN, REGIMES, SYSTEMS, ComparedSystem, StockSystem, Subject
+from bench.rollout.systems import System, plain_platform
 from bench.rollout.table import rollout_seconds, update_of
-from bench.systems import System, plain_platform
-from bench.training import TrainedStep
+from bench.rollout.training import TrainedStep
 
 FOLDER = Path("runs/bench/rollout")
 _LOCK = Path("requirements/cpu.lock")
 """Pins vLLM and all else that is imported."""
-_BENCH = [
-    Path(f"bench/{name}.py")
-    for name in ("columns", "comparison", "coverage", "replay", "scrape", "systems", "vllm_expand_fix")
-]
-_ROLLOUT = [
-    Path(f"bench/rollout/{name}.py")
-    for name in ("cells", "first_head", "measuring", "modelled", "record", "stock_engine", "told_tokens")
-]
+_BENCH = [Path(f"bench/{name}.py") for name in ("comparison", "scrape", "vllm_expand_fix")]
+_MEASURING = ("cells", "measuring", "modelled", "record", "replay", "stock_engine", "systems", "told_tokens")
+_ROLLOUT = [Path(f"bench/rollout/{name}.py") for name in _MEASURING]
 _STOCK_CODE = [
     *_BENCH,
     *_ROLLOUT,

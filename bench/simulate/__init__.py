@@ -1,1 +1,1 @@
-"""Simulations of whole clusters: capacity, and the papers' tables beside what is simulated of them."""
+"""Capacity of clusters, simulated."""

@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.progress import PartsProgress
 from bench.report import console, format_value, show, show_table, write
 from bench.weights.fleet import Model, Pushes, engine_pushes, transfers
 from bench.weights.links import loopback_rate
 from bench.weights.memory import available_bytes
 from bench.weights.models import make_models, reference, weight_bytes
-from bench.weights.progress import PartsProgress
 from bench.weights.summary import FOLDER, GOALS, STREAM, summary, verdicts
 
 LOGS = Path("runs/bench/weights")

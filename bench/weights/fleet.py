@@ -17,13 +17,12 @@ from typing import Any, BinaryIO
 
 from bench.report import cores
 from bench.scrape import metrics_at
-from bench.weights.decoding import Pauses, pauses
-from bench.weights.decoding import parse as parse_times
 from bench.weights.instance import COPYING, ENGINE, TIMES, VLLM
 from bench.weights.links import LINK_HOST, ThrottledLinks, free_ports
 from bench.weights.memory import PeakMemory
 from bench.weights.models import LENGTH, Reference, weight_bytes
-from bench.weights.summary import FOLDER, LOOPBACK, THROTTLED
+from bench.weights.summary import FOLDER, LOOPBACK, THROTTLED, Pauses, pauses
+from bench.weights.summary import parse as parse_times
 from bench.weights.trainer import Push, TrainerProcess
 from paceline import Group, InFlight, SamplingParams
 from services.local import Platform, PlatformConfig

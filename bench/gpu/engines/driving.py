@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from random import Random
+from statistics import median
 from typing import Any
 
-from bench.gpu.engines.stock import StockVllm
+import torch
+
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest
 
@@ -17,6 +20,64 @@ _WARM_UP = 2
 _serials = count(1)
 Truth = Mapping[int, Sequence[int]]
 """Tokens of each sample, by its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockStepped:
+    """Tokens that a step gave to a sample."""
+
+    sample_id: str
+    token_ids: list[int]
+
+
+class StockVllm:
+    """vLLM as its users have it, in this process: its own runner, scheduler and sampler, with log-probabilities."""
+
+    def __init__(self, **arguments: Any) -> None:
+        """Build the engine with vLLM's defaults, but for some of its own arguments."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(**arguments, skip_tokenizer_init=True, disable_log_stats=True)
+        )
+        self._core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.vocab_size = self._core.vllm_config.model_config.get_vocab_size()
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens whose KV fits."""
+        cache = self._core.vllm_config.cache_config
+        return int(cache.num_gpu_blocks) * int(cache.block_size)
+
+    def add(self, sample_id: str, prompt: list[int], tokens: int) -> None:
+        """Queue a sample that is to have `tokens` tokens."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(sample_id, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[StockStepped]:
+        """Run a step; return its tokens, or those of the one before."""
+        found: list[Any] = self._engine.step()
+        return [StockStepped(each.request_id, list(each.outputs[0].token_ids)) for each in found]
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step would do anything."""
+        return self._engine.has_unfinished_requests()
+
+    def abort(self, sample_ids: list[str]) -> None:
+        """End samples."""
+        self._engine.abort_request(sample_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +195,93 @@ class BatchDriver:
 
 def _nothing() -> None:
     """Hand over no drafts."""
+
+
+class HostMark:
+    """Moment on the host, with the interface of a CUDA event."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        """Take the time."""
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, later: HostMark) -> float:
+        """Return the milliseconds until a later mark."""
+        return 1000 * (later._at - self._at)
+
+
+class StepWatch:
+    """Watch over one worker's runner. `begin`, then steps, then `figures`."""
+
+    def __init__(self, worker: Any) -> None:
+        """Put the marks into the runner of a worker of this process."""
+        self._runner = worker.model_runner
+        self._cuda = self._runner.device.type == "cuda"
+        self._begun: list[Any] = []
+        self._ended: list[Any] = []
+        self._graphs: Counter[str] = Counter()
+        self._on = False
+        execute, sample = self._runner.execute_model, self._runner.sample_tokens
+
+        def executed(*args: Any, **kwargs: Any) -> Any:
+            self._mark(self._begun)
+            return execute(*args, **kwargs)
+
+        def sampled(*args: Any, **kwargs: Any) -> Any:
+            made = sample(*args, **kwargs)
+            self._mark(self._ended)
+            return made
+
+        self._runner.execute_model, self._runner.sample_tokens = executed, sampled
+        self._watch_graphs()
+
+    def begin(self) -> None:
+        """Forget the marks so far; those of steps from now on count."""
+        self._begun.clear()
+        self._ended.clear()
+        self._graphs.clear()
+        self._on = True
+
+    def figures(self) -> dict[str, Any]:
+        """Stop; return the medians of busy and idle milliseconds a step, and the steps by their kind of graph."""
+        self._on = False
+        if self._cuda:
+            torch.cuda.synchronize()
+        pairs = list(zip(self._begun, self._ended, strict=False))
+        busy = [begin.elapsed_time(end) for begin, end in pairs]
+        idle = [end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(pairs)]
+        return {
+            "busy_ms": median(busy) if busy else None,
+            "idle_ms": median(idle) if idle else None,
+            "graphs": dict(self._graphs),
+        }
+
+    def _mark(self, marks: list[Any]) -> None:
+        if self._on:
+            marks.append(torch.cuda.Event(enable_timing=True) if self._cuda else HostMark())
+            marks[-1].record()
+
+    def _watch_graphs(self) -> None:
+        """Count what vLLM's choice of a graph comes to: V1 returns the mode, V2 a description of the batch."""
+        for name in ("cudagraph_dispatcher", "cudagraph_manager"):
+            owner = getattr(self._runner, name, None)
+            if owner is not None:
+                owner.dispatch = self._counted(owner.dispatch)
+
+    def _counted(self, dispatch: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            chosen = dispatch(*args, **kwargs)
+            if self._on:
+                mode = chosen[0] if isinstance(chosen, tuple) else chosen.cg_mode
+                self._graphs[mode.name] += 1
+            return chosen
+
+        return counted
+
+
+def watched(core: Any) -> StepWatch:
+    """Return the watch of an engine core with one worker in this process."""
+    watches: list[StepWatch] = core.collective_rpc(StepWatch)
+    return watches[0]

@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 
-from bench.gpu.engines.driving import BatchDriver, DraftGiving, Driven, DrivenBatch
-from bench.gpu.engines.stock import StockVllm
-from bench.gpu.engines.watch import StepWatch, watched
+from bench.gpu.engines.driving import (
+    BatchDriver,
+    DraftGiving,
+    Driven,
+    DrivenBatch,
+    StepWatch,
+    StockVllm,
+    watched,
+)
 from bench.gpu.sizes import EngineKind, Graphs
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest

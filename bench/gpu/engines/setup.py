@@ -73,7 +73,7 @@ def compilation(graphs: Graphs) -> dict[str, Any] | None:
 
 
 def _stock(setup: EngineSetup) -> Any:
-    from bench.gpu.engines.stock import StockVllm
+    from bench.gpu.engines.driving import StockVllm
 
     if find_spec("flashinfer") is None:
         # By default vLLM's sampler would import it, and no engine could be built.

@@ -11,8 +11,7 @@ from typing import Any
 from bench.gpu.engines.setup import STOCK, EngineSetup
 from bench.gpu.markdown import figure, listed, table
 from bench.gpu.sizes import EngineKind
-from bench.gpu.state import State
-from bench.gpu.step import GpuStep, tokens_name
+from bench.gpu.state import GpuStep, State, tokens_name
 
 Column = tuple[EngineKind, str]
 """An engine, and its graphs."""

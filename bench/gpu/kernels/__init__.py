@@ -7,7 +7,7 @@
 - sweeps.py: the fastest launch parameters
 - cases.py, measure.py: kernels in their settings, what a user would have otherwise, and times
 - tables.py: the tables
-- compiled.py, launches.py: what the code takes on devices that are not there, a program of its own
+- compiled.py: what the code takes on devices that are not there, a program of its own
 
 It needs torch and Triton, and neither vLLM nor numba; libraries that are not installed are named as such.
 """

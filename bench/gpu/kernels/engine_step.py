@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from bench.gpu.kernels import cases
 from bench.gpu.kernels.graphs import captured
+from bench.gpu.kernels.measure import launching
 from kernels.backend import KernelMismatch
 from kernels.coupled_sampler.noise import Domain, gumbel
 from kernels.coupled_sampler.reference import verify
@@ -211,7 +211,7 @@ def beside_product(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
     found = {f"{name}_seconds": _each(device, run) for name, run in ways.items()}
     base = found["product_seconds"]
     shares = {f"{name}_share": found[f"{name}_seconds"] / base - 1 for name in ("graph", "launched")}
-    return {**found, **shares, "host_seconds": _launching(device, step.run), "rows": step.sizes.rows}
+    return {**found, **shares, "host_seconds": launching(device, step.run), "rows": step.sizes.rows}
 
 
 def product(device: torch.device, times: int) -> Callable[[], object]:
@@ -262,16 +262,6 @@ def _each(device: torch.device, run: Callable[[], object]) -> float:
         run()
     wait(device)
     return (time.perf_counter() - begin) / _TIMED
-
-
-def _launching(device: torch.device, run: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(_TIMED):
-        wait(device)
-        begin = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - begin)
-    return median(taken)
 
 
 def _unwaited_run(device: torch.device, step: EngineStep) -> None:

@@ -42,7 +42,7 @@ def taker(device: torch.device, milliseconds: int) -> TakenBy:
         run()
         if device.type != "cuda":
             return Taken(timed(run), timed(run), in_graph=False)
-        host = _launching(device, run)
+        host = launching(device, run)
         try:
             replay = captured(device, run)
         except RuntimeError:
@@ -54,7 +54,8 @@ def taker(device: torch.device, milliseconds: int) -> TakenBy:
     return taken
 
 
-def _launching(device: torch.device, run: Run) -> float:
+def launching(device: torch.device, run: Run) -> float:
+    """Return the seconds until the host has launched a run, the median of many."""
     found = []
     for _ in range(_HOST_RUNS):
         torch.cuda.synchronize(device)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from bench.gpu.kernels import cases, engine_step, exact, graphs, measure, sweeps
-from bench.gpu.step import CEILINGS, KERNELS, SWEEP, TUNED_CHECKS
-from kernels.short_query_attention.race import AttentionName, RaceShape, backends, fastest, race
+from bench.gpu.state import CEILINGS, KERNELS, SWEEP, TUNED_CHECKS
 from kernels.tuning import Tuning, about, device_name, path_for, write
 
 REAL = cases.Sizes()
@@ -80,7 +79,6 @@ def kernel_steps(device: str) -> list[KernelStep]:
         KernelStep(f"{KERNELS}defaults: {name}", 15, partial(_table, name), name in ("attention", "sampler"))
         for name in cases.CASES
     ]
-    plan.append(KernelStep(f"{KERNELS}attention backends", 10, _race))
     plan += [
         KernelStep(f"{KERNELS}{name}", seconds, partial(_on_device, run), run is measure.host_time)
         for name, seconds, run in (
@@ -129,19 +127,6 @@ def _table(name: str, bench: KernelBench) -> dict[str, Any]:
         f"{name}, {row['setting']}": row["error"] for row in rows if row["by"] == "ours" and "error" in row
     }
     return {"rows": rows, "failed": failed}
-
-
-def _race(bench: KernelBench) -> dict[str, Any]:
-    """Time the attention backends as an engine does at its start, and say which it would take."""
-    sizes = bench.sizes
-    shape = RaceShape(
-        sizes.heads, sizes.kv_heads, sizes.head_size, sizes.context, sizes.long, min(64, sizes.requests)
-    )
-    makers = backends(ours=True)
-    if bench.device.type != "cuda":
-        makers = {AttentionName.OURS: makers[AttentionName.OURS]}
-    timings = list(race(bench.device, shape, makers))
-    return {"timings": [asdict(timing) for timing in timings], "fastest": fastest(timings)}
 
 
 def _sweep(sweep: sweeps.Sweep, bench: KernelBench) -> dict[str, Any]:

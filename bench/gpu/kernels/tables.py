@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.gpu import markdown
-from bench.gpu.state import State
-from bench.gpu.step import CEILINGS, KERNELS, SWEEP
+from bench.gpu.state import CEILINGS, KERNELS, SWEEP, State
 
 HEADS = (
     "kernel", "setting", "by", "device us", "host us", "GB/s", "TFLOP/s", "bound", "of bound", "ours is",

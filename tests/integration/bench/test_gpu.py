@@ -23,8 +23,7 @@ from bench.gpu.kernels.sweeps import SWEEPS
 from bench.gpu.plan import GpuSubject, plan
 from bench.gpu.running import DONE, MORE, run
 from bench.gpu.sizes import TINY, EngineKind, Graphs
-from bench.gpu.state import LINES, State
-from bench.gpu.step import SWEEP, TUNED_CHECKS, GpuStep, left
+from bench.gpu.state import LINES, SWEEP, TUNED_CHECKS, GpuStep, State, left
 from kernels.tuning import Tuning, read
 from tests.support.engine_process import EngineProcess
 

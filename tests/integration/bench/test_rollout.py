@@ -12,8 +12,7 @@ from bench.rollout.measuring import measure
 from bench.rollout.modelled import DEVICES, StepReader
 from bench.rollout.registry import SYSTEMS
 from bench.rollout.stock_engine import StockEngine, StockSetup
-from bench.training import TrainedStep
-from bench.trajectory import Trajectory
+from bench.rollout.training import TrainedStep, Trajectory
 from examples.tinymath.train import MODEL, Options
 from paceline import Group
 from tests.support.engine_process import EngineProcess

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from bench.replay import ReplayedStep
+from bench.rollout.replay import ReplayedStep
+from bench.rollout.training import TrainedStep
 from bench.scrape import Metrics
-from bench.training import TrainedStep
 from examples.tinymath.curriculum import TINYMATH, Curriculum
 from paceline import FinishReason, Group, InstanceSpan, Provenance, Sample, SampleKey, SampleStatus
 

@@ -12,10 +12,9 @@ import pytest
 pytest.importorskip("numba")
 
 from bench.axes.__main__ import AXES, PROMPTS, SAMPLES, Point, rows_of, synthetic
-from bench.axes.decoding import decode, plain_seconds
+from bench.axes.known_texts import KnownText, decode, plain_seconds, stored
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
 from bench.axes.recorded import steps_of
-from bench.known_texts import KnownText, stored
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import RunMissingError
 from bench.rollout.registry import SUBJECTS, Subject

@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("numba")
 
+from bench.axes.known_texts import KnownText, TextInstance
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
 from bench.device_clock.__main__ import clocked, rows_of
 from bench.device_clock.cluster import ClockedStep, RecordedCluster, RecordedTexts, plain_seconds
 from bench.device_clock.old_texts import ForkedText, written
-from bench.known_texts import KnownText, TextInstance
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import RunMissingError
 from bench.rollout.registry import LONG_TAIL, SMOLLM2
-from bench.training import TrainedStep
+from bench.rollout.training import TrainedStep
 from examples.tinymath.train import Options
 from paceline import Group, SampleKey
 from services.bubbles.config import BubblesConfig

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from bench.learner import replay
-from bench.learner.figures import gain, hidden_share, over_seeds, weighting_verdict
 from bench.learner.following import (
     ASYNC_1,
     ASYNC_3,
@@ -24,8 +23,8 @@ from bench.learner.following import (
     RecordedRollouts,
     learn,
 )
-from bench.learner.picture import smooth
 from bench.learner.replay import BLOCKS, NONE, blocks, replayed
+from bench.learner.tables import gain, hidden_share, over_seeds, weighting_verdict
 from services.drafter.learning.data import TrainingSample
 
 
@@ -156,9 +155,3 @@ def test_an_update_that_reaches_as_much_of_a_faster_device_is_as_much_faster() -
     share = replay.efficiency(run, 1e6, 1e5, 5, 1e9)
     assert share == pytest.approx((2 * 1e6 * 200 + 6 * 1e5 * 5 * 100) / 2.0 / 1e9)
     assert replay.h100_update_seconds(share / 2, 5) == pytest.approx(2 * replay.h100_update_seconds(share, 5))
-
-
-def test_lines_are_means_in_their_middle() -> None:
-    where, values = smooth([1.0, 2.0, 3.0, 4.0], 3)
-    assert (where.tolist(), values.tolist()) == ([1.0, 2.0], pytest.approx([2.0, 3.0]))
-    assert smooth([1.0], 3)[1].tolist() == [1.0]

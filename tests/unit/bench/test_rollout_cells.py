@@ -12,19 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from bench.rollout.cells import AbsentReason, CellFolder, CellName, TableCell, cell_key, code_hash
+from bench.rollout.cells import (
+    AbsentReason,
+    CellFolder,
+    CellName,
+    TableCell,
+    cell_key,
+    code_hash,
+    planned,
+    seconds_left,
+)
 from bench.rollout.measuring import stock_figures
 from bench.rollout.modelled import InstanceWork, modelled
-from bench.rollout.plan import planned, seconds_left
 from bench.rollout.record import RecordedRun
 from bench.rollout.registry import ARCTIC, PACELINE, PLAIN, REGIMES, SUBJECTS, SYSTEMS, Regime, StockSystem
 from bench.rollout.session import last_line
 from bench.rollout.stock_engine import StockMeasurement
+from bench.rollout.systems import System
 from bench.rollout.table import update_of
 from bench.rollout.told_tokens import ToldTokens, padded, told
-from bench.systems import System
-from bench.training import TrainedStep
-from bench.trajectory import Trajectory
+from bench.rollout.training import TrainedStep, Trajectory
 from examples.tinymath.train import Options, plan
 from paceline import Group
 from services.generation.engine.step_log import LoggedStep

@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 
 from bench.rollout import record as recording
 from bench.rollout.record import RecordedRun, load_or_record
-from bench.systems import plain_platform
-from bench.training import TrainedStep
+from bench.rollout.systems import plain_platform
+from bench.rollout.training import TrainedStep
 from examples.tinymath.train import MODEL, Options
 from paceline import Group, Sample, SamplingParams
 from tests.unit.bench.steps import sample
@@ -85,7 +85,9 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Recorder:
 
     monkeypatch.setattr(recording, "serving", serving)
     # Random tokens are never right: every second sample is, so that there is something to learn.
-    monkeypatch.setattr("bench.training.reward", lambda problems, samples, text: [s.slot for s in samples])
+    monkeypatch.setattr(
+        "bench.rollout.training.reward", lambda problems, samples, text: [s.slot for s in samples]
+    )
     return made
 
 

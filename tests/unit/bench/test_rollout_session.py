@@ -16,10 +16,9 @@ from bench.rollout.modelled import DEVICES, H100_8B, ModelledStep
 from bench.rollout.record import RecordedRun
 from bench.rollout.registry import LONG_TAIL, PLAIN, SUBJECTS, SYSTEMS, StockSystem
 from bench.rollout.session import BenchmarkError, CellSession
+from bench.rollout.systems import System
+from bench.rollout.training import TrainedStep, Trajectory
 from bench.scrape import Metrics
-from bench.systems import System
-from bench.training import TrainedStep
-from bench.trajectory import Trajectory
 from examples.tinymath.train import Options
 from paceline import Group
 from services.generation.engine.step_log import LoggedStep

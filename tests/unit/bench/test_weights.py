@@ -8,13 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.progress import PartsProgress
 from bench.weights.__main__ import arguments
-from bench.weights.decoding import EngineTimes, Span, parse, pauses
 from bench.weights.links import ByteBucket
 from bench.weights.memory import parse_rollup
 from bench.weights.models import shape_of
-from bench.weights.progress import PartsProgress
-from bench.weights.summary import FOLDER, LOOPBACK, STREAM, THROTTLED, summary, verdicts
+from bench.weights.summary import (
+    FOLDER,
+    LOOPBACK,
+    STREAM,
+    THROTTLED,
+    EngineTimes,
+    Span,
+    parse,
+    pauses,
+    summary,
+    verdicts,
+)
 
 KEYS = [
     "folder_vs_copy",

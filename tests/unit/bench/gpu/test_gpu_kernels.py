@@ -10,7 +10,7 @@ from bench.gpu.kernels import cases, engine_step, measure, sweeps
 from bench.gpu.kernels.measure import Taken
 from bench.gpu.kernels.steps import TINY, KernelBench, kernel_steps
 from bench.gpu.kernels.tables import table
-from bench.gpu.step import KERNELS
+from bench.gpu.state import KERNELS
 from kernels.backend import KernelMismatch, installed
 from kernels.coupled_sampler.sample import sample
 from kernels.draft_table import DraftTable

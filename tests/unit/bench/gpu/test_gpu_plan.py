@@ -12,8 +12,7 @@ from bench.gpu.engines.model import LOAD_FORMAT, PREFILL, SHAPES, model_folder, 
 from bench.gpu.engines.setup import EngineSetup
 from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.sizes import TINY, EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
-from bench.gpu.state import State
-from bench.gpu.step import CEILINGS, ENVIRONMENT, GpuStep, left, total
+from bench.gpu.state import CEILINGS, ENVIRONMENT, GpuStep, State, left, total
 from services.contracts.drafter_checkpoint import load
 
 OURS = (EngineKind.V1, EngineKind.V2, EngineKind.AHEAD)

@@ -20,8 +20,7 @@ from bench.gpu.__main__ import main
 from bench.gpu.engines.tables import differences
 from bench.gpu.host import WorkerHost
 from bench.gpu.report import lines
-from bench.gpu.state import LINES, OtherRun, State
-from bench.gpu.step import GpuStep, left
+from bench.gpu.state import LINES, GpuStep, OtherRun, State, left
 
 ABOUT = {"device": "a device", "torch": "2", "triton": "3", "vllm": "0.32"}
 Answers = dict[str, Callable[[], Any]]

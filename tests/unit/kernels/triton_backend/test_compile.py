@@ -7,8 +7,7 @@ twice, and kernels compiled anew for another batch.
 import pytest
 import torch
 
-from bench.gpu.kernels.compiled import compile_for, faults, intercepted
-from bench.gpu.kernels.launches import WIDTH, attention_step, draw
+from bench.gpu.kernels.compiled import WIDTH, attention_step, compile_for, draw, faults, intercepted
 from kernels.kd_loss.triton_kd import FusedLoss
 from kernels.kv_pack.layout import BlockLayout, runs
 from kernels.kv_pack.triton_copy import copy

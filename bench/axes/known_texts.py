@@ -1,0 +1,273 @@
+"""An instance that decodes known texts with its own drafters, index and planner, without an engine.
+
+A draft is accepted up to the first token that differs from the text, as under coupled sampling. Steps take what a
+device's table says; deciding and indexing take no time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.contracts.knobs import Knobs
+from services.contracts.rollout import RolloutKind, StoredRollout
+from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.drafters.suffix import SuffixDrafter
+from services.generation.engine.types import EngineSampleState, SampleStep
+from services.generation.speculation.drafter import DraftContext, NewRollouts
+from services.generation.speculation.planner import KnobDrivenPlanner
+from services.generation.speculation.speculation import Speculation
+from services.simulator.device_tables import DeviceTable, swept
+from services.step_time.estimator import StepTimeEstimator
+
+WINDOW = 16
+RUN = "run"
+_MAX_SAMPLES = 256
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownText:
+    """A sample whose response is known before it is decoded, and its reference."""
+
+    prompt_id: str
+    seed: int
+    response: Tokens
+    reference: Tokens | None = None
+    """The response of the policy before to the same noise, as far as it is known."""
+    prompt: tuple[int, ...] = (0,)
+    begun: int = 0
+    """Tokens of the response that there are already."""
+    forks: tuple[Tokens, ...] = ()
+    """Other responses of that policy, each for the case that the reference is left where it leaves it."""
+    version: int = 1
+    """Of the policy that writes it."""
+
+
+@dataclass(slots=True)
+class DecodingCounts:
+    """What an instance has done so far, by decode steps of its samples."""
+
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class TextStep(NamedTuple):
+    """An engine step: its seconds, and the samples that ended in it."""
+
+    seconds: float
+    ended: Sequence[str]
+
+
+class _Uncounted:
+    """Ignores counts. A fault of a drafter is an error."""
+
+    def verified(self, drafter: str, drafted: int, accepted: int) -> None: ...
+
+    def fault(self, drafter: str) -> None:
+        raise RuntimeError(f"{drafter} failed")
+
+
+@dataclass(slots=True)
+class _Live:
+    text: KnownText
+    state: EngineSampleState
+
+    @property
+    def left(self) -> int:
+        return len(self.text.response) - len(self.state.response)
+
+
+@dataclass(slots=True)
+class TextInstance:
+    """Decodes texts step by step. `capacity`: tokens of the index; 0 for an instance that does not draft."""
+
+    device: DeviceTable
+    vocabulary: int
+    capacity: int
+    counts: DecodingCounts = field(default_factory=DecodingCounts)
+    _speculation: Speculation | None = field(init=False, default=None)
+    _live: dict[str, _Live] = field(init=False, default_factory=dict)
+    _prefill: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if not self.capacity:
+            return
+        estimator = StepTimeEstimator(swept(self.device, _MAX_SAMPLES, noise=0.0))
+        planner = KnobDrivenPlanner(
+            Knobs(draft_cap=WINDOW), estimator, lambda _: None, graphs=self.device.graphs
+        )
+        drafters = [ReferenceDrafter(), SuffixDrafter(capacity=self.capacity, clock=_no_time)]
+        self._speculation = Speculation(drafters, planner, self.vocabulary, _Uncounted(), clock=_no_time)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._live
+
+    @property
+    def context(self) -> int:
+        """Tokens of all prompts and responses."""
+        return sum(each.state.length for each in self._live.values())
+
+    def know(self, rollouts: Sequence[StoredRollout]) -> None:
+        """Index earlier rollouts."""
+        if self._speculation is not None:
+            self._speculation.add_rollouts(NewRollouts(list(rollouts)))
+            while self._speculation.idle_work():
+                pass
+
+    def prefill(self, tokens: int) -> None:
+        """Compute the KV of so many tokens in the next step."""
+        self._prefill += tokens
+
+    def begin(self, sample_id: str, text: KnownText) -> None:
+        """Let a sample join; its prompt is computed by `prefill` or not at all."""
+        if self._speculation is not None:
+            reference = () if text.reference is None else text.reference.tolist()
+            self._speculation.begin(
+                DraftContext(
+                    sample_id,
+                    list(text.prompt),
+                    reference,
+                    prompt_id=text.prompt_id,
+                    run_id=RUN,
+                    seed=text.seed,
+                    version=text.version,
+                    source="pregenerated",
+                    forks=text.forks,
+                )
+            )
+        response = text.response[: text.begun].tolist()
+        state = EngineSampleState(
+            sample_id, list(text.prompt), response, WINDOW, len(text.prompt) + text.begun
+        )
+        self._live[sample_id] = _Live(text, state)
+
+    def generated(self, sample_id: str) -> int:
+        """Return the response tokens of a sample that is here. KeyError for another."""
+        return len(self._live[sample_id].state.response)
+
+    def leave(self, sample_id: str) -> int:
+        """Let a sample go as it is; return its response tokens. KeyError for one that is not here."""
+        live = self._live.pop(sample_id)
+        if self._speculation is not None:
+            self._speculation.end(sample_id, live.state.response)
+        return len(live.state.response)
+
+    def step(self) -> TextStep:
+        """Do an engine step of all samples, of which there must be one."""
+        live = list(self._live.values())
+        states = [each.state for each in live]
+        for each in live:
+            each.state.room = max(0, min(WINDOW, each.left - 1))
+        speculation, drafts, shape = self._speculation, dict[str, list[int]](), None
+        if speculation is not None:
+            drafts = speculation.drafts(states, self.device.most_rows)
+            shape = speculation.shape(states, drafts)
+        rows = len(live) + sum(map(len, drafts.values())) + self._prefill
+        seconds = self.device.seconds(len(live), rows, sum(state.length for state in states))
+        ended = [each.state.sample_id for each in live if self._advance(each, drafts)]
+        if speculation is not None and shape is not None and not self._prefill:
+            speculation.stepped(shape, seconds)
+        self._prefill = 0
+        return TextStep(seconds, ended)
+
+    def _advance(self, live: _Live, drafts: dict[str, list[int]]) -> bool:
+        """Append what a step decodes of a text; return True at its end."""
+        state, known = live.state, live.text.response
+        draft = drafts.get(state.sample_id, [])
+        coming = known[len(state.response) : len(state.response) + len(draft)]
+        held = int(np.cumprod(coming == np.asarray(draft[: len(coming)], np.int32)).sum())
+        tokens = known[len(state.response) : len(state.response) + held + 1].tolist()
+        state.response += tokens
+        state.length += len(tokens)
+        self.counts.tokens += len(tokens)
+        self.counts.steps += 1
+        self.counts.drafted += len(draft)
+        self.counts.accepted += held
+        if self._speculation is not None:
+            self._speculation.learn(
+                SampleStep(state.sample_id, tokens, [], drafted=len(draft), accepted=held)
+            )
+        if live.left:
+            return False
+        self.leave(state.sample_id)
+        return True
+
+
+def vocabulary_of(model: Path) -> int:
+    """Return the number of token ids of a model in a folder."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+def stored(prompt_id: str, slot: int, seed: int, tokens: Tokens, version: int) -> StoredRollout:
+    """Return a finished sample of an earlier step."""
+    return StoredRollout(
+        run_id=RUN,
+        prompt_id=prompt_id,
+        slot=slot,
+        version=version,
+        kind=RolloutKind.HISTORY,
+        step=version,
+        seed=seed,
+        tokens=tokens.astype(np.uint32),
+        logprobs=np.zeros(len(tokens), np.float32),
+        finished=True,
+    )
+
+
+def _no_time() -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedBatch:
+    """A batch as it was decoded; `seconds` are by the device's table."""
+
+    counts: DecodingCounts
+    seconds: float
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a decode step of a sample."""
+        return self.counts.tokens / self.counts.steps
+
+
+def decode(
+    texts: Sequence[KnownText], rollouts: Sequence[StoredRollout], device: DeviceTable, vocabulary: int
+) -> DecodedBatch:
+    """Decode a batch, with drafts from references and from these earlier rollouts."""
+    instance = TextInstance(device, vocabulary, _capacity(texts, rollouts))
+    for place, text in enumerate(texts):
+        instance.begin(str(place), text)
+    instance.know(rollouts)
+    seconds = 0.0
+    while len(instance):
+        seconds += instance.step().seconds
+    return DecodedBatch(instance.counts, seconds)
+
+
+def plain_seconds(texts: Sequence[KnownText], device: DeviceTable) -> float:
+    """Return the time of decoding a batch one token at a time."""
+    lengths = np.sort([len(text.response) for text in texts])
+    seconds = 0.0
+    for position in range(int(lengths[-1])):
+        n = int((lengths > position).sum())
+        seconds += device.seconds(n, n, n * (position + 1))
+    return seconds
+
+
+def _capacity(texts: Sequence[KnownText], rollouts: Sequence[StoredRollout]) -> int:
+    return (
+        4 * sum(len(each.response) for each in texts) + 4 * sum(len(each.tokens) for each in rollouts) + 4096
+    )

@@ -1,1 +1,0 @@
-"""Bubbles filled with drafts of the next step, against plain decoding."""

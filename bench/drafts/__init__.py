@@ -1,1 +1,0 @@
-"""The suffix index, and the reuse of earlier rollouts."""

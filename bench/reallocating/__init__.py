@@ -1,1 +1,0 @@
-"""Cost of the reallocator's decisions in a large fleet."""

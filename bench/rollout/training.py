@@ -1,0 +1,143 @@
+"""A real GRPO run on a platform, each part of a step timed by itself, and what is recorded of it to be replayed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import paceline
+from bench.comparison import Responses
+from examples.tinymath.curriculum import TINYMATH, Curriculum
+from examples.tinymath.grpo import Drift, GrpoLearner
+from examples.tinymath.train import Options, collect, groups, lessons, plan, reward
+from paceline import Exactness, Group, Reward, Run, Sample, SampleKey, WeightFolder
+from services.local import Platform, PlatformConfig
+
+Samples = Mapping[SampleKey, Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step as it went. Times in seconds, divergences in nats."""
+
+    step: int
+    groups: tuple[Group, ...]
+    samples: Samples
+    weights: Path
+    """Folder of the weights that sampled."""
+    rollout_seconds: float
+    update_seconds: float
+    """The trainer's own part: rewards, learning, writing the new weights."""
+    push_seconds: float
+    """Bringing them to every instance."""
+    reward: float
+    """Mean over the samples."""
+    kl: float
+    """KL(behaviour || policy) of the samples before they are learned from: the mean of e^r - r - 1 over all
+    tokens, r = log p_policy - log p_behaviour. 0, but for rounding, unless cached tokens were kept."""
+    update_kl: float
+    """The same while they are learned from, over the tokens learned from."""
+    clip_fraction: float
+    """Share of these tokens whose ratio was clipped."""
+    moved_kl: float
+    """KL of the policy that sampled from the one that was learned, over the step's tokens: how far a step goes."""
+
+    @property
+    def responses(self) -> Responses:
+        """The token ids of each sample."""
+        return {key: sample.token_ids.tolist() for key, sample in self.samples.items()}
+
+
+def train(
+    run: paceline.Run,
+    learner: GrpoLearner,
+    options: Options,
+    weights: WeightFolder,
+    exactness: Exactness,
+    curriculum: Curriculum = TINYMATH,
+    first: int = 0,
+    served: Path | None = None,
+    measure_kl: bool = True,
+) -> Iterator[TrainedStep]:
+    """Train, and keep every version in `weights`.
+
+    Args:
+        first: the step to begin with, by a learner that has taken those before.
+        served: folder of the weights that the platform serves; None: `weights.model`.
+        measure_kl: measure `TrainedStep.kl`, which takes a forward pass over all samples; else it is 0.
+    """
+    sampling, text = options.sampling, curriculum.text
+    served = served or weights.model
+    for step, problems in islice(enumerate(plan(options, curriculum)), first, None):
+        asked = groups(problems, options, text)
+        began = time.perf_counter()
+        rollout = run.rollout(step, asked, sampling, exactness=exactness)
+        samples = collect(rollout, lambda *_: None)
+        rolled_out = time.perf_counter()
+        rewards = reward(problems, samples, text)
+        lesson = lessons(problems, samples, rewards, text)
+        rewarded = time.perf_counter()
+        drift = learner.drift(lesson) if measure_kl else Drift()  # for the figures: a trainer would not
+        measured = time.perf_counter()
+        report = learner.step(lesson)
+        folder = weights.write(step + 1, learner.model.state_dict())
+        learned = time.perf_counter()
+        moved = learner.drift(lesson)  # for the figures, as well
+        named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
+        run.report_rewards(rollout.batch.batch_id, named, kl=drift.kl, clip_fraction=report.clipped_ratio)
+        push_seconds = push(run, folder)
+        yield TrainedStep(
+            step=step,
+            groups=tuple(asked),
+            samples={sample.key: sample for sample in samples},
+            weights=served,
+            rollout_seconds=rolled_out - began,
+            update_seconds=(rewarded - rolled_out) + (learned - measured),
+            push_seconds=push_seconds,
+            reward=report.reward,
+            kl=drift.kl,
+            update_kl=report.kl,
+            clip_fraction=report.clipped_ratio,
+            moved_kl=moved.kl,
+        )
+        served = folder
+
+
+def push(run: paceline.Run, folder: Path) -> float:
+    """Push a folder of weights to every instance; return the seconds that it took."""
+    began = time.perf_counter()
+    run.push_weights(folder)
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The steps of a run, and the weights that the last one led to."""
+
+    options: Options
+    steps: tuple[TrainedStep, ...]
+    last_weights: Path
+
+    def weights_after(self, place: int) -> Path:
+        """Return the folder of the weights that the step at `place` led to."""
+        return self.steps[place + 1].weights if place + 1 < len(self.steps) else self.last_weights
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of all steps."""
+        return sum(len(sample.token_ids) for step in self.steps for sample in step.samples.values())
+
+
+@contextmanager
+def serving(config: PlatformConfig, seed: int) -> Iterator[Run]:
+    """Yield a run of a platform that is up for it alone."""
+    with (
+        Platform(config) as platform,
+        platform.client() as client,
+        client.run("trajectory", seed=seed) as run,
+    ):
+        yield run
