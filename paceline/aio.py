@@ -22,7 +22,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
@@ -30,16 +29,14 @@ from paceline import convert
 from paceline import types as t
 from paceline.batches.rollout import AsyncRollout
 from paceline.batches.run_rollouts import RunRollouts
-from paceline.calls import GatewayCalls
+from paceline.calls import GatewayCalls, connect
 from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
 from paceline.errors import FailedPreconditionError, PacelineError, shards_differ
-from paceline.shards import Shard, shards_of
+from paceline.shards import Shard
 from paceline.shards.concurrency import Tasks
-from paceline.shards.members import connect
 from paceline.transport.channel import Tls
 from paceline.transport.grpc import AioTransport
-from paceline.transport.interface import Transport
-from paceline.transport.options import ConnectionOptions, connect_again
+from paceline.transport.options import ConnectionOptions
 from paceline.weights.adapters import Adapter
 from paceline.weights.collective import WeightCollective, push_collective
 from paceline.weights.folder import ShardedTensors, WeightFolder, push_folder
@@ -54,7 +51,7 @@ Batches = Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]]
 
 
 class RolloutOptions(TypedDict, total=False):
-    """Options of every batch: those of `rollout` beside its groups and sampling parameters."""
+    """Options of every batch of `rollouts`, which are passed to `rollout`."""
 
     deadline: float | None
     priority: int
@@ -71,9 +68,9 @@ async def look_ahead(
     first_step: int,
     **options: Unpack[RolloutOptions],
 ) -> AsyncGenerator[AsyncRollout, None]:
-    """Submit a batch for each step, announce the one after it, and yield its rollout.
+    """Submit a batch for each step, announce the next one, and yield its rollout.
 
-    The next batch is taken from `batches` after its predecessor was submitted, so a slow source delays no samples.
+    The next batch is taken from `batches` after the previous one was submitted, so a slow source delays no samples.
     """
     async with aclosing(_in_order(batches)) as source:
         step, groups = first_step, await anext(source, None)
@@ -86,7 +83,7 @@ async def look_ahead(
 
 
 async def _in_order(batches: Batches) -> AsyncGenerator[list[t.Group], None]:
-    """Yield the groups of each step, of which all is at hand: they are sent twice."""
+    """Yield the groups of each step, with every iterator read: they are sent twice."""
     if isinstance(batches, AsyncIterable):
         async for each in batches:
             yield convert.whole_groups(each)
@@ -103,7 +100,7 @@ async def _announce(
     exactness: t.Exactness | None,
     policy_version: int,
 ) -> None:
-    """Announce a step. A failure costs speed alone, so it must not end the training."""
+    """Announce a step. A failure only costs speed, so it must not end the training."""
     try:
         await run.hint(step, groups, sampling, policy_version=policy_version, exactness=exactness)
     except PacelineError as error:
@@ -111,9 +108,9 @@ async def _announce(
 
 
 WeightTransport = WeightFolder | WeightStream | WeightCollective
-"""Ways of weights from a trainer to the instances."""
+"""Transport of weights from a trainer to the instances."""
 Source = Path | str | Tensors | ShardedTensors
-"""Weights: a folder in Hugging Face layout, tensors by name, or of ranks, or an iterator of names and tensors."""
+"""Weights: a folder in Hugging Face layout, tensors by name, pairs of name and tensor, or tensors of ranks."""
 
 
 class AsyncRun(RunRollouts):
@@ -127,7 +124,7 @@ class AsyncRun(RunRollouts):
         super().__init__(client, run_id, seed)
         self._weights = WeightStream() if weights is None else weights
         self._refused: VersionPush | None = None
-        """Push whose weights are staged, and wait for unfinished samples."""
+        """Push whose weights are staged while samples are unfinished."""
 
     def rollouts(
         self,
@@ -140,11 +137,11 @@ class AsyncRun(RunRollouts):
     ) -> AsyncIterator[AsyncRollout]:
         """Submit a batch for each step and yield its samples as `rollout` returns them.
 
-        Each batch is announced while the one before it is generated, so that idle instances generate it ahead.
+        Each batch is announced while the previous one is generated, so that idle instances generate it ahead.
         `batches` gives the groups of each step: a list, a generator, a data loader, or for the asynchronous client
         an asynchronous iterable. It is read one batch ahead of the steps, so it must not depend on the samples of
-        the step before. A trainer that was restarted gives the batches from `first_step` on. `options` are those of
-        `rollout`.
+        the previous step. A trainer that was restarted gives the batches from `first_step` on. `options` are passed
+        to `rollout`.
         """
         return look_ahead(self, batches, sampling, exactness, first_step, **options)
 
@@ -157,20 +154,19 @@ class AsyncRun(RunRollouts):
     ) -> t.UpdateFinished:
         """Send weights as the next version. When this returns, the fleet serves them.
 
-        `in_flight` says what becomes of samples, of any run, that are unfinished then. With REFUSE they keep the
-        version that they have: FailedPreconditionError, reason SAMPLES_UNFINISHED. `finish_push` applies the
-        weights later without sending them again.
+        `in_flight` decides about samples, of any run, that are unfinished then. With REFUSE they keep their
+        version: FailedPreconditionError, reason SAMPLES_UNFINISHED. `finish_push` applies the weights later without
+        sending them again.
 
-        `source` is tensors (numpy or torch), by name or as an iterator of pairs, which go through the run's
-        `WeightStream` or `WeightCollective` or are written to its `WeightFolder`; the asynchronous client reads
-        them in a thread of its own. On several shards the weights are staged on all before any applies them, and
-        tensors are read once. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors`
-        are written by all ranks, of which rank 0 pushes, to a `WeightFolder`. An error leaves the version that was
-        served.
+        `source` is tensors (numpy or torch), by name or as an iterator of pairs, which are sent through the run's
+        `WeightStream` or `WeightCollective` or written to its `WeightFolder`; the asynchronous client reads them in
+        a separate thread. On several shards the weights are staged on all before any applies them, and tensors are
+        read once. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors` are written
+        to a `WeightFolder` by all ranks, of which rank 0 pushes. After an error the previous version is served.
         """
         weights = self._weights
         if not isinstance(source, str | Path | ShardedTensors):
-            # Before an update is started, which others would have to wait for.
+            # Checked before an update is started, because other pushes would have to wait for it.
             check(source)
 
         def pushing(push: VersionPush) -> Awaitable[t.UpdateFinished]:
@@ -191,7 +187,7 @@ class AsyncRun(RunRollouts):
             return await self._push(target, pushing)
         except Exception:
             if isinstance(source, ShardedTensors):
-                # The error that led here is the one to report.
+                # Report the first error, not one of giving up.
                 with suppress(PacelineError):
                     await self.client.run_work(source.give_up)
             raise
@@ -199,8 +195,8 @@ class AsyncRun(RunRollouts):
     async def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
         """Apply the weights of the last push, which was refused because samples were unfinished.
 
-        They are staged until the gateway has not heard of them for its `update_timeout_seconds`; then, and where
-        another push came first, `NotFoundError`. ValueError: no push of this object was refused.
+        They stay staged until the gateway has had no call about them for its `update_timeout_seconds`; after that,
+        or after another push, `NotFoundError`. ValueError: no push of this object was refused.
         """
         if self._refused is None:
             raise ValueError("there is no push that was refused because samples were unfinished")
@@ -234,9 +230,10 @@ class AsyncRun(RunRollouts):
     ) -> t.UpdateFinished:
         """Send a LoRA adapter as the next version; instances merge it with the full version that it builds on.
 
-        That is the last full version that was pushed, or the model that the fleet started with: an adapter replaces
-        the one before. `source` is an `Adapter` or the folder of one in PEFT's layout. It is written to the run's
-        `WeightFolder`. An error leaves the version that was served. `in_flight`: as in `push_weights`.
+        The full version is the last one that was pushed, or the model that the fleet started with: an adapter
+        replaces the previous adapter. `source` is an `Adapter` or the folder of one in PEFT's layout. It is written
+        to the run's `WeightFolder`. After an error the previous version is served. `in_flight`: as in
+        `push_weights`.
         """
         weights = self._weights
         if not isinstance(weights, WeightFolder):
@@ -273,9 +270,8 @@ class AsyncRun(RunRollouts):
 class AsyncClient(GatewayCalls):
     """Client of one deployment, or of several shards, for one event loop.
 
-    It follows the gateway that leads. A call that finds none, or a full one, is repeated by the retry policy; a
-    stream continues where it was cut.
-    All methods raise `PacelineError`.
+    It follows the gateway that leads. A call that finds no gateway, or a full one, is repeated by the retry policy;
+    a stream continues where it was cut. All methods raise `PacelineError`.
     """
 
     def __init__(
@@ -292,36 +288,44 @@ class AsyncClient(GatewayCalls):
         use_proxy: bool = False,
         insecure: bool = False,
     ) -> None:
-        """Connect on the first call. Timeouts are seconds for one attempt; weights and drain are slow.
+        """Connect on the first call.
 
-        `address` is host:port, or several with commas between, of which one leads; or a list with one such address,
-        or `Shard`, for each of several deployments. Runs are spread over these; any other call is made on one of
-        them, `client.shard(name)`. A stream is opened again, where it is, every `stream_seconds`. Without
-        `leaders_only` any gateway is called: knobs, decisions and the drafter need no leader. `use_proxy` goes
-        through a proxy that the environment names, except to this machine. A token is not sent in plain text beyond
-        this machine, unless `insecure`.
+        Args:
+            address: host:port, or several with commas between, of which one leads; or a list with one such address,
+                or `Shard`, for each of several deployments. Runs are spread over these; any other
+                call is made on one of them, `client.shard(name)`.
+            token: None looks for one: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or the file of the
+                platform that this user runs at this address of this machine. Empty: there is none.
+            tls: None connects in plain text.
+            timeout: seconds for one attempt at a call.
+            slow_timeout: the same for weights and drain, which wait for instances.
+            stream_seconds: a stream is opened again where it is after this time.
+            leaders_only: False calls any gateway: knobs, decisions and the drafter need no leader.
+            retry: limits and delays of retries.
+            use_proxy: connect through a proxy that the environment names, except to this machine.
+            insecure: send the token in plain text beyond this machine.
 
-        Where no token is given it is looked for: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or that
-        of the platform that this user runs at this address of this machine. An empty one says that there is none.
-
-        ValueError: an address cannot be meant, or the token would go there in plain text.
+        Raises:
+            ValueError: an address is invalid, or the token would be sent there in plain text.
         """
-        self.address = address
         options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
-        self._made_with = (options, {"retry": retry, "stream_seconds": stream_seconds})
+        self._connect(address, options, retry, stream_seconds)
 
-        def transport_to(address: str) -> AioTransport:
-            return AioTransport(replace(options, address=address))
-
-        def calls_on(transport: Transport) -> GatewayCalls:
-            return GatewayCalls(transport, retry, stream_seconds)
-
-        transport, shards = connect(shards_of(address), transport_to, calls_on, Tasks())
+    def _connect(
+        self,
+        address: str | Sequence[str | Shard],
+        options: ConnectionOptions,
+        retry: RetryPolicy | None,
+        stream_seconds: float,
+    ) -> None:
+        self.address = address
+        self._made_with = (options, retry, stream_seconds)
+        transport, shards = connect(address, options, retry, stream_seconds, AioTransport, Tasks())
         super().__init__(transport, retry, stream_seconds, shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what makes it again in another process, where it connects anew, on the event loop there."""
-        return connect_again, (type(self), self.address, *self._made_with)
+        """Return how to create the client in another process, where it connects on that process's event loop."""
+        return _reconnect, (type(self), self.address, *self._made_with)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address!r})"
@@ -333,12 +337,19 @@ class AsyncClient(GatewayCalls):
         await self.close()
 
     def shard(self, name: str) -> GatewayCalls:
-        """Return the calls of one of several shards, on this client's connection. ValueError: there is none."""
+        """Return the calls of one of several shards, on this client's connection. ValueError: no such shard."""
         return self.shards.member(name).calls
 
     def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> AsyncRun:
-        """Return a training job: its rollouts are seeded by `seed`, its weights go by `weights`.
+        """Return a training job: `seed` seeds its rollouts, `weights` is the transport of its weights.
 
         The default is a `WeightStream()`, for a trainer that reaches the instances.
         """
         return AsyncRun(self, run_id, seed, weights)
+
+
+def _reconnect(kind: type[AsyncClient], *made_with: Any) -> AsyncClient:
+    """Return a client that was pickled in another process."""
+    client = object.__new__(kind)
+    client._connect(*made_with)
+    return client

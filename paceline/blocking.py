@@ -1,16 +1,19 @@
 """Run asynchronous code without an event loop, in threads that can be stopped.
 
 The coroutines of the SDK never suspend on a blocking transport, so a synchronous method runs one to its end in
-the calling thread. A stop signal does for such a thread what cancellation does for a task.
+the calling thread. The synchronous classes are faces of asynchronous ones: most of their methods are made by
+`blocking`, `blocking_stream`, `blocking_face` and `blocking_context`, with the signature and the docstring of the
+asynchronous method. A stop signal does for such a thread what cancellation does for a task.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -19,13 +22,14 @@ C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F")
 
 
 class Face(Generic[C_co]):
-    """Base of a synchronous face; the core has the coroutines."""
+    """Base of a synchronous class; its core is the asynchronous object, which has the coroutines."""
 
     def __init_subclass__(cls) -> None:
-        """Name the methods after their class, for tracebacks and references."""
+        """Name the methods after their class, for tracebacks and documentation."""
         super().__init_subclass__()
         for name, method in vars(cls).items():
             if inspect.isfunction(method):
@@ -53,6 +57,28 @@ def blocking_stream(
 
     def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
         return iterate(method(self._core, *args, **kwargs))
+
+    return _described(call, method)
+
+
+def blocking_face(
+    method: Callable[Concatenate[C, P], Coroutine[Any, Any, R]], face: Callable[[R], F]
+) -> Callable[Concatenate[Face[C], P], F]:
+    """Return the synchronous face of a coroutine method, whose result gets a `face`."""
+
+    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> F:
+        return face(finish(method(self._core, *args, **kwargs)))
+
+    return _described(call, method)
+
+
+def blocking_context(
+    method: Callable[Concatenate[C, P], AbstractAsyncContextManager[R, bool | None]], face: Callable[[R], F]
+) -> Callable[Concatenate[Face[C], P], AbstractContextManager[F]]:
+    """Return the synchronous face of an asynchronous context manager, whose value gets a `face`."""
+
+    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[F]:
+        return _entered(method(self._core, *args, **kwargs), face)
 
     return _described(call, method)
 
@@ -88,11 +114,11 @@ def iterate(events: AsyncIterator[R]) -> Generator[R, None, None]:
 
 
 @contextmanager
-def entered(manager: AbstractAsyncContextManager[R, bool | None]) -> Iterator[R]:
-    """Enter an asynchronous context manager that never suspends, and leave it with what leaves this one."""
+def _entered(manager: AbstractAsyncContextManager[R, bool | None], face: Callable[[R], F]) -> Iterator[F]:
+    """Enter an asynchronous context manager that never suspends; the exception that leaves this one leaves it."""
     value = finish(_enter(manager))
     try:
-        yield value
+        yield face(value)
     except BaseException as error:
         if not finish(_leave(manager, error)):
             raise
@@ -120,18 +146,18 @@ async def _close(events: AsyncGenerator[Any, None]) -> None:
 
 
 def _described(call: Callable[P, R], method: Callable[..., Any]) -> Callable[P, R]:
-    """Give a face the name, docstring and signature of its method, with Iterator for AsyncIterator."""
+    """Give a face the name, docstring and signature of its method, with Iterator for AsyncIterator and so on."""
     update_wrapper(call, method)
     del call.__wrapped__  # type: ignore[attr-defined]
     signature = inspect.signature(method)
-    returned = str(signature.return_annotation).replace("AsyncIterator", "Iterator")
+    returned = re.sub(r"\bAsync(?=[A-Z])", "", str(signature.return_annotation))
     call.__annotations__ = {**method.__annotations__, "return": returned}
     call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return call
 
 
 class StopSignal:
-    """Stops whatever waits under it, now and from now on. Thread-safe."""
+    """Signal that ends the calls and waits registered with it, at present and in the future. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,7 +165,7 @@ class StopSignal:
         self._actions: dict[object, Callable[[], object]] = {}
 
     def stop(self) -> None:
-        """Call what was registered, and all that will be."""
+        """Call the registered actions, and every action that is registered later."""
         with self._lock:
             self._stopped = True
             actions = list(self._actions.values())
@@ -148,7 +174,7 @@ class StopSignal:
 
     @contextmanager
     def on_stop(self, action: Callable[[], object]) -> Iterator[None]:
-        """Call `action`, which must be quick, if the signal stops within the block or has stopped before."""
+        """Call `action`, which must be quick, if the signal is given within the block or was given before."""
         token = object()
         with self._lock:
             stopped = self._stopped
@@ -167,7 +193,7 @@ _current: ContextVar[StopSignal | None] = ContextVar("paceline_stop_signal", def
 
 @contextmanager
 def stopped_by(signal: StopSignal) -> Iterator[None]:
-    """Run the block under a signal, and under the one that it ran under before."""
+    """Run the block under a signal, in addition to the signal that it already ran under."""
     outer = _current.get()
     token = _current.set(signal)
     try:
@@ -187,7 +213,7 @@ def may_be_stopped() -> bool:
 
 @contextmanager
 def on_stop(action: Callable[[], object]) -> Iterator[None]:
-    """Call `action` when the signal that this thread runs under stops; nothing where there is none."""
+    """Call `action` when the signal that this thread runs under is given. Without one, do nothing."""
     signal = _current.get()
     if signal is None:
         yield

@@ -6,9 +6,9 @@
         for violation in error.violations:
             print(violation.field, violation.description)
 
-`str(error)` says all of it. The functions at the end return the errors that the SDK raises without an answer of
-the service: cut or silent streams, lost batches, failed pushes, wrong addresses. A wrong address is recognized by
-the message of gRPC, and the error says what to do.
+`str(error)` includes all details. The functions at the end return the errors that the SDK raises without an answer
+of the service: cut or silent streams, lost batches, failed pushes, wrong addresses. A wrong address is recognized
+by gRPC's message, and the error says what to do.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from paceline.installation import how_to_install
 STATUS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "x-request-id"
 
+# Values of `PacelineError.reason` for errors that the SDK raises itself.
 CUT_SHORT = "CUT_SHORT"
-"""Reason of the error of a stream that ended without one while samples were missing."""
+"""The stream ended without an error while samples were missing."""
 CALL_DROPPED = "CALL_DROPPED"
-"""Reason of the error of a call that was cancelled, and not by this side."""
+"""The call was cancelled, and not by this side."""
 WRONG_ADDRESS = "WRONG_ADDRESS"
-"""Reason of the error of a call to an address at which there is no gateway, as what answers there says."""
+"""There is no gateway at the address, according to the answer from there."""
 UNREACHABLE = "UNREACHABLE"
-"""Reason of the error of a call that has reached no gateway, though there may be one soon."""
+"""The call has reached no gateway, but there may be one soon."""
 STREAM_SILENT = "STREAM_SILENT"
-"""Reason of the error of a stream on which nothing came, though the gateway was reached."""
+"""Nothing arrived on the stream, although the gateway was reached."""
 BATCH_LOST = "BATCH_LOST"
-"""Reason of the error of a batch whose samples are lost, and whose request this client does not have."""
+"""The samples of the batch are lost, and this client does not have its request."""
 SOURCE_READ_ONCE = "SOURCE_READ_ONCE"
-"""Reason of the error of a push whose tensors came from an iterator, and would have to be read again."""
+"""The tensors of the push came from an iterator, and would have to be read again."""
 SHARDS_DIFFER = "SHARDS_DIFFER"
-"""Reason of the error of shards that serve different versions; `metadata` has that of each by its name."""
+"""The shards serve different versions; `metadata` has the version of each by its name."""
 SHARD_NOT_NAMED = "SHARD_NOT_NAMED"
-"""Reason of the error of a call of one deployment, made on a client of several."""
+"""A call to one deployment was made on a client of several."""
 RANK_LOST = "RANK_LOST"
-"""Reason of the error of a push by several ranks, of which one failed or is gone."""
+"""A rank of a push by several ranks failed or is gone."""
 EXTRA_MISSING = "EXTRA_MISSING"
-"""Reason of the error of a call that needs packages that are missing; the message says how to install them."""
+"""The call needs packages that are missing; the message says how to install them."""
 NO_RENDEZVOUS = "NO_RENDEZVOUS"
-"""Reason of the error of a push by broadcast from a trainer that cannot open one."""
+"""The trainer cannot open a broadcast."""
 
 _DETAIL_TYPES: dict[str, type[Message]] = {
     kind.DESCRIPTOR.full_name: kind
@@ -91,12 +92,12 @@ class PacelineError(Exception):
         self.request_id = request_id
         """Id of the call in the service's logs."""
         self.shard = ""
-        """Name of the shard that it came from, or names, where a client has several."""
+        """Name of the shard, or names of the shards, that raised it; empty for a client of one deployment."""
         self.served: Mapping[str, int] = {}
-        """Versions that the shards serve, by name, after a push to several that failed, as far as is known."""
+        """Known versions that the shards serve, by name, after a failed push to several."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what makes it again in another process, such as the one that called a Ray actor."""
+        """Return how to create the error in another process, such as the caller of a Ray actor."""
         return type(self), (self.code, self.message, self.details, self.request_id), self.__dict__
 
     @property
@@ -182,7 +183,7 @@ class UnauthenticatedError(PacelineError):
     """The token is missing or wrong."""
 
     def __str__(self) -> str:
-        """Return what the others return, and where a token comes from."""
+        """Return the text of other errors, and where a token comes from."""
         return f"{super().__str__()}\n  a token comes from token=, PACELINE_TOKEN or PACELINE_TOKEN_FILE"
 
 
@@ -191,11 +192,11 @@ class PermissionDeniedError(PacelineError):
 
 
 class CancelledError(PacelineError):
-    """The call was cancelled by this side, which closed the client or stopped a call on another shard."""
+    """The call was cancelled by this side: the client was closed, or a call on another shard failed."""
 
 
 class AbortedError(PacelineError):
-    """Another change came first; read again and repeat."""
+    """Another change came first; read the state again and repeat the call."""
 
 
 class InternalError(PacelineError):
@@ -222,7 +223,7 @@ _CLASSES: dict[grpc.StatusCode, type[PacelineError]] = {
 
 
 def from_rpc(error: grpc.RpcError) -> PacelineError:
-    """Translate what grpc or grpc.aio raised, details included."""
+    """Translate an error that grpc or grpc.aio raised, with its details."""
     code: grpc.StatusCode = error.code()
     pairs: Any = error.trailing_metadata() or ()
     trailing = {key: value for key, value in pairs}
@@ -243,7 +244,7 @@ def parse_details(status: bytes) -> list[Message]:
 
 @contextmanager
 def on_shard(name: str) -> Iterator[None]:
-    """Give errors that are raised in the block the name of their shard, unless they have one."""
+    """Set the shard's name on errors that are raised in the block, unless they have one."""
     try:
         yield
     except PacelineError as error:
@@ -261,18 +262,18 @@ def _violations(detail: Message) -> list[Violation]:
 
 @dataclass(frozen=True, slots=True)
 class Misdirection:
-    """Cause of calls that reach no gateway."""
+    """Likely cause of calls that reach no gateway."""
 
     advice: str
     final: bool = True
-    """False: a gateway that is starting, or restarts, looks the same from here."""
+    """False: a gateway that is starting or restarting looks the same."""
 
 
 CLOSES = Misdirection("what listens there closes the connection: check the address", final=False)
 NEEDS_TLS = Misdirection(
     "the gateway speaks TLS: give tls=paceline.Tls(ca_file=...), with a client certificate if it asks for one"
 )
-"""What a server that closes connections in plain text turns out to be, when it is asked."""
+"""Replaces `CLOSES` when a server that closes connections in plain text answers a TLS handshake."""
 _CAUSES = (
     (
         ("http1.x server", "Expected SETTINGS frame"),
@@ -311,11 +312,11 @@ _CAUSES = (
         Misdirection("it is no gateway that leads: another one does, or none yet", final=False),
     ),
 )
-"""Words of gRPC, and what they tell. Of several the first, since a message has the last error of each address."""
+"""Words in gRPC's messages and their causes. The first match counts, as a message may have several errors."""
 
 
 def misdirection_of(message: str) -> Misdirection | None:
-    """Return why no gateway was reached; None: it is not known."""
+    """Return why no gateway was reached, if gRPC's message shows it."""
     for words, cause in _CAUSES:
         if any(each in message for each in words):
             return cause
@@ -323,7 +324,7 @@ def misdirection_of(message: str) -> Misdirection | None:
 
 
 def invalid_argument(faults: Mapping[str, str]) -> InvalidArgumentError:
-    """Return the error of a request that cannot be sent, by what is wrong with each of its fields."""
+    """Return the error of a request that cannot be sent; `faults` are descriptions by field."""
     fields = [
         error_details_pb2.BadRequest.FieldViolation(field=_unicode(field), description=_unicode(description))
         for field, description in faults.items()
@@ -334,7 +335,7 @@ def invalid_argument(faults: Mapping[str, str]) -> InvalidArgumentError:
 
 
 def cut_short() -> UnavailableError:
-    """Return the error of a stream that ended without one while samples were missing."""
+    """Return the error of a stream that ended without an error while samples were missing."""
     info = error_details_pb2.ErrorInfo(reason=CUT_SHORT)
     message = "the stream ended before the batch was complete"
     return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
@@ -356,7 +357,7 @@ def client_closed() -> FailedPreconditionError:
 
 
 def call_dropped(failure: CancelledError) -> UnavailableError:
-    """Return the error of a call that was cancelled, but not from here: its server was too busy, or is stopping."""
+    """Return the error of a call that the server cancelled, because it is busy or stopping."""
     info = error_details_pb2.ErrorInfo(reason=CALL_DROPPED)
     message = f"the gateway has dropped the call ({failure.message})"
     return UnavailableError(
@@ -365,14 +366,14 @@ def call_dropped(failure: CancelledError) -> UnavailableError:
 
 
 def stream_silent(method: str, seconds: float) -> UnavailableError:
-    """Return the error of a stream on which nothing came for so long."""
+    """Return the error of a stream on which nothing arrived for `seconds`."""
     info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
     message = f"the gateway has sent nothing on {method} for {seconds:g} s"
     return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
 
 
 def batch_lost(run_id: str, batch_id: str, cursor: int, cause: PacelineError) -> DataLossError:
-    """Return the error of a batch that the gateway has lost and that cannot be submitted again from here."""
+    """Return the error of a batch that the gateway has lost and that this client cannot submit again."""
     info = error_details_pb2.ErrorInfo(
         reason=BATCH_LOST, metadata={"run_id": run_id, "batch_id": batch_id, "cursor": str(cursor)}
     )
@@ -383,26 +384,26 @@ def batch_lost(run_id: str, batch_id: str, cursor: int, cause: PacelineError) ->
 
 
 def session_differs(prompt_id: str, slot: int, position: int) -> DataLossError:
-    """Return the error of a session that was generated again, and became another."""
+    """Return the error of a session that was generated again with different tokens."""
     info = error_details_pb2.ErrorInfo(
         reason="SESSION_DIFFERS", metadata={"prompt_id": prompt_id, "slot": str(slot)}
     )
     message = (
-        f"prompt {prompt_id!r} slot {slot} was lost and generated again, and what it says from position {position} "
-        "on is not what was given before: begin the session anew"
+        f"prompt {prompt_id!r} slot {slot} was lost and generated again, and its tokens from position {position} "
+        "on differ from the ones given before: begin a new session"
     )
     return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info])
 
 
 def source_read_once(detail: str) -> AbortedError:
-    """Return the error of a push that needs bytes of an iterator again."""
+    """Return the error of a push that needs the tensors of an iterator a second time."""
     info = error_details_pb2.ErrorInfo(reason=SOURCE_READ_ONCE)
     message = f"an instance died while weights were pushed, and an iterator cannot be read again: {detail}"
     return AbortedError(grpc.StatusCode.ABORTED, message, [info])
 
 
 def stream_stalled(message: str) -> UnavailableError:
-    """Return the error of a push to an instance that says nothing."""
+    """Return the error of a push to an instance that does not answer."""
     info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
     return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
 
@@ -418,12 +419,12 @@ def shards_differ(versions: Mapping[str, int]) -> FailedPreconditionError:
     served = {name: str(version) for name, version in versions.items()}
     info = error_details_pb2.ErrorInfo(reason=SHARDS_DIFFER, metadata=served)
     listed = ", ".join(f"{name} serves {version}" for name, version in served.items())
-    message = f"the shards serve different versions ({listed}): push weights again, which go to all of them"
+    message = f"the shards serve different versions ({listed}): push weights again, to all of them"
     return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
 
 
 def shard_not_named(method: str, names: Iterable[str]) -> FailedPreconditionError:
-    """Return the error of a call of one deployment, made on a client of several."""
+    """Return the error of a call to one deployment, made on a client of several."""
     info = error_details_pb2.ErrorInfo(reason=SHARD_NOT_NAMED)
     message = (
         f"{method} is a call to one deployment: make it on client.shard(name), one of {', '.join(names)}"

@@ -1,7 +1,8 @@
 """Open files safely: files that others wrote, and files that are private to this user.
 
-Files of others are opened as regular files only and read up to a limit; JSON that cannot be read is a ValueError,
-however deep it is nested. Private files are safe in places that other users of the machine may write to.
+Files that others wrote are opened only if they are regular files, and read up to a limit. JSON that cannot be
+parsed is a ValueError, however deeply it is nested. Private files are safe in folders that other users may write
+to.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 def open_regular(path: Path) -> int:
     """Return a file descriptor to read a regular file.
 
-    OSError: there is none, or it is something else, such as a FIFO, of which the opening alone would wait for ever,
-    or a device, which has no end.
+    OSError: there is no file, or it is something else, such as a FIFO, which blocks on opening, or a device, which
+    has no end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if os.path.isfile(descriptor):
@@ -30,7 +31,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return what is in a regular file. OSError as `open_regular`, or if there are more than `most` bytes."""
+    """Return the content of a regular file. OSError as for `open_regular`, or above `most` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -43,7 +44,7 @@ MOST_CONFIG_BYTES = 16 << 20
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Return what JSON says. ValueError: it is none, or nested deeper than Python parses, which is about 1,000."""
+    """Return the value of a JSON text. ValueError: it is invalid, or nested too deep for Python (about 1,000)."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -51,7 +52,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def parse_object(content: str | bytes) -> dict[str, Any]:
-    """Return a JSON object. ValueError: it is none."""
+    """Return the object of a JSON text. ValueError: it is invalid, or no object."""
     found = parse_json(content)
     if not isinstance(found, dict):
         raise ValueError(f"it is no JSON object but a {type(found).__name__}")
@@ -61,7 +62,8 @@ def parse_object(content: str | bytes) -> dict[str, Any]:
 def read_object(path: Path, most: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    ValueError: there is none in it; OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+    ValueError: it holds no JSON object. OSError: it cannot be read, is no regular file, or has more than `most`
+    bytes.
     """
     return parse_object(read_regular(path, most))
 
@@ -71,7 +73,7 @@ _OTHERS_WRITE = 0o022
 
 
 class NotPrivateError(OSError):
-    """A file or folder is not this user's alone; the message says why, and what to do."""
+    """A file or folder is not private to this user; the message says why, and what to do."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EPERM, why, str(path))
@@ -83,13 +85,13 @@ class NotPrivateError(OSError):
 
 
 def private_folder(folder: Path) -> Path:
-    """Return a folder that only this user can enter; make it, and its parents, if it is not there.
+    """Return a folder that only this user can enter; create it and its parents if it does not exist.
 
-    One of this user's that others can read is closed to them.
+    If this user's folder can be read by others, its mode is changed.
 
     Raises:
-        NotPrivateError: it is another user's, a symbolic link or no folder; or others can write to it, so that
-            nothing in it can be trusted.
+        NotPrivateError: it belongs to another user, or is a symbolic link or no folder; or others can write to it,
+            so that nothing in it can be trusted.
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
@@ -116,7 +118,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read; a reader sees all of it or what was there before."""
+    """Write a file that only this user can read, atomically: a reader sees the new content or the old one."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -129,11 +131,11 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_private(path: Path, most: int) -> str:
-    """Return what is in a file that only this user can read.
+    """Return the content of a file that only this user can read.
 
     Raises:
-        NotPrivateError: it is another user's, others can read it, or it is no regular file.
-        OSError: there is none, or it cannot be read, or it has more than `most` bytes.
+        NotPrivateError: it belongs to another user, others can read it, or it is no regular file.
+        OSError: it does not exist, cannot be read, or has more than `most` bytes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What to type for the parts of Paceline that are not installed."""
+"""Installation commands for error messages about missing parts of Paceline."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Check that the fleet samples the trainer's policy, by log-probabilities that both compute of the same tokens.
+"""Check that the fleet samples the trainer's policy, by log-probabilities that both compute for the same tokens.
 
     paceline.check_policy(run, prompt_token_ids, logprobs)  # after a push
 
-The two computations never agree to the bit: kernels and dtypes differ. In bfloat16 most tokens differ by less than
-0.02, and a few by 0.3. So the measure is a median, which a few tokens do not move, over the quarter of the tokens
-that either side was least sure of: where a policy is sure, log-probabilities are near 0 whatever the weights.
+The two computations never agree to the bit, because kernels and dtypes differ. In bfloat16 most tokens differ by
+less than 0.02, and a few by 0.3. The measure is therefore a median, which is robust against a few tokens, over the
+quarter of the tokens that either side was least sure of: for likely tokens, log-probabilities are near 0 whatever
+the weights.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("paceline")
 
 TOLERANCE = 0.05
-"""Largest gap in nats that is taken for rounding: three times the largest measured of bfloat16 and float32."""
+"""Largest gap in nats that counts as rounding: three times the largest one measured of bfloat16 and float32."""
 _SAMPLES, _TOKENS = 4, 32
 _LEAST_SURE = 4
-"""One in so many tokens is compared."""
+"""One in `_LEAST_SURE` tokens is compared."""
 _ENDED = (t.SampleStatus.COMPLETED, t.SampleStatus.TRUNCATED)
 
 Responses = Sequence[Sequence[int]]
@@ -65,7 +66,7 @@ class PolicyMismatchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CheckedSamples:
-    """Samples of one prompt for a check, and what the fleet says of them."""
+    """Samples of one prompt for a check, with the fleet's log-probabilities."""
 
     prompt: list[int]
     responses: list[list[int]]
@@ -82,10 +83,10 @@ def check_policy(
 ) -> PolicyGap | None:
     """Let the fleet sample a prompt, and compare its log-probabilities with the trainer's own.
 
-    Each shard gives four samples of 32 tokens. They belong to no batch, and nothing is kept of them.
+    Each shard generates four samples of 32 tokens, which belong to no batch and are not kept.
 
-    A policy that differs in rare tokens only, or by less than the tolerance, is not found; nor is an adapter that
-    was pushed wrong while it is still zero, as before the first step: check again later.
+    Differences in rare tokens only, or below the tolerance, are not detected. Nor is a wrongly pushed adapter while
+    it is still zero, as before the first step: check again later.
 
     Args:
         run: the job, whose weights were pushed.
@@ -93,10 +94,10 @@ def check_policy(
         logprobs: returns the natural logarithms of the trainer's probabilities, [samples][tokens], for a prompt
             and responses [samples][tokens] of equal length: at temperature 1, over the whole vocabulary, without
             dropout.
-        tolerance: largest gap that is taken for rounding. The default is for half precision on either side; with
+        tolerance: largest gap that counts as rounding. The default is for half precision on either side; with
             float32 on both 0.002 is enough.
 
-    Returns the gap; None: the fleet gave no samples, which is logged.
+    Returns the gap; None: the fleet returned no samples, which is logged.
 
     Raises:
         PolicyMismatchError: the gap is larger.
@@ -112,7 +113,7 @@ def sample_for_check(run: Run, prompt_token_ids: Sequence[int]) -> CheckedSample
     """Return a few short samples of a prompt; None: there are none, which is logged."""
     sampling = t.SamplingParams(max_tokens=_TOKENS, ignore_eos=True, logprobs_mode=t.LogprobsMode.RAW)
     prompt = [int(token) for token in prompt_token_ids]
-    # Without the run's name it is no part of its steps, and no draft of later samples.
+    # Without the run's name the samples are neither part of its steps nor drafts for later samples.
     request = t.SampleRequest("", "", prompt, sampling=sampling)
     samples = [
         _sampled(client, replace(request, slot=slot))
@@ -146,9 +147,9 @@ def require_agreement(found: CheckedSamples, own: Sequence[Sequence[float]], tol
 
 
 def policy_gap(fleet: Any, trainer: Any) -> PolicyGap:
-    """Return the gap between log-probabilities of the same tokens, [tokens] each; what is no number is far off.
+    """Return the gap between log-probabilities of the same tokens, [tokens] each; a NaN is infinitely far off.
 
-    ValueError: they are not as many, or none.
+    ValueError: the arrays are empty or differ in length.
     """
     ours, theirs = np.asarray(fleet, np.float64), np.asarray(trainer, np.float64)
     if ours.shape != theirs.shape or ours.ndim != 1 or not len(ours):

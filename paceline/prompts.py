@@ -1,8 +1,4 @@
-"""Identity of prompts, and their order in an earlier epoch. Pure.
-
-A prompt without a name is named by a hash of its tokens. The order of an earlier epoch forecasts the prompts that
-come next.
-"""
+"""Ids of prompts without a name, and forecasts of the next step from the order of an earlier epoch. Pure."""
 
 from __future__ import annotations
 
@@ -16,52 +12,54 @@ import numpy as np
 
 from paceline import types as t
 
+MOST_NEEDED = 64
+"""Upper limit of the consecutive correct forecasts that are required before one is returned."""
+_MOST_RUNS = 64
+"""Runs that are remembered; the one without requests for longest is forgotten first."""
+_MOST_SLOTS = 1 << 10
+"""Most samples of a prompt in a step that are forecast."""
+
 
 def prompt_id_of(token_ids: Sequence[int]) -> str:
     """Return the id of a prompt: a hash of its tokens, the same in every epoch and run."""
     return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=16).hexdigest()
 
 
-MOST_NEEDED = 64
-"""Most forecasts that must come true in a row before one is given out."""
-_MOST_RUNS = 64
-"""Runs that are remembered; of more, those that asked last."""
-_MOST_SLOTS = 1 << 10
-"""Samples of a prompt in a step that are forecast."""
-
-
 @dataclass(slots=True, eq=False)
 class AskedStep:
-    """Prompts of a step with their samples, in the order in which they first came. `number` counts the steps."""
+    """Prompts requested in a step with their samples, in the order of their first requests."""
 
     number: int
+    """Number of the step among the requested ones."""
     step: int
     samples: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """Prompt that is in `steps` of the remembered steps, of which number `last` is over and the latest."""
+    """Prompt of remembered steps."""
 
     token_ids: Sequence[int]
     sampling: t.SamplingParams
     last: int = -1
+    """Number of the last completed step that requested it."""
     steps: int = 0
+    """Remembered steps that requested it."""
 
 
 class EpochOrder:
-    """Order of the prompts of one run, and the forecast of the step after the present one.
+    """Order of the prompts of one run, and the forecast of its next step.
 
-    It holds at most `most_prompts` entries and `most_tokens` prompt tokens. An epoch that has more is forgotten
-    before it begins anew, so that nothing of it is forecast.
+    It holds at most `most_prompts` entries and `most_tokens` prompt tokens. A larger epoch is forgotten before it
+    is repeated, so nothing of it is forecast.
     """
 
     def __init__(self, most_prompts: int, most_tokens: int) -> None:
         self.entries = 0
-        """Prompts of the remembered steps; one counts in each step that asked for it."""
+        """Prompts of the remembered steps; a prompt counts in each step that requested it."""
         self.tokens = 0
         self.missed = 0
-        """Forecasts that were given out and did not come true."""
+        """Forecasts that were returned and turned out wrong."""
         self._most_prompts = most_prompts
         self._most_tokens = most_tokens
         self._forget()
@@ -73,40 +71,41 @@ class EpochOrder:
         """Steps that are over; their numbers are consecutive."""
         self._now: AskedStep | None = None
         self._stride = 1
-        """Difference between the numbers of the present and the previous step."""
+        """Difference between the current and the previous step."""
         self._seed: int | None = None
-        """Seed of the present step; None: it has several."""
-        self._like: Counter[int] = Counter()
-        """Prompts of the present step by the earlier step that asked for them last."""
+        """Seed of the current step; None: the step has several."""
+        self._shared: Counter[int] = Counter()
+        """Number of prompts of the current step by the earlier step that requested them last."""
         self._expected: AskedStep | None = None
-        """Earlier step that the present one is expected to repeat."""
+        """Earlier step that the current one is expected to repeat."""
         self._found = 0
-        """Prompts of it that have come."""
+        """Prompts of the expected step that were requested in the current one."""
         self._on_time = True
-        """False if a forecast was given out for another step than the one that came."""
+        """False if a forecast was returned for a step other than the current one."""
         self._given: int | None = None
-        """Step that was forecast in the present one."""
+        """Step whose forecast was returned in the current one."""
         self._answers_for = False
-        """True if the present step was forecast, and that was given out."""
+        """True if a forecast of the current step was returned."""
         self._in_a_row, self._needed = 0, 1
-        self._told = -1
-        """Highest step that somebody else announces."""
+        self._announced = -1
+        """Highest step that the trainer announces itself."""
 
     def announced(self, step: int) -> None:
-        """Note that the trainer announces this step itself: up to it nothing is forecast."""
-        self._told = max(self._told, step)
+        """Note that the trainer announces this step itself: no step up to it is forecast."""
+        self._announced = max(self._announced, step)
 
     def ask(self, request: t.SampleRequest) -> t.BatchHint | None:
-        """Note a sample that is asked for; return a hint of the next step, once a step, when it can be forecast.
+        """Note a request for a sample; return a hint of the next step, once a step, if it can be forecast.
 
-        Samples with a prefix continue an earlier request, and greedy samples are an evaluation's: neither counts.
+        Requests with a prefix, which continue earlier ones, and greedy requests, which are evaluations, do not
+        count.
         """
         if len(request.prefix_token_ids) or request.sampling.temperature == 0:
             return None
         now = self._now
         if now is not None and request.step < now.step:
             if not self._over or request.step < self._over[-1].step:
-                # The trainer has begun again.
+                # The trainer has started over.
                 self._forget()
                 now = None
             else:
@@ -134,14 +133,14 @@ class EpochOrder:
             number, self._stride = before.number + 1, request.step - before.step
         now = self._now = AskedStep(number, request.step)
         self._seed = request.run_seed
-        self._like.clear()
+        self._shared.clear()
         self._found = 0
         self._answers_for, self._on_time = self._given is not None, self._given in (None, request.step)
         self._given = None
         return now
 
     def _end(self, now: AskedStep) -> None:
-        """Judge the forecast of the step that is over, and make the forecast of the next step."""
+        """Compare the step that has ended with its forecast, and forecast the next step."""
         is_true = self._is_true()
         if is_true:
             self._in_a_row += 1
@@ -155,16 +154,16 @@ class EpochOrder:
         for prompt_id in now.samples:
             self._prompts[prompt_id].last = now.number
         self._over.append(now)
-        repeated = self._expected if is_true else self._likest()
+        repeated = self._expected if is_true else self._most_similar()
         self._expected = None if repeated is None else self._after(repeated)
 
     def _is_true(self) -> bool:
         expected = self._expected
         return expected is not None and self._on_time and 2 * self._found >= len(expected.samples)
 
-    def _likest(self) -> AskedStep | None:
-        """Return the earlier step of which most prompts came in the present one, if that is half of them."""
-        for number, count in self._like.most_common(1):
+    def _most_similar(self) -> AskedStep | None:
+        """Return the earlier step that shares most prompts with the current one, if it shares at least half."""
+        for number, count in self._shared.most_common(1):
             earlier = self._numbered(number)
             if earlier is not None and 2 * count >= len(earlier.samples):
                 return earlier
@@ -178,7 +177,7 @@ class EpochOrder:
         return self._numbered(earlier.number + 1)
 
     def _note(self, now: AskedStep, request: t.SampleRequest) -> bool:
-        """Enter a prompt that is new in the present step; return False if there is no room for it."""
+        """Add a prompt that is new in the current step; return False if there is no room for it."""
         own = len(request.prompt_token_ids)
         if len(now.samples) >= self._most_prompts or own > self._most_tokens:
             return False
@@ -189,9 +188,9 @@ class EpochOrder:
             self.tokens += own
         else:
             if prompt.last >= 0:
-                self._like[prompt.last] += 1
+                self._shared[prompt.last] += 1
             self.tokens += own - len(prompt.token_ids)
-            # The name may be the trainer's, and its tokens others than before.
+            # A trainer may reuse a name for other tokens.
             prompt.token_ids, prompt.sampling = tokens, request.sampling
         prompt.steps += 1
         now.samples[request.prompt_id] = request.slot + 1
@@ -199,7 +198,7 @@ class EpochOrder:
         while self._over and (self.entries > self._most_prompts or self.tokens > self._most_tokens):
             self._drop(self._over.popleft())
         if self.tokens > self._most_tokens:
-            # The present step alone has more.
+            # The current step alone exceeds the limit.
             self._forget()
             return False
         return True
@@ -215,19 +214,19 @@ class EpochOrder:
 
     def _forecast(self, now: AskedStep, request: t.SampleRequest) -> t.BatchHint | None:
         coming, expected = now.step + self._stride, self._expected
-        wanted = self._given is None and self._seed is not None and coming > self._told
+        wanted = self._given is None and self._seed is not None and coming > self._announced
         if expected is None or not wanted or not self._is_true() or self._in_a_row + 1 < self._needed:
             return None
         if self._numbered(expected.number) is None:
-            # It was forgotten meanwhile.
+            # The step was forgotten meanwhile.
             return None
         if expected.number + 1 == now.number:
-            # Each step has the same prompts.
+            # Every step has the same prompts.
             following = expected
         else:
             found = self._after(expected)
             assert found is not None, "it is over, and younger than one that is remembered"
-            # Prompts that have come already were in the next step then, and are in the present step now.
+            # Prompts that were requested already belong to the current step now.
             following = AskedStep(0, 0, {p: n for p, n in found.samples.items() if p not in now.samples})
         groups = [self._group(each, samples, request) for each, samples in following.samples.items()]
         if not groups:
@@ -245,18 +244,18 @@ class EpochOrder:
 
 
 class EpochOrders:
-    """Orders of all runs, together within the bounds of one. The run that asked longest ago is forgotten first."""
+    """Orders of all runs, together within the limits of one. The least recently active run is dropped first."""
 
     def __init__(self, most_prompts: int, most_tokens: int = 1 << 24) -> None:
         self.missed = 0
-        """Forecasts that were given out and did not come true."""
+        """Forecasts that were returned and turned out wrong."""
         self._most_prompts = most_prompts
         self._most_tokens = most_tokens
         self._runs: OrderedDict[str, EpochOrder] = OrderedDict()
         self._entries = self._tokens = 0
 
     def ask(self, request: t.SampleRequest) -> t.BatchHint | None:
-        """Note a sample that is asked for; return a hint of the next step of its run where that is forecast."""
+        """Note a request for a sample; return a hint of the next step of its run if it can be forecast."""
         order = self._order(request.run_id)
         entries, tokens, missed = order.entries, order.tokens, order.missed
         hint = order.ask(request)
@@ -268,7 +267,7 @@ class EpochOrders:
         return hint
 
     def announced(self, run_id: str, step: int) -> None:
-        """Note that a trainer announces a step itself."""
+        """Note that the trainer of a run announces a step itself."""
         self._order(run_id).announced(step)
 
     def _order(self, run_id: str) -> EpochOrder:

@@ -14,25 +14,25 @@ from paceline.types import Sample, SampleStatus, TokenIds
 
 EXTRA = "text"
 _UNFINISHED = "\ufffd"
-"""A decoder gives this for bytes that do not make a character yet."""
+"""Decoders return this for bytes that are an incomplete character."""
 Messages = Sequence[Mapping[str, Any]]
 
 
 class Text:
-    """Tokenizer of a model, for a client that speaks in text.
+    """Tokenizer of a model, for a client that works with text.
 
         text = Text.of("models/Qwen3-8B")
         group = Group("p0", text.prompt([{"role": "user", "content": "What is 6 x 7?"}]), samples=4)
         for sample in run.rollout(0, [group]):
             print(text.response(sample))
 
-    A trainer that has a tokenizer of transformers already gives that: `Text(tokenizer)`.
+    A trainer that already has a tokenizer of transformers uses `Text(tokenizer)`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         """Use a tokenizer of transformers, such as `AutoTokenizer` loads."""
         self.tokenizer = tokenizer
-        """For everything that is not here."""
+        """The tokenizer itself, for everything that this class does not offer."""
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
@@ -66,7 +66,7 @@ class Text:
             variables: of the template, such as `tools` or `enable_thinking`.
 
         Raises:
-            InvalidArgumentError: the messages are none, the template refuses them, or they hold more than text.
+            InvalidArgumentError: the messages are empty, are refused by the template, or hold more than text.
             FailedPreconditionError: the extra `text` is not installed (reason EXTRA_MISSING).
         """
         if isinstance(messages, str):
@@ -83,7 +83,7 @@ class Text:
         """Return a sample's response as text, without the stop string that ended it.
 
         Args:
-            sample: of a model with this tokenizer. What its environment gave is part of the text.
+            sample: of a model with this tokenizer. Tokens of its environment are part of the text.
             skip_special: leave special tokens out, such as the end of the turn.
 
         Raises:
@@ -153,7 +153,7 @@ def _check(messages: object) -> None:
 
 
 def _other_parts(content: object, place: str) -> dict[str, str]:
-    """Return what is wrong with a content, by field: parts that are no text have no tokens here."""
+    """Return descriptions, by field, of the parts of a content that are no text and cannot be tokenized."""
     if content is None or isinstance(content, str):
         return {}
     if not isinstance(content, Sequence):

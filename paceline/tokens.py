@@ -1,7 +1,7 @@
-"""Bearer tokens and the entries by which a service knows them.
+"""Bearer tokens, and the entries with which a service recognizes them.
 
-A token has 256 random bits, so its plain SHA-256 is safe to store: there is nothing to guess from a dictionary,
-which is what slow password hashes are for.
+A token has 256 random bits, so its plain SHA-256 is safe to store: slow password hashes protect against guessing
+from a dictionary, which is impossible here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 PREFIX = "pl_"
-"""Begins every token, so that secret scanners and people recognize one."""
+"""Prefix of every token, by which secret scanners and people recognize it."""
 NAME_PATTERN = r"^[\w.-]{1,64}$"
 """Allowed names of a token's holder."""
 RUN_PATTERN = r"^[A-Za-z0-9._*?-]{1,128}$"
 """Allowed patterns of runs: characters of run ids, `*` for any number of any characters, `?` for one."""
 MOST_PATTERNS, MOST_PATTERN_CHARACTERS = 64, 4096
-"""Most patterns of one token, and most characters of them: services send them along in the metadata of calls."""
+"""Most patterns of one token, and most characters of them: services send them in the metadata of calls."""
 
 
 class TokenScope(StrEnum):
@@ -31,7 +31,7 @@ class TokenScope(StrEnum):
     WEIGHTS = "weights"
     """Change the weights that samples are drawn from."""
     FLEET = "fleet"
-    """Control: pause, resume and drain instances, set knobs."""
+    """Pause, resume and drain instances, and set knobs."""
     METRICS = "metrics"
     """Scrape the metrics port."""
     INTERNAL = "internal"
@@ -52,7 +52,7 @@ class TokenEntry:
     max_queued_samples: int | None = None
     """Most unfinished samples at once; None: no limit."""
     max_queued_tokens: int | None = None
-    """Most tokens that these may come to; None: no limit."""
+    """Most tokens of these samples together; None: no limit."""
 
     @classmethod
     def of(

@@ -1,6 +1,7 @@
 """The samples of a batch as its trainer reads them, with their statistics.
 
-A batch is submitted whole, or open: then groups are added while its samples already run and are read.
+A batch is submitted whole (`AsyncRollout`), or opened (`AsyncOpenBatch`) so that groups are added while its samples
+are generated and read:
 
     async with run.open_batch(step, SamplingParams(max_tokens=512)) as batch:
         await batch.add(groups)
@@ -17,7 +18,16 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -25,22 +35,24 @@ import numpy as np
 
 from paceline import convert
 from paceline import types as t
-from paceline.batches.shard_batch import OpenShardBatch, Part, ShardBatch
+from paceline.batches.parts import BatchPart, OpenPart, parts_of, read_in_turn, submit_all
 from paceline.calls import GatewayCalls
 from paceline.errors import on_shard
 from paceline.shards import OpenShard
 
+log = logging.getLogger("paceline")
+
 
 @dataclass(slots=True)
 class StepStats:
-    """Sums over samples, and of each sample what percentiles need: 20 bytes."""
+    """Sums over samples, and 20 bytes of each sample for percentiles."""
 
     _lengths: array[int] = field(default_factory=lambda: array("I"))
     """Response tokens of each sample."""
     _queued: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds from acceptance to the first token, of samples that have some."""
+    """Seconds from acceptance to the first token, of samples with tokens."""
     _generated: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds from there to the end."""
+    """Seconds from the first token to the end."""
     _counts: dict[str, int] = field(default_factory=dict)
     _versions: set[int] = field(default_factory=set)
     _begin: float = float("inf")
@@ -87,7 +99,7 @@ class StepStats:
     def figures(self) -> dict[str, float]:
         """Return the figures by name, such as `rollout/response_length/p90`.
 
-        A figure that is not known is not there: shares of nothing, or seconds where no sample was generated.
+        Unknown figures are left out: shares without samples, or seconds if no sample was generated.
         """
         samples, tokens = len(self._lengths), sum(self._lengths)
         found: dict[str, float] = {"samples": samples, "tokens": tokens}
@@ -132,23 +144,20 @@ def _summary(name: str, values: array[int] | array[float], wanted: tuple[str, ..
     return {f"{name}/{each}": float(known[each]()) for each in wanted}
 
 
-log = logging.getLogger("paceline")
-
-
 class AsyncRollout:
     """The samples of a submitted batch. Each is given once, over all iterations together.
 
-    An iteration that was left in the middle is gone on with by the next one. When all samples were given, another
+    An iteration that was left in the middle is continued by the next one. When all samples were given, another
     iteration is a ValueError.
     """
 
     def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
         self._shards = client.shards
         self.batch = batch
-        self._batches: dict[str, ShardBatch] = {}
-        self._divide(client, batch)
-        self._members = [member for member in self._shards.members if member.name in self._batches]
-        self._ahead: deque[tuple[Part, t.SampleEvent]] = deque()
+        self._parts: Mapping[str, Sequence[BatchPart]] = self._divide(batch)
+        """Parts of the batch by the name of their shard: one of each, unless the batch is too large for a call."""
+        self._members = [member for member in self._shards.members if member.name in self._parts]
+        self._ahead: deque[tuple[BatchPart, t.SampleEvent]] = deque()
         """Samples of several shards that were read and not given yet."""
         self._gathered: dict[str, list[t.Sample]] = {}
         """Prompt id -> samples of a group that is not whole yet."""
@@ -159,28 +168,28 @@ class AsyncRollout:
         self._wanted: dict[str, int] = {}
         """Prompt id -> number of samples."""
         self._given_all = False
-        """True after an iteration that went to the end."""
+        """True after an iteration that reached the end."""
         self._failed = 0
         self._want(batch.groups)
 
     @property
     def submitted(self) -> t.Submitted:
         """The gateway's answer to the batch."""
-        known = all(own.known for own in self._batches.values())
+        known = all(part.known for part in self._all_parts())
         return t.Submitted(self.batch.batch_id, len(self), known)
 
     @property
     def cursor(self) -> int:
-        """Cursor behind the last sample that was given; of a batch in parts or on several shards, of the first."""
-        return next(iter(self._batches.values())).parts[0].cursor
+        """Cursor behind the last sample that was given; of the first part, if the batch has several."""
+        return next(iter(self._all_parts())).cursor
 
     @property
     def complete(self) -> bool:
         """True if every sample was given."""
-        return not self._ahead and all(own.whole for own in self._batches.values())
+        return not self._ahead and all(part.reading.whole() for part in self._all_parts())
 
     def stats(self) -> dict[str, float]:
-        """Return figures of the samples that were given so far; those of `run.stats`, of this batch alone."""
+        """Return figures of the samples given so far: the same as `run.stats`, for this batch alone."""
         return self.step_stats.figures()
 
     def __len__(self) -> int:
@@ -242,22 +251,28 @@ class AsyncRollout:
                 sample.error,
             )
 
-    def _divide(self, client: GatewayCalls, batch: t.Batch) -> None:
-        """Give each shard its part of the batch."""
-        for member, groups in self._shards.split(batch.groups):
-            self._batches[member.name] = ShardBatch(member.calls, self._own(batch, groups))
+    def _divide(self, batch: t.Batch) -> Mapping[str, Sequence[BatchPart]]:
+        """Return the parts of each shard that has groups of the batch."""
+        return {
+            member.name: [BatchPart(member.calls, part) for part in parts_of(self._of_shard(batch, groups))]
+            for member, groups in self._shards.split(batch.groups)
+        }
 
-    def _own(self, batch: t.Batch, groups: Sequence[t.Group]) -> t.Batch:
+    def _of_shard(self, batch: t.Batch, groups: Sequence[t.Group]) -> t.Batch:
         return replace(batch, batch_id=self._shards.id_of(batch.batch_id), groups=groups)
+
+    def _all_parts(self) -> Iterator[BatchPart]:
+        for parts in self._parts.values():
+            yield from parts
 
     def _want(self, groups: Iterable[t.Group]) -> None:
         """Count groups as part of the batch."""
         for group in groups:
             self._wanted[group.prompt_id] = group.samples
-            # Of a trainer that was restarted, samples may come before their group is added again.
+            # After a restart of the trainer, samples may come before their group is added again.
             self._collect(group.prompt_id)
 
-    def _want_not(self, groups: Iterable[t.Group]) -> None:
+    def _unwant(self, groups: Iterable[t.Group]) -> None:
         """Take groups back that the gateway has not accepted."""
         for group in groups:
             self._wanted.pop(group.prompt_id, None)
@@ -268,55 +283,65 @@ class AsyncRollout:
         if gathered and len(gathered) == self._wanted.get(prompt_id):
             self._whole.append(sorted(self._gathered.pop(prompt_id), key=lambda each: each.slot))
 
-    def _events(self) -> AsyncGenerator[tuple[Part, t.SampleEvent], None]:
-        """Return the samples of all shards, which are read at once."""
+    def _events(self) -> AsyncGenerator[tuple[BatchPart, t.SampleEvent], None]:
+        """Return the samples of all shards, which are read at once; usually there is one."""
         if len(self._members) == 1:
             return self._events_of(self._members[0])
         return self._shards.concurrency.merge([self._events_of(each) for each in self._members], self._ahead)
 
-    async def _events_of(self, member: OpenShard) -> AsyncGenerator[tuple[Part, t.SampleEvent], None]:
+    async def _events_of(self, member: OpenShard) -> AsyncGenerator[tuple[BatchPart, t.SampleEvent], None]:
         with on_shard(member.name):
-            async with aclosing(self._batches[member.name].events()) as events:
+            async with aclosing(read_in_turn(self._parts[member.name])) as events:
                 async for event in events:
                     yield event
 
     async def begin(self) -> None:
         """Submit the batch; parts for which the gateway has no room yet follow while the others are read."""
-        await self._shards.all(lambda member: self._batches[member.name].begin(), self._members)
+        await self._shards.all(lambda member: submit_all(self._parts[member.name]), self._members)
 
     async def cancel(self, *, keep_partial: bool = False) -> int:
-        """End unfinished samples and return how many they were; they are delivered as ABORTED.
+        """End unfinished samples and return how many there were; they are delivered as ABORTED.
 
         An open batch is closed by this.
         """
-        return sum(await self._on_all(lambda own: own.cancel(keep_partial=keep_partial)))
+        return await self._sum(lambda part: part.cancel(keep_partial=keep_partial))
 
     async def report_rewards(
         self, rewards: Iterable[t.Reward] = (), *, kl: float | None = None, clip_fraction: float | None = None
     ) -> int:
-        """Report rewards of the batch, and what its update measured; return how many samples were known."""
+        """Report rewards of the batch, and measurements of its update; return how many samples were known."""
         given = convert.whole_rewards(rewards)
-        return sum(await self._on_all(lambda own: own.report_rewards(given, kl, clip_fraction)))
+        # One update measured these, so each shard gets them once.
+        first = [parts[0] for parts in self._parts.values()]
+        measured = (kl, clip_fraction)
+        return await self._sum(
+            lambda part: part.report_rewards(given, *(measured if part in first else (None, None)))
+        )
 
     async def ack(self) -> int:
-        """Tell the gateway that the samples given so far are not needed again; return how many it dropped.
+        """Acknowledge the samples given so far, which are not needed again; return how many were dropped.
 
-        Without this it is done for a batch that was read to its end when a later step of the run is submitted,
-        and when the run is left without an exception. Until then a restarted trainer can read the batch again.
+        A batch that was read to its end is also acknowledged when a later step of the run is submitted, and when
+        the run is left without an exception. Until then a restarted trainer can read the batch again.
         """
-        return sum(await self._on_all(lambda own: own.ack()))
+        return await self._sum(lambda part: part.ack())
 
     def post_ack(self) -> None:
         """Acknowledge in the background."""
-        for own in self._batches.values():
-            own.post_ack()
+        for part in self._all_parts():
+            part.post_ack()
 
-    async def _on_all(self, work: Callable[[ShardBatch], Awaitable[int]]) -> list[int]:
-        return await self._shards.all(lambda member: work(self._batches[member.name]), self._members)
+    async def _sum(self, work: Callable[[BatchPart], Awaitable[int]]) -> int:
+        """Return the sum of `work` over all parts: on all shards at once, a shard's parts one after the other."""
+
+        async def on_parts(member: OpenShard) -> int:
+            return sum([await work(part) for part in self._parts[member.name]])
+
+        return sum(await self._shards.all(on_parts, self._members))
 
 
-Given = tuple[Part, t.SampleEvent | t.SampleCall]
-"""Sample or tool call, and the part of the batch that it is of."""
+PartEvent = tuple[OpenPart, t.SampleEvent | t.SampleCall]
+"""Sample or tool call, and the part of the batch that it is from."""
 
 
 class AsyncOpenBatch(AsyncRollout):
@@ -329,21 +354,21 @@ class AsyncOpenBatch(AsyncRollout):
         self,
         client: GatewayCalls,
         batch: t.Batch,
-        asked: Callable[[Sequence[t.Group]], None] = lambda groups: None,
+        added: Callable[[Sequence[t.Group]], None] = lambda groups: None,
     ) -> None:
-        """Prepare a batch; `asked` is told of the groups that are added for the first time."""
-        self._opened: dict[str, OpenShardBatch] = {}
-        self._asked = asked
+        """Prepare a batch; `added` is called with the groups that are added for the first time."""
+        self._opened: dict[str, OpenPart] = {}
+        self._added = added
         super().__init__(client, batch)
 
     async def add(self, groups: Iterable[t.Group]) -> int:
-        """Add groups, and return how many samples they have; those of groups that are there are not counted.
+        """Add groups, and return how many samples they have; samples of groups added before do not count.
 
-        A prompt id names one group of the batch: the same group again is passed over, so a call that failed may be
+        A prompt id names one group of the batch: the same group again is skipped, so a call that failed may be
         repeated. Waits while the gateway is full.
 
         FailedPreconditionError: nothing can be added. Reasons: BATCH_CLOSED, after `close` or `cancel`, after the
-        deadline, or where the gateway has closed a batch that nobody had to do with; BATCH_STALE, where newer
+        deadline, or where the gateway has closed a batch that no client used; BATCH_STALE, where newer
         versions were published than `max_staleness` allows; VERSION_MISMATCH, for a batch without one.
         ResourceExhaustedError: the batch is as large as it may be; close it and open another.
         """
@@ -354,45 +379,46 @@ class AsyncOpenBatch(AsyncRollout):
         async def add(member: OpenShard) -> int:
             groups = parts[member.name]
             new = [group for group in groups if group.prompt_id not in self._wanted]
-            # Before the call, since another task may read their samples before its answer.
+            # Counted before the call, because another task may read their samples before it returns.
             self._want(groups)
             try:
                 return await self._opened[member.name].add(groups)
             except BaseException:
-                self._want_not(new)
+                self._unwant(new)
                 raise
 
         members = [each for each in self._members if each.name in parts]
         added = sum(await self._shards.all(add, members)) if members else 0
-        self._asked(fresh)
+        self._added(fresh)
         return added
 
     async def close(self) -> int:
-        """Let nothing be added any more, so that iterations end; return how many samples the batch has.
+        """Close the batch, so that iterations end; return how many samples it has.
 
-        It may be repeated. Leaving `open_batch` without an exception does it, too.
+        May be repeated. Leaving `open_batch` without an exception also closes the batch.
         """
         return sum(await self._shards.all(lambda member: self._opened[member.name].close(), self._members))
 
-    async def go_on(self, continuation: t.Continuation) -> None:
-        """Go on with a sample that has called a tool."""
+    async def continue_sample(self, continuation: t.Continuation) -> None:
+        """Continue a sample that has called a tool."""
         member = next(each for each in self._members if self._opened[each.name].has(continuation.prompt_id))
         with on_shard(member.name):
-            await self._opened[member.name].go_on(continuation)
+            await self._opened[member.name].continue_sample(continuation)
 
-    def events_with_calls(self, ahead: deque[Given]) -> AsyncGenerator[Given, None]:
-        """Return samples and tool calls of all shards, which are read at once; `ahead` has what nobody took yet."""
+    def events_with_calls(self, ahead: deque[PartEvent]) -> AsyncGenerator[PartEvent, None]:
+        """Return samples and tool calls of all shards, which are read at once; `ahead` has events not taken yet."""
         if len(self._members) == 1:
             return self._with_calls(self._members[0])
         return self._shards.concurrency.merge([self._with_calls(each) for each in self._members], ahead)
 
-    async def _with_calls(self, member: OpenShard) -> AsyncGenerator[Given, None]:
+    async def _with_calls(self, member: OpenShard) -> AsyncGenerator[PartEvent, None]:
+        part = self._opened[member.name]
         with on_shard(member.name):
-            async with aclosing(self._opened[member.name].events_with_calls()) as events:
+            async with aclosing(part.events_with_calls()) as events:
                 async for event in events:
-                    yield event
+                    yield part, event
 
-    def _divide(self, client: GatewayCalls, batch: t.Batch) -> None:
+    def _divide(self, batch: t.Batch) -> Mapping[str, Sequence[BatchPart]]:
         for member in self._shards.members:
-            own = OpenShardBatch(member.calls, self._own(batch, ()))
-            self._batches[member.name] = self._opened[member.name] = own
+            self._opened[member.name] = OpenPart(member.calls, self._of_shard(batch, ()))
+        return {name: [part] for name, part in self._opened.items()}

@@ -1,6 +1,6 @@
 """The batches of a training job: submitted whole, or opened and added to.
 
-A warning is logged for likely mistakes: the same samples twice, another trainer's weights, steps without a hint.
+A warning is logged for likely mistakes: the same samples twice, weights of another trainer, steps without a hint.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from paceline import convert
 from paceline import types as t
+from paceline.batches.parts import first_part
 from paceline.batches.rollout import AsyncOpenBatch, AsyncRollout, StepStats
 from paceline.batches.sessions import AsyncSessions
-from paceline.batches.shard_batch import first_part
 from paceline.calls import GatewayCalls
 from paceline.convert.values import UINT64, integer
 from paceline.errors import NotFoundError
@@ -25,8 +25,11 @@ from paceline.shards import OpenShard
 log = logging.getLogger("paceline")
 
 _KEPT_STEPS = 8
+"""Steps whose figures, and whose requested prompts, are kept."""
+_KEPT_ROLLOUTS = 8
+"""Most rollouts of earlier steps that are kept although they were not read to their ends."""
 _UNANNOUNCED = 3
-"""Steps in a row that nobody announced, of which a trainer is warned."""
+"""Consecutive steps without an announcement after which a warning is logged."""
 
 
 class RunWarnings:
@@ -35,7 +38,7 @@ class RunWarnings:
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._asked: dict[tuple[int, int], set[str]] = {}
-        """Prompts that were asked for, by step and version; of the newest ones."""
+        """Prompts that were requested, by step and version, of the newest steps."""
         self._knows_weights = False
         self._last_step: int | None = None
         self._announced = -1
@@ -43,11 +46,11 @@ class RunWarnings:
         self._unannounced = 0
 
     def announced(self, step: int) -> None:
-        """Take note of a hint."""
+        """Note that a step was announced."""
         self._announced = max(self._announced, step)
 
     def begins(self, step: int) -> None:
-        """Warn where later steps begin that were not announced: nothing of them is generated ahead."""
+        """Warn of steps after the first that were not announced: nothing of them is generated ahead."""
         later, self._last_step = self._last_step is not None and step > self._last_step, step
         if not later:
             return
@@ -61,11 +64,11 @@ class RunWarnings:
             )
 
     def pushed(self) -> None:
-        """Take note that the job has pushed weights: what is served later is its own."""
+        """Note that the job has pushed weights, which are served from now on."""
         self._knows_weights = True
 
     def served(self, published: t.Versions) -> None:
-        """Warn if a job that has pushed nothing is served what somebody has pushed."""
+        """Warn if a job that has pushed nothing is served weights that another run object has pushed."""
         if self._knows_weights or not published.policy_checksum:
             return
         self._knows_weights = True
@@ -78,7 +81,7 @@ class RunWarnings:
         )
 
     def asked(self, step: int, version: int, prompt_ids: Iterable[str]) -> None:
-        """Warn of prompts that were asked for before in a step: their samples have the same seeds."""
+        """Warn of prompts that were requested before in a step: their samples have the same seeds."""
         before = self._asked.setdefault((step, version), set())
         while len(self._asked) > _KEPT_STEPS:
             del self._asked[next(iter(self._asked))]
@@ -97,11 +100,6 @@ class RunWarnings:
             )
 
 
-# Rollouts of earlier steps that are still read; of more, the newest.
-_KEPT_ROLLOUTS = 8
-# Steps whose figures are kept.
-
-
 class RunRollouts:
     """Batches, hints and rewards of one training job."""
 
@@ -112,25 +110,25 @@ class RunRollouts:
         self._numbers: dict[tuple[int, int], int] = {}
         """Batches so far of each step and policy version."""
         self._rollouts: list[AsyncRollout] = []
-        """Rollouts that are not acknowledged, of the newest step and of earlier ones that are still read."""
+        """Rollouts that are not acknowledged, of the newest step and of earlier steps that are still read."""
         self._stats: dict[int, list[StepStats]] = {}
-        """Figures of the rollouts of each step, those of the newest step last."""
+        """Figures of the rollouts of each step, the newest step last."""
         self._warnings = RunWarnings(run_id)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, raised: object, *_: object) -> None:
-        """Acknowledge what was read, unless an exception ends the run."""
+        """Acknowledge the batches that were read, unless an exception ends the run."""
         if raised is None:
             self.close()
 
     def close(self) -> None:
-        """Acknowledge all batches that were read to their ends: nobody will read them again."""
+        """Acknowledge all batches that were read to their ends: they will not be read again."""
         self._acknowledge(math.inf)
 
     async def end(self) -> t.RunEnded:
-        """End the job: cancel its unfinished samples, and let go of all that is kept for it, on every shard."""
+        """End the job: cancel its unfinished samples, and drop everything that is kept for it, on every shard."""
         self._rollouts.clear()
         ended = await self.client.shards.all(lambda member: member.calls.end_run(self.run_id))
         return t.RunEnded(sum(each.batches for each in ended), sum(each.cancelled for each in ended))
@@ -151,15 +149,15 @@ class RunRollouts:
     ) -> AsyncRollout:
         """Submit a batch and return its samples as an iterable, in completion order.
 
-        Seeds come of run, step, prompt and slot: the same prompt ids again in a step give the same samples again. A
-        warning says so; for other samples use other prompt ids, or more samples a group.
+        Seeds derive from run, step, prompt and slot, so the same prompt ids again in a step give the same samples
+        again, and a warning is logged. For other samples use other prompt ids, or more samples per group.
 
         The samples are of the published policy version unless `policy_version` names another. Batches of higher
-        `priority` are placed first; within one, runs share the instances by `weight`. A batch that is too large for
-        one call (16 MiB, 65,536 samples) is submitted in parts and read as one, a part at a time in turn. Those of
-        earlier steps that were read to their ends are acknowledged: they cannot be read again. With `max_staleness`
-        the batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished
-        samples whose first token is more than so many versions behind.
+        `priority` are placed first; at equal priority, runs share the instances by `weight`. A batch that is too
+        large for one call (16 MiB, 65,536 samples) is submitted in parts and read as one, the parts in turn.
+        Batches of earlier steps that were read to their ends are acknowledged: they cannot be read again. With
+        `max_staleness` the batch continues across versions that are pushed meanwhile, and `stale` decides about
+        unfinished samples whose first token is more than `max_staleness` versions behind.
         """
         batch = await self._batch(
             step,
@@ -196,9 +194,9 @@ class RunRollouts:
         """Open a batch, to which groups are added while its samples are generated and read; close it when left.
 
         An exception leaves it open, for a trainer that is restarted and opens it again; the gateway closes a batch
-        that nobody has to do with. Without `max_staleness` the samples are of the batch's version. With it, the
-        batch goes on across versions that are pushed meanwhile, and `stale` says what becomes of unfinished samples
-        whose first token is more than so many versions behind. The other parameters are those of `rollout`.
+        that no client uses. Without `max_staleness` the samples are of the batch's version. With it, the batch
+        continues across versions that are pushed meanwhile, and `stale` decides about unfinished samples whose
+        first token is more than `max_staleness` versions behind. The other parameters are as in `rollout`.
         """
         opened = await self._opened(
             step,
@@ -228,11 +226,11 @@ class RunRollouts:
         weight: int = 1,
         max_staleness: int | None = None,
     ) -> AsyncIterator[AsyncSessions]:
-        """Open a batch whose samples call tools; end what is unfinished of it when left.
+        """Open a batch whose samples call tools; end its unfinished samples when left.
 
         An exception leaves it open, for a trainer that is restarted and begins the same sessions again. With
-        `max_staleness` they go on under versions that are pushed meanwhile, and end when they are further behind.
-        The other parameters are those of `rollout`; `max_tokens` counts what environments say, too.
+        `max_staleness` they continue under versions that are pushed meanwhile, and end when they are further
+        behind. The other parameters are as in `rollout`; `max_tokens` also counts the tokens of environments.
         """
         opened = await self._opened(
             step,
@@ -299,25 +297,25 @@ class RunRollouts:
             del self._stats[next(iter(self._stats))]
 
     def _acknowledge(self, before: float) -> None:
-        """Acknowledge in the background what was read to its end of steps before this one."""
+        """Acknowledge in the background the rollouts of earlier steps that were read to their ends."""
         done = [each for each in self._rollouts if each.batch.step < before and each.complete]
         for rollout in done:
             rollout.post_ack()
         left = [each for each in self._rollouts if each.batch.step < before and not each.complete]
-        # Those that were left in the middle are not kept without end.
+        # Rollouts that were left in the middle are not kept indefinitely.
         gone = [*done, *left[:-_KEPT_ROLLOUTS]]
         self._rollouts = [each for each in self._rollouts if each not in gone]
 
     def stats(self, step: int) -> dict[str, float]:
-        """Return figures of the samples of a step that were read so far, flat, for a logger of experiments.
+        """Return figures of the samples of a step that were read so far, by name, for an experiment logger.
 
-        Names begin with `rollout/`; docs/sdk.md lists them. Those of the last 8 steps are kept. ValueError: no
-        samples of the step were asked for by this object.
+        Names begin with `rollout/`; docs/sdk.md lists them. The figures of the last 8 steps are kept. ValueError:
+        this object has requested no samples of the step.
         """
         if step not in self._stats:
             known = ", ".join(map(str, self._stats)) or "none"
             raise ValueError(
-                f"step {step}: this run has asked for no samples of it lately; it has of {known}"
+                f"step {step}: this run has requested no samples of it recently; it has figures of {known}"
             )
         return StepStats.joined(self._stats[step]).figures()
 
@@ -332,15 +330,15 @@ class RunRollouts:
     ) -> int:
         """Announce the prompts of a coming step; return how many samples may be pre-generated.
 
-        Of a step that is too large for one call, the first part is announced; on each shard, its prompts.
+        Each shard gets its prompts; if they are too many for one call, the first ones.
         """
         params = convert.whole_sampling(t.SamplingParams() if sampling is None else sampling)
-        asked = (params, t.Exactness() if exactness is None else exactness, self._seed)
+        options = (params, t.Exactness() if exactness is None else exactness, self._seed)
         split = self.client.shards.split(convert.whole_groups(groups))
         parts = {member.name: first_part(own) for member, own in split}
 
         async def announce(member: OpenShard) -> int:
-            hint = t.BatchHint(self.run_id, step, policy_version, parts[member.name], *asked)
+            hint = t.BatchHint(self.run_id, step, policy_version, parts[member.name], *options)
             return await member.calls.hint(hint)
 
         shards = self.client.shards
@@ -356,7 +354,7 @@ class RunRollouts:
         kl: float | None = None,
         clip_fraction: float | None = None,
     ) -> int:
-        """Report the rewards of a batch, and what its update measured; return how many samples were known."""
+        """Report the rewards of a batch, and measurements of its update; return how many samples were known."""
         for rollout in self._rollouts:
             if rollout.batch.batch_id == batch_id:
                 return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
@@ -368,7 +366,7 @@ class RunRollouts:
                     self.run_id, shards.id_of(batch_id), given, kl=kl, clip_fraction=clip_fraction
                 )
             except NotFoundError:
-                # A small batch is not on all shards.
+                # A small batch may have no part on this shard.
                 if shards.alone:
                     raise
                 return 0

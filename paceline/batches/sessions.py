@@ -10,12 +10,12 @@ import numpy as np
 
 from paceline import convert
 from paceline import types as t
-from paceline.batches.rollout import AsyncOpenBatch, Given
+from paceline.batches.rollout import AsyncOpenBatch, PartEvent
 from paceline.convert.values import UINT32, integers
 from paceline.errors import FailedPreconditionError, NotFoundError, session_differs
 
-# The gateway has lost the session, and generates it again: it calls once more, and is answered as before.
-_LOST = "SAMPLE_NOT_CALLING"
+_NOT_CALLING = "SAMPLE_NOT_CALLING"
+"""Reason of a refused answer: the gateway has lost the session and generates it again, up to the same call."""
 
 
 class AsyncSession:
@@ -27,9 +27,9 @@ class AsyncSession:
         self.sample: t.Sample | None = None
         """The whole sample, once it has ended."""
         self.waits = False
-        """It has called, and `generate` has returned the call: it waits for an answer."""
+        """True if `generate` has returned a call, which waits for an answer."""
         self.pending: t.Turn | None = None
-        """Turn that nobody has taken yet."""
+        """Turn that was not taken yet."""
         self._tokens: list[int] = []
         self._answers: dict[int, t.Continuation] = {}
 
@@ -39,7 +39,7 @@ class AsyncSession:
         return np.array(self._tokens, np.int64)
 
     async def generate(self) -> t.Turn:
-        """Return what the session says until it calls a tool or ends.
+        """Return the tokens that the session generates until it calls a tool or ends.
 
         ValueError: it waits for an answer, or has ended and its last turn was given.
         """
@@ -51,18 +51,18 @@ class AsyncSession:
         return self.take()
 
     async def answer(self, token_ids: Sequence[int] | t.TokenIds) -> None:
-        """Give the session tokens of its environment, with which it goes on.
+        """Give the session tokens of its environment, and let it continue.
 
-        They are given as the policy is to read them, with what the chat template puts around them.
+        The tokens are exactly what the policy reads, so they include what the chat template puts around an answer.
 
         InvalidArgumentError: they do not fit; shorten them, or end the session. ValueError: the session does not
         wait for an answer.
         """
-        await self._go_on(t.Continuation(*self._place(), tuple(integers(token_ids, "token_ids", *UINT32))))
+        await self._continue(t.Continuation(*self._place(), tuple(integers(token_ids, "token_ids", *UINT32))))
 
     async def end(self) -> None:
         """End the session at its call, as COMPLETED; `generate` returns its last turn, which may be empty."""
-        await self._go_on(t.Continuation(*self._place(), end=True))
+        await self._continue(t.Continuation(*self._place(), end=True))
 
     def take(self) -> t.Turn:
         """Return the pending turn."""
@@ -72,9 +72,9 @@ class AsyncSession:
         return turn
 
     def called(self, call: t.SampleCall) -> t.Continuation | None:
-        """Take note of a call; return the answer that it has had.
+        """Note a call; return the answer to it if it was answered before.
 
-        DataLossError: the call is not the one that was given before.
+        DataLossError: the session was generated again, and its tokens differ from the ones given before.
         """
         have, given = len(self._tokens), call.token_ids.tolist()
         known = self._tokens[call.begin : call.position]
@@ -85,14 +85,14 @@ class AsyncSession:
         fresh = have - call.begin
         self._tokens += given[fresh:]
         for span in call.environment_spans:
-            # Answers of a trainer before this one.
+            # Answers that an earlier trainer has given.
             tokens = tuple(self._tokens[span.begin : span.end])
             self._answers[span.begin] = t.Continuation(self.key.prompt_id, self.key.slot, span.begin, tokens)
         self.pending = t.Turn(call.token_ids[fresh:], call.logprobs[fresh:], have, done=False)
         return None
 
     def ended(self, sample: t.Sample) -> None:
-        """Take note of the end."""
+        """Note the end of the session."""
         have = min(len(self._tokens), len(sample.token_ids))
         if self.pending is not None:
             have = min(have, self.pending.begin)
@@ -104,12 +104,12 @@ class AsyncSession:
             raise ValueError(f"{self.key} does not wait for an answer")
         return self.key.prompt_id, self.key.slot, len(self._tokens)
 
-    async def _go_on(self, continuation: t.Continuation) -> None:
-        # Before it is sent: what follows may be read by another task before this one has the answer.
+    async def _continue(self, continuation: t.Continuation) -> None:
+        # Noted before it is sent, because another task may read the next turn before this call returns.
         self._answers[continuation.position], self.waits = continuation, False
         self._tokens += continuation.token_ids
         try:
-            await self._sessions.go_on(continuation)
+            await self._sessions.send(continuation)
         except BaseException:
             if self.sample is None and self.pending is None:
                 del self._answers[continuation.position], self._tokens[continuation.position :]
@@ -118,24 +118,24 @@ class AsyncSession:
 
 
 class AsyncSessions:
-    """Sessions of one step. Many are used at once, each by a task of its own, or all in one loop over `turns`."""
+    """Sessions of one step. Many are used at once, each in its own task, or all in one loop over `turns`."""
 
     def __init__(self, batch: AsyncOpenBatch) -> None:
         self.batch = batch
-        """The batch that they are samples of: it adds, cancels and reports."""
+        """The batch whose samples the sessions are."""
         self._sessions: dict[t.SampleKey, AsyncSession] = {}
         self._unfinished = 0
         self._called: dict[AsyncSession, None] = {}
-        """Sessions with a turn that nobody has taken."""
+        """Sessions with a turn that was not taken yet, in order of arrival."""
         self._early: dict[t.SampleKey, t.SampleCall | t.Sample] = {}
-        """Events of sessions that a trainer before this one has begun."""
-        self._ahead: deque[Given] = deque()
-        self._events: AsyncGenerator[Given, None] | None = None
+        """Events of sessions that an earlier trainer has begun."""
+        self._ahead: deque[PartEvent] = deque()
+        self._events: AsyncGenerator[PartEvent, None] | None = None
         self._reading = False
         self._wakes: dict[Hashable, asyncio.Event] = {}
 
     async def begin(self, group: t.Group) -> list[AsyncSession]:
-        """Begin a session for each sample of a group. Errors are those of `OpenBatch.add`."""
+        """Begin a session for each sample of a group. Raises as `OpenBatch.add` does."""
         (group,) = convert.whole_groups([group])
         begun = [AsyncSession(self, group.prompt_id, slot) for slot in range(group.samples)]
         if any(session.key in self._sessions for session in begun):
@@ -155,7 +155,7 @@ class AsyncSessions:
         return begun
 
     async def turns(self) -> AsyncIterator[tuple[AsyncSession, t.Turn]]:
-        """Iterate over turns as they come, each with its session, until every session that was begun has ended."""
+        """Iterate over turns as they arrive, each with its session, until every session begun has ended."""
         while self._unfinished or self._called:
             await self.wait_for(self, lambda: bool(self._called) or not self._unfinished)
             while self._called:
@@ -165,23 +165,23 @@ class AsyncSessions:
                     yield session, session.take()
 
     async def leave(self) -> None:
-        """End what is unfinished, as ABORTED, and read the rest, so that the batch can be acknowledged."""
+        """End unfinished sessions, as ABORTED, and read the rest, so that the batch can be acknowledged."""
         await self.batch.cancel(keep_partial=True)
         while await self._read():
             pass
 
-    async def go_on(self, continuation: t.Continuation) -> None:
-        """Send an answer. Where the gateway has lost the session, it is sent again when that calls again."""
+    async def send(self, continuation: t.Continuation) -> None:
+        """Send an answer. If the gateway has lost the session, the answer is sent again at its repeated call."""
         try:
-            await self.batch.go_on(continuation)
+            await self.batch.continue_sample(continuation)
         except NotFoundError:
             return
         except FailedPreconditionError as error:
-            if error.reason != _LOST:
+            if error.reason != _NOT_CALLING:
                 raise
 
     async def wait_for(self, waiter: Hashable, ready: Callable[[], bool]) -> None:
-        """Wait until something holds. One of those who wait reads, for all of them."""
+        """Wait until `ready` returns True. One of the waiting tasks reads events for all of them."""
         try:
             while not ready():
                 if self._reading:
@@ -198,7 +198,7 @@ class AsyncSessions:
         finally:
             self._wakes.pop(waiter, None)
             if not self._reading:
-                # Whoever wakes reads on.
+                # One other task continues to read.
                 for wake in self._wakes.values():
                     wake.set()
                     break
@@ -210,7 +210,7 @@ class AsyncSessions:
         try:
             found = await anext(self._events, None)
         except BaseException:
-            # Its place is kept: another one goes on there.
+            # The batch keeps its position, so that another task can continue.
             self._events = None
             raise
         if found is None:
@@ -219,26 +219,26 @@ class AsyncSessions:
         if isinstance(event, t.SampleEvent):
             sample = part.give(event)
             self.batch.step_stats.add(sample)
-            await self._arrived(sample.key, sample)
+            await self._dispatch(sample.key, sample)
         else:
-            await self._arrived(t.SampleKey(event.prompt_id, event.slot), event)
+            await self._dispatch(t.SampleKey(event.prompt_id, event.slot), event)
         return True
 
-    async def _arrived(self, key: t.SampleKey, what: t.SampleCall | t.Sample) -> None:
+    async def _dispatch(self, key: t.SampleKey, event: t.SampleCall | t.Sample) -> None:
         session = self._sessions.get(key)
         if session is None:
-            self._early[key] = what
+            self._early[key] = event
         else:
-            await self._route(session, what)
+            await self._route(session, event)
 
-    async def _route(self, session: AsyncSession, what: t.SampleCall | t.Sample) -> None:
-        if isinstance(what, t.Sample):
+    async def _route(self, session: AsyncSession, event: t.SampleCall | t.Sample) -> None:
+        if isinstance(event, t.Sample):
             if session.sample is None:
                 self._unfinished -= 1
-            session.ended(what)
-        elif (answer := session.called(what)) is not None:
-            # It was lost.
-            await self.go_on(answer)
+            session.ended(event)
+        elif (answer := session.called(event)) is not None:
+            # The gateway had lost the session.
+            await self.send(answer)
             return
         if session.pending is not None:
             self._called[session] = None

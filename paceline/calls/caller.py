@@ -1,6 +1,6 @@
 """Make calls with retries, and continue streams where they were cut.
 
-A call is repeated after UNAVAILABLE, or when the service says when to come again, with growing delays.
+A call is repeated with growing delays after UNAVAILABLE, and after errors for which the service names a retry time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import grpc
 
 from paceline import errors
-from paceline import errors as client_errors
 from paceline.errors import (
     CLOSES,
     NEEDS_TLS,
@@ -28,7 +27,15 @@ from paceline.transport.channel import Tls
 from paceline.transport.interface import Stream, Transport, Unary
 
 WRONG_ADDRESS_SECONDS = 5.0
-"""Seconds for which a client that has never reached a gateway tries what seems to be a wrong address."""
+"""Seconds for which a client that has never reached a gateway retries an address that seems wrong."""
+STREAM_SECONDS = 120.0
+"""Seconds after which a stream is opened again at its position, so that no lost event can make it hang."""
+_LOCAL = (errors.DeadlineExceededError, errors.CancelledError)
+"""Errors that are raised without a gateway."""
+
+log = logging.getLogger("paceline")
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class RetryPolicy:
     """Limits and delays of retries while a service is unreachable or full."""
 
     seconds: float = 600.0
-    """Seconds for which a call that keeps failing is tried again; then its error is raised. 0 never retries."""
+    """Seconds for which a failing call is repeated; then its error is raised. 0 never retries."""
     initial: float = 0.1
     """Seconds before the second attempt."""
     multiplier: float = 2.0
@@ -47,14 +54,14 @@ class RetryPolicy:
 
 
 def may_be_retried(error: PacelineError) -> bool:
-    """Return True if the same call may succeed later: nothing answered, or the service named a time."""
+    """Return True if the same call may succeed later: no service answered, or it named a retry time."""
     if isinstance(error, ResourceExhaustedError):
         return error.retry_after is not None
     return isinstance(error, UnavailableError)
 
 
 class Backoff:
-    """Delays between the attempts of one call; progress (an event of a stream) resets them."""
+    """Delays between the attempts at one call; progress (an event of a stream) resets them."""
 
     def __init__(
         self,
@@ -68,20 +75,20 @@ class Backoff:
         self._began = 0.0
         self._wrong_since: float | None = None
         self.failures = 0
-        """Attempts that failed in a row."""
+        """Consecutive attempts that failed."""
 
     def progress(self) -> None:
         """Reset the delays: the call received an event."""
         self.failures = 0
 
     def seconds_left(self) -> float:
-        """Return the seconds until the error of a call that goes on failing is raised."""
+        """Return the seconds until the error is raised if the call continues to fail."""
         return max(0.0, self._began + self._policy.seconds - self._clock())
 
     def delay_after(self, error: PacelineError, wrong_address: bool = False) -> float | None:
         """Return the seconds to wait before the next attempt; None: raise the error instead.
 
-        `wrong_address`: the error is that of an address at which there will be no gateway.
+        `wrong_address`: the error shows that no gateway will ever answer at the address.
         """
         now = self._clock()
         if not wrong_address:
@@ -102,17 +109,6 @@ class Backoff:
         if self._wrong_since is not None and now + delay > self._wrong_since + WRONG_ADDRESS_SECONDS:
             return None
         return delay
-
-
-R = TypeVar("R")
-
-STREAM_SECONDS = 120.0
-"""Seconds after which a stream is opened again where it is: nothing that was forgotten can make it hang."""
-
-_LOCAL = (errors.DeadlineExceededError, errors.CancelledError)
-"""Errors that need no gateway."""
-
-log = logging.getLogger("paceline")
 
 
 class Caller:
@@ -140,9 +136,9 @@ class Caller:
         return self._transport.dial(address, tls)
 
     async def call(self, unary: Unary, *, queues: bool = True) -> Any:
-        """Make a call, again while the gateway is unreachable; return the answer's message.
+        """Make a call and return the answer; repeat it while the gateway is unreachable.
 
-        Also again while it is full, unless `queues` is False.
+        With `queues` it is also repeated while the gateway is full.
         """
         backoff = Backoff(self._retry)
         while True:
@@ -157,10 +153,10 @@ class Caller:
             await self._wait(backoff, failure, unary.method)
 
     async def events(self, stream: Stream[R], turn: float | None = None) -> AsyncGenerator[R, None]:
-        """Read a stream; when it is cut, open a new one that continues there.
+        """Iterate over the events of a stream; when it is cut, open it again at the same position.
 
-        With `turn`, return after so many seconds, complete or not. A gateway that sends nothing at all on a stream
-        that begins at once is tried again like one that cannot be reached.
+        With `turn`, return after that many seconds, complete or not. If a gateway sends nothing at all on a stream
+        that begins at once, the stream is opened again, as for an unreachable gateway.
         """
         backoff = Backoff(self._retry)
         seen = False
@@ -177,7 +173,7 @@ class Caller:
                         yield event
                 if stream.complete():
                     return
-                failure: errors.PacelineError = client_errors.cut_short()
+                failure: errors.PacelineError = errors.cut_short()
             except grpc.RpcError as error:
                 failure = await self._failure(error)
             finally:
@@ -186,15 +182,13 @@ class Caller:
                 raise failure
             if seconds is not None and _is_own_deadline(failure, began, seconds):
                 if silent and stream.begins_at_once:
-                    await self._wait(
-                        backoff, client_errors.stream_silent(stream.method, seconds), stream.method
-                    )
+                    await self._wait(backoff, errors.stream_silent(stream.method, seconds), stream.method)
                     # A busy gateway may need longer than a turn.
                     seconds = self._stream_seconds
                 elif turn is not None:
                     return
                 else:
-                    # Nothing was wrong for all that time.
+                    # The stream worked until its time limit.
                     backoff.progress()
             elif not stream.whole() and not (stream.renew and await stream.renew(failure)):
                 await self._wait(backoff, failure, stream.method)
@@ -204,23 +198,23 @@ class Caller:
         return await self._transport.run_work(work)
 
     async def _failure(self, error: grpc.RpcError) -> errors.PacelineError:
-        """Return the error of an attempt; one that was cancelled, and not from here, is UNAVAILABLE."""
+        """Return the error of an attempt; it is UNAVAILABLE if the other side cancelled the call."""
         failure = errors.from_rpc(error)
         if isinstance(failure, errors.CancelledError) and await self._transport.sleep(0):
-            return client_errors.call_dropped(failure)
+            return errors.call_dropped(failure)
         if not isinstance(failure, errors.UnavailableError) or failure.details:
             self._reached = self._reached or not isinstance(failure, _LOCAL)
         elif (cause := misdirection_of(failure.message)) is not None:
             if cause is CLOSES and not self._reached and await self._transport.lacks_tls():
                 cause = NEEDS_TLS
-            return client_errors.unreachable(failure, cause)
+            return errors.unreachable(failure, cause)
         return failure
 
     async def _wait(self, backoff: Backoff, error: errors.PacelineError, method: str) -> None:
-        """Wait until the next attempt is due; raise the error if there is to be none."""
+        """Wait until the next attempt is due; raise the error if there is none."""
         wrong_address = error.reason == errors.WRONG_ADDRESS and not self._reached
         delay = backoff.delay_after(error, wrong_address)
-        # A log line when it is not over soon, and then ever fewer of them.
+        # Logged at the 4th, 8th, 16th failure and so on.
         if delay is not None and backoff.failures >= 4 and backoff.failures.bit_count() == 1:
             summary = f"{error.code.name}: {error.message}"
             log.warning(

@@ -40,12 +40,12 @@ class FleetCalls(Caller):
         return tuple((await self.call(Unary("Fleet", "Resume", request))).instance_ids)
 
     async def drain(self, instance_id: str) -> int:
-        """Drain an instance for good; return how many samples were handed over."""
+        """Drain an instance permanently; return how many samples were handed over."""
         request = convert.message(fleet_pb2.DrainRequest, instance_id=instance_id)
         return int((await self.call(Unary("Fleet", "Drain", request, slow=True))).handed_over)
 
     async def knobs(self, run_id: str = "", *, model: str = "", pool: str = "") -> t.KnobSetting:
-        """Return the knobs set for a run, a model or a pool, and those in use; without a name, for the whole fleet.
+        """Return the knobs set for a run, a model or a pool, and the knobs in use; without a name, of the fleet.
 
         UnavailableError: no policy service leads; instances keep the knobs that they have.
         """
@@ -76,35 +76,38 @@ class FleetCalls(Caller):
         return convert.drafter(await self.call(Unary("Fleet", "GetDrafter", fleet_pb2.GetDrafterRequest())))
 
     async def roll_back_drafter(self, version: int, reason: str = "") -> int:
-        """Publish the drafter before this version again; return its version. AbortedError: another is published."""
+        """Publish the predecessor of a drafter version again; return its version.
+
+        AbortedError: another version is published.
+        """
         request = convert.message(fleet_pb2.RollBackDrafterRequest, drafter_version=version, reason=reason)
         return int((await self.call(Unary("Fleet", "RollBackDrafter", request, slow=True))).drafter_version)
 
     def watch_decisions(
         self, run_id: str = "", since: float | None = None, *, kept: bool = False
     ) -> AsyncIterator[t.Decision]:
-        """Iterate over decisions as they are made, without end: those of a run and of the fleet, or all.
+        """Iterate without end over decisions as they are made, about a run and the fleet; no run named: about all.
 
-        With `since` (unix seconds), first over kept decisions from that time on. With `kept` over kept ones only:
-        all of them without `since`.
+        With `since` (unix seconds), begin with the kept decisions from that time on. With `kept`, iterate over kept
+        decisions only, without `since` over all of them.
         """
         return self.events(DecisionPlace(run_id, since, kept).stream())
 
 
 @dataclass(slots=True)
 class FleetView:
-    """The state of the fleet that was read last, which comes again when a stream is opened again."""
+    """The last state of the fleet that was read: a stream that is opened again begins with it."""
 
     _last: tuple[t.Instance, ...] | None = None
 
     def stream(self) -> Stream[tuple[t.Instance, ...]]:
-        """Return the stream of states; it has no end, so one that ends was cut."""
+        """Return the stream of states, which has no end: if it ends, it was cut."""
         return Stream(
             "Fleet", "WatchFleet", fleet_pb2.WatchFleetRequest, self.take, lambda: False, begins_at_once=True
         )
 
     def take(self, answer: fleet_pb2.WatchFleetResponse) -> Iterator[tuple[t.Instance, ...]]:
-        """Yield the state, unless it is the one that was read last."""
+        """Yield the state, unless it is the last one that was read."""
         state = convert.instances(answer)
         if state != self._last:
             self._last = state
@@ -121,7 +124,7 @@ class DecisionPlace:
     _seen: list[t.Decision] = field(default_factory=list)
 
     def stream(self) -> Stream[t.Decision]:
-        """Return the stream from here on; one that ends was cut, unless only kept decisions are read."""
+        """Return the stream from this position on; if it ends, it was cut, unless only kept decisions are read."""
         return Stream("Fleet", "WatchDecisions", self.request, self.take, lambda: self.kept)
 
     def request(self) -> fleet_pb2.WatchDecisionsRequest:
@@ -150,7 +153,7 @@ class WeightUpdateCalls(Caller):
     ) -> t.UpdateStarted:
         """Start the weight update to a version above the current one.
 
-        An unfinished update of the same run that was started with another `push_id` gives way.
+        It replaces an unfinished update of the same run that was started with another `push_id`.
         """
         return convert.update_started(
             await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_DISK, push_id)
@@ -161,7 +164,7 @@ class WeightUpdateCalls(Caller):
     ) -> tuple[t.InstanceUpdate, ...]:
         """Let every instance check and stage a folder (absolute path as the instances see it).
 
-        `delta` is a folder with what changed since the published version, for instances that hold that one.
+        `delta` is a folder with the changes since the published version, for instances that have that version.
         """
         disk = convert.message(
             weight_pb2.DiskWeights,
@@ -176,7 +179,7 @@ class WeightUpdateCalls(Caller):
     async def start_stream(
         self, run_id: str, version: int, target: t.WeightTarget = t.WeightTarget.POLICY, push_id: str = ""
     ) -> t.StreamStarted:
-        """Start an update whose weights are pushed to an instance, or name an instance that lives now."""
+        """Start an update whose weights are pushed to an instance, or return another instance for it."""
         answer = await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_STREAM, push_id)
         return convert.stream_started(answer, version)
 
@@ -188,7 +191,7 @@ class WeightUpdateCalls(Caller):
         rendezvous: weight_pb2.CollectiveRendezvous,
         push_id: str = "",
     ) -> t.CollectiveStarted:
-        """Start an update whose weights are broadcast, or name the instances that take part now."""
+        """Start an update whose weights are broadcast, or return the instances that take part now."""
         transport = weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
         answer = await self._start(run_id, version, target, transport, push_id, rendezvous)
         return convert.collective_started(answer, version)
@@ -196,7 +199,7 @@ class WeightUpdateCalls(Caller):
     async def update_streamed(
         self, update_id: str, checksum: str, left_out: Mapping[str, str] | None = None
     ) -> tuple[t.InstanceUpdate, ...]:
-        """Let every instance check and stage what was pushed, but those that were left out, for a reason each."""
+        """Let every instance check and stage the pushed weights, except `left_out`: ids with reasons."""
         streamed = convert.message(
             weight_pb2.StreamedWeights, checksum=checksum, left_out={} if left_out is None else left_out
         )
@@ -218,7 +221,7 @@ class WeightUpdateCalls(Caller):
     async def abort_update(self, update_id: str) -> int:
         """Abort an unfinished update; return the version that is served."""
         request = convert.message(weight_pb2.AbortUpdateRequest, update_id=update_id)
-        # Instances that do not answer are waited for.
+        # Slow, because the gateway waits for instances that do not answer.
         aborted = await self.call(Unary("Weight", "AbortUpdate", request, slow=True))
         return int(aborted.policy_version)
 

@@ -10,62 +10,114 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import grpc
 
 from paceline import convert, errors
-from paceline import errors as client_errors
 from paceline import types as t
 from paceline.calls.caller import STREAM_SECONDS, Caller, RetryPolicy
 from paceline.convert.values import UINT64, integer, text
-from paceline.errors import UnimplementedError
+from paceline.errors import (
+    DataLossError,
+    InvalidArgumentError,
+    NotFoundError,
+    PacelineError,
+    UnimplementedError,
+)
 from paceline.transport.interface import Stream, Transport, Unary
 from paceline.v1 import rollout_pb2, sample_pb2
 
 MOST_RENEWALS = 3
 """Submissions of a batch in a row that bring no sample before it counts as lost."""
 MOST_AGAIN = 16
-"""Ids that are tried for a batch that was acknowledged by trainers before this one."""
+"""Ids that are tried for a batch that earlier trainers have acknowledged."""
 MOST_SAMPLES = 64
 """Samples that one answer of a stream may have."""
 ACKNOWLEDGED = "CURSOR_ACKNOWLEDGED"
 """Reason of the gateway's refusal to read from before what was acknowledged."""
+_KEPT_BATCHES = 4
+"""Batches that `RolloutCalls.submit` remembers, in case the gateway loses them."""
 
 log = logging.getLogger("paceline")
 
+R = TypeVar("R")
 
-@dataclass(slots=True)
-class BatchPlace:
-    """Position in the stream of a batch, and the samples that were read.
 
-    Cursors only ascend: they are not counted with. A sample that comes again, under any cursor, is passed over.
+@dataclass(slots=True, eq=False)
+class BatchReading:
+    """Reading of a batch: the position in its stream, and the samples that were read.
+
+    Cursors only ascend; they are not counts. A sample that comes again, under any cursor, is skipped.
     """
 
     run_id: str
     batch_id: str
     cursor: int = 0
+    """Cursor of the last event read."""
+    open: bool = False
+    """True if samples may still be added, according to the last answer."""
+    batch: t.Batch | None = None
+    """The batch as it was submitted, if this client has it."""
+    submit: Callable[[t.Batch], Awaitable[t.Submitted]] | None = None
+    """Submits the batch again."""
     total: int | None = None
-    """Samples of the batch, as far as it is known."""
+    """Samples of the batch; None before the first answer."""
     taken: int = 0
     """Samples that were read."""
     asked: int = 0
     """Cursor of the last request."""
     acked: int = 0
-    """Cursor that was acknowledged: what is before it does not come again."""
-    open: bool = False
-    """Samples may still be added, as far as known."""
+    """Cursor that was acknowledged: samples before it do not come again."""
     _missing: int = 0
     _slots: dict[str, int] = field(default_factory=dict)
     """For each prompt the slots that were read, as bits."""
     _from_start: bool = field(init=False)
+    """True if every sample that was ever read of the batch was read here."""
+    _renewals: int = 0
+    _taken_before: int = 0
+    """Samples that were read when the batch was last submitted again."""
+    _renamed: int = 0
+    """Ids that were tried in place of `_first_id`."""
+    _first_id: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._from_start = self.cursor == 0
+        self._first_id = self.batch_id
 
-    @property
-    def knows_all(self) -> bool:
-        """True if every sample that was ever read of the batch was read here."""
-        return self._from_start
+    def stream(self) -> Stream[t.SampleEvent]:
+        """Return the stream of the samples that were not read yet."""
+        return self._stream(self.request, self.read)
+
+    def stream_with_calls(self, *, whole: bool) -> Stream[t.SampleEvent | t.SampleCall]:
+        """Return the same stream with tool calls in it; with `whole`, calls have all tokens so far."""
+
+        def request() -> rollout_pb2.StreamRolloutsRequest:
+            message = self.request()
+            message.whole_calls = whole
+            return message
+
+        def read(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent | t.SampleCall]:
+            yield from self.read(answer)
+            yield from convert.sample_calls(answer)
+
+        return self._stream(request, read)
+
+    def _stream(
+        self,
+        request: Callable[[], rollout_pb2.StreamRolloutsRequest],
+        read: Callable[[rollout_pb2.StreamRolloutsResponse], Iterator[R]],
+    ) -> Stream[R]:
+        return Stream(
+            "Rollout",
+            "StreamRollouts",
+            request,
+            read,
+            self.complete,
+            whole=self.whole,
+            begins_at_once=True,
+            renew=self._renew,
+        )
 
     def request(self) -> rollout_pb2.StreamRolloutsRequest:
         """Return the request for the events after the last one read."""
@@ -79,11 +131,11 @@ class BatchPlace:
         )
 
     def read(self, answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent]:
-        """Yield the samples that were not read before. The place follows those that were taken."""
+        """Yield the samples that were not read before. The cursor follows the samples that are taken."""
         self.total, self.open = answer.total, answer.open
         for each in answer.earlier:
             yield from self._read(answer, each.cursor, each.sample)
-        # Events of a later protocol are passed over.
+        # Events of a later protocol have no sample and are skipped.
         yield from self._read(answer, answer.cursor, answer.sample if answer.HasField("sample") else None)
 
     def _read(
@@ -96,6 +148,16 @@ class BatchPlace:
         if sample is not None and self._take(sample.prompt_id, sample.slot):
             yield t.SampleEvent(cursor, convert.sample(sample), answer.finished, answer.total)
 
+    def _take(self, prompt_id: str, slot: int) -> bool:
+        """Count a sample; return False if it was read before."""
+        before = self._slots.get(prompt_id, 0)
+        after = before | 1 << slot
+        if after == before:
+            return False
+        self._slots[prompt_id] = after
+        self.taken += 1
+        return True
+
     def complete(self) -> bool:
         """Return True if no sample is known to be missing."""
         if self.open:
@@ -107,125 +169,61 @@ class BatchPlace:
         known = self.total is not None and not self.open
         return self._from_start and known and self.taken >= (self.total or 0)
 
-    def _take(self, prompt_id: str, slot: int) -> bool:
-        """Count a sample; return False if it was read before."""
-        before = self._slots.get(prompt_id, 0)
-        after = before | 1 << slot
-        if after == before:
-            return False
-        self._slots[prompt_id] = after
-        self.taken += 1
-        return True
+    async def _renew(self, failure: PacelineError) -> bool:
+        """Submit the batch again if the gateway no longer has its samples: the same seeds give the same samples.
 
-
-@dataclass(slots=True, eq=False)
-class BatchReading:
-    """Reads a batch; `batch` is what was submitted, if this client has it, and `submit` submits it again."""
-
-    place: BatchPlace
-    batch: t.Batch | None
-    submit: Callable[[t.Batch], Awaitable[t.Submitted]]
-    _renewals: int = 0
-    _taken: int = 0
-    _again: int = 0
-    _named: str = ""
-
-    def stream(self) -> Stream[t.SampleEvent]:
-        """Return the stream from here on."""
-        place = self.place
-        return Stream(
-            "Rollout",
-            "StreamRollouts",
-            place.request,
-            place.read,
-            place.complete,
-            whole=place.whole,
-            begins_at_once=True,
-            renew=self.renew,
-        )
-
-    def stream_with_calls(self, *, whole: bool) -> Stream[t.SampleEvent | t.SampleCall]:
-        """Return the stream from here on with tool calls; `whole` ones have all tokens so far."""
-
-        def request() -> rollout_pb2.StreamRolloutsRequest:
-            message = self.place.request()
-            message.whole_calls = whole
-            return message
-
-        def read(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent | t.SampleCall]:
-            yield from self.place.read(answer)
-            yield from convert.sample_calls(answer)
-
-        place = self.place
-        return Stream(
-            "Rollout",
-            "StreamRollouts",
-            request,
-            read,
-            place.complete,
-            whole=place.whole,
-            begins_at_once=True,
-            renew=self.renew,
-        )
-
-    async def renew(self, failure: errors.PacelineError) -> bool:
-        """Submit the batch again, if the gateway has not its samples: the same ones come of the same seeds.
-
-        DataLossError if that is impossible.
+        Return True if the stream can be opened again. DataLossError: samples are lost.
         """
-        place = self.place
-        if place.knows_all and place.cursor > place.acked and _is_behind(failure, place):
-            place.cursor = place.acked
+        if self._from_start and self.cursor > self.acked and self._is_behind(failure):
+            self.cursor = self.acked
             return failure.reason != errors.CUT_SHORT
-        if failure.reason == ACKNOWLEDGED and self.batch is not None and place.knows_all:
-            return await self._begin_again(self.batch)
-        if not isinstance(failure, errors.NotFoundError | errors.DataLossError):
+        batch = self.batch if self._from_start else None
+        if failure.reason == ACKNOWLEDGED and batch is not None:
+            return await self._submit_renamed(batch)
+        if not isinstance(failure, NotFoundError | DataLossError):
             return False
-        if self.batch is None or not place.knows_all:
-            if place.cursor == 0 and isinstance(failure, errors.NotFoundError):
+        if batch is None:
+            if self.cursor == 0 and isinstance(failure, NotFoundError):
                 # Perhaps there never was such a batch.
                 return False
             raise self._lost(failure)
-        self._renewals = 1 if place.taken > self._taken else self._renewals + 1
-        self._taken = place.taken
+        self._renewals = 1 if self.taken > self._taken_before else self._renewals + 1
+        self._taken_before = self.taken
         if self._renewals > MOST_RENEWALS:
             raise self._lost(failure)
-        log.warning("batch %s/%s: %s; submitting it again", place.run_id, place.batch_id, failure.message)
+        log.warning("batch %s/%s: %s; submitting it again", self.run_id, self.batch_id, failure.message)
         try:
-            answer = await self.submit(self.batch)
-        except errors.PacelineError as error:
+            answer = await self._submit(batch)
+        except PacelineError as error:
             raise self._lost(error) from error
         if not answer.already_submitted:
-            place.acked = 0
-        place.cursor = place.acked
+            self.acked = 0
+        self.cursor = self.acked
         return True
 
-    async def _begin_again(self, batch: t.Batch) -> bool:
-        """Submit under another id what a trainer before this one has acknowledged."""
-        if self._again == MOST_AGAIN:
+    async def _submit_renamed(self, batch: t.Batch) -> bool:
+        """Submit a batch that an earlier trainer has acknowledged under another id; return False to give up."""
+        if self._renamed == MOST_AGAIN:
             return False
-        self._again += 1
-        self._named = self._named or batch.batch_id
-        self.batch = replace(batch, batch_id=f"{self._named}.again{self._again}")
-        await self.submit(self.batch)
-        self.place.batch_id, self.place.cursor, self.place.acked = self.batch.batch_id, 0, 0
+        self._renamed += 1
+        self.batch = replace(batch, batch_id=f"{self._first_id}.again{self._renamed}")
+        await self._submit(self.batch)
+        self.batch_id, self.cursor, self.acked = self.batch.batch_id, 0, 0
         return True
 
-    def _lost(self, cause: errors.PacelineError) -> errors.DataLossError:
-        place = self.place
-        return client_errors.batch_lost(place.run_id, place.batch_id, place.cursor, cause)
+    async def _submit(self, batch: t.Batch) -> t.Submitted:
+        assert self.submit is not None, "it comes with the batch"
+        return await self.submit(batch)
 
+    def _is_behind(self, failure: PacelineError) -> bool:
+        """Return True if missing samples must lie before the cursor, or the gateway does not know the cursor."""
+        if failure.reason == errors.CUT_SHORT:
+            return self.cursor == self.asked
+        refused = isinstance(failure, InvalidArgumentError)
+        return refused and any(violation.field == "cursor" for violation in failure.violations)
 
-def _is_behind(failure: errors.PacelineError, place: BatchPlace) -> bool:
-    """Return True if what is missing must lie before the cursor, or the gateway does not know the cursor."""
-    if failure.reason == errors.CUT_SHORT:
-        return place.cursor == place.asked
-    refused = isinstance(failure, errors.InvalidArgumentError)
-    return refused and any(violation.field == "cursor" for violation in failure.violations)
-
-
-# Batches kept for the case that the gateway loses them.
-_KEPT_BATCHES = 4
+    def _lost(self, cause: PacelineError) -> DataLossError:
+        return errors.batch_lost(self.run_id, self.batch_id, self.cursor, cause)
 
 
 class RolloutCalls(Caller):
@@ -238,7 +236,7 @@ class RolloutCalls(Caller):
         self._submitted: dict[tuple[str, str], t.Batch] = {}
         """Batches that were submitted here and not yet streamed to their ends, the newest last."""
         self._acks = True
-        """False: the gateway keeps samples until their time is over."""
+        """False: the gateway has no acknowledgements, and keeps samples until their time is over."""
 
     async def submit(self, batch: t.Batch) -> t.Submitted:
         """Submit a batch. Submitting the same batch again has no effect and returns the same answer."""
@@ -252,20 +250,21 @@ class RolloutCalls(Caller):
     async def stream(self, run_id: str, batch_id: str, cursor: int = 0) -> AsyncIterator[t.SampleEvent]:
         """Iterate over the finished samples of a batch after the cursor: in completion order, each once.
 
-        A batch that the gateway has lost is submitted again, if this client has submitted it lately and `cursor` is
-        0. Otherwise DataLossError: of the samples before the cursor nobody knows which they were.
+        A batch that the gateway has lost is submitted again if this client submitted it recently and `cursor` is 0.
+        Otherwise DataLossError, because it is not known which samples came before the cursor.
         """
         key = text(run_id, "run_id"), text(batch_id, "batch_id")
-        place = BatchPlace(*key, integer(cursor, "cursor", *UINT64))
-        reading = BatchReading(place, self._submitted.get(key), self.send_batch)
+        reading = BatchReading(
+            *key, integer(cursor, "cursor", *UINT64), batch=self._submitted.get(key), submit=self.send_batch
+        )
         async with aclosing(self.events(reading.stream())) as events:
             async for event in events:
                 yield event
-        if place.whole():
+        if reading.whole():
             self._submitted.pop(key, None)
 
     async def ack(self, run_id: str, batch_id: str, cursor: int) -> int:
-        """Tell the gateway that the samples up to a cursor are not needed again; return how many it dropped."""
+        """Acknowledge the samples up to a cursor, which are not needed again; return how many were dropped."""
         request = convert.message(
             rollout_pb2.AckRolloutsRequest, run_id=run_id, batch_id=batch_id, cursor=cursor
         )
@@ -275,15 +274,15 @@ class RolloutCalls(Caller):
             return 0
 
     async def send_batch(self, batch: t.Batch, *, queues: bool = True) -> t.Submitted:
-        """Submit a batch and do not remember it. With `queues`, wait while the gateway is full."""
+        """Submit a batch without remembering it. With `queues`, wait while the gateway is full."""
         request = convert.batch_to_proto(batch)
         unary = Unary("Rollout", "SubmitRollouts", request)
         return convert.submitted(await self.call(unary, queues=queues))
 
     async def open_batch(self, batch: t.Batch) -> bool:
-        """Open a batch, to which its groups are added afterwards; return True if it was open, or had been, already.
+        """Open a batch, to which groups are added afterwards; return True if it was opened before.
 
-        While a batch is open and not read, added to or acknowledged, the gateway closes it after some time.
+        The gateway closes an open batch that is neither read nor added to nor acknowledged for some time.
         """
         unary = Unary("Rollout", "OpenBatch", convert.opening_to_proto(batch))
         return bool((await self.call(unary)).already_opened)
@@ -291,7 +290,7 @@ class RolloutCalls(Caller):
     async def add_samples(self, run_id: str, batch_id: str, groups: Iterable[t.Group]) -> int:
         """Add groups to an open batch, all or none; return how many samples they have.
 
-        Groups that the batch has already are passed over: the call may be repeated. It waits while the gateway is
+        Groups that the batch already has are skipped, so the call may be repeated. It waits while the gateway is
         full. FailedPreconditionError, reason BATCH_CLOSED or BATCH_STALE: nothing can be added any more.
         """
         messages = convert.groups_to_proto(groups)
@@ -301,17 +300,17 @@ class RolloutCalls(Caller):
         return int((await self.call(Unary("Rollout", "AddSamples", request))).added)
 
     async def close_batch(self, run_id: str, batch_id: str) -> int:
-        """Let nothing be added to a batch any more; return how many samples it has. May be repeated."""
+        """Close a batch, so that nothing can be added; return how many samples it has. May be repeated."""
         request = convert.message(rollout_pb2.CloseBatchRequest, run_id=run_id, batch_id=batch_id)
         return int((await self.call(Unary("Rollout", "CloseBatch", request))).total)
 
     async def continue_samples(
         self, run_id: str, batch_id: str, continuations: Iterable[t.Continuation]
     ) -> int:
-        """Go on with samples that have called tools, all or none; return how many had not gone on so before.
+        """Continue samples that have called tools, all or none; return how many were continued for the first time.
 
-        The call may be repeated. Samples that have ended are passed over. FailedPreconditionError, reason
-        SAMPLE_NOT_CALLING: one is at another place. AlreadyExistsError: one went on with other tokens.
+        The call may be repeated. Samples that have ended are skipped. FailedPreconditionError, reason
+        SAMPLE_NOT_CALLING: one is at another place. AlreadyExistsError: one was continued with other tokens.
         """
         messages = convert.continuations_to_proto(continuations)
         request = convert.message(
@@ -320,7 +319,7 @@ class RolloutCalls(Caller):
         return int((await self.call(Unary("Rollout", "ContinueSamples", request))).continued)
 
     def post_ack(self, run_id: str, batch_id: str, cursor: int) -> None:
-        """Acknowledge in the background. Without effect where it fails: the gateway keeps the samples longer."""
+        """Acknowledge in the background. If that fails, the gateway only keeps the samples longer."""
         request = convert.message(
             rollout_pb2.AckRolloutsRequest, run_id=run_id, batch_id=batch_id, cursor=cursor
         )
@@ -382,7 +381,7 @@ class RolloutCalls(Caller):
         return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)
 
     async def report_single_rewards(self, run_id: str, step: int, rewards: Iterable[t.Reward]) -> int:
-        """Report rewards of finished samples of `generate` of a step; return how many of them were known."""
+        """Report rewards of samples that `generate` finished in a step; return how many of them were known."""
         messages = convert.rewards_to_proto(rewards)
         request = convert.message(
             rollout_pb2.ReportRewardsRequest, run_id=run_id, step=step, rewards=messages
@@ -390,14 +389,14 @@ class RolloutCalls(Caller):
         return int((await self.call(Unary("Rollout", "ReportRewards", request))).matched)
 
     async def batch(self, run_id: str, batch_id: str) -> t.BatchStatus:
-        """Return how far a batch is. NotFoundError: the gateway keeps nothing of it."""
+        """Return the progress of a batch. NotFoundError: the gateway keeps nothing of it."""
         request = convert.message(rollout_pb2.GetBatchRequest, run_id=run_id, batch_id=batch_id)
         return convert.batch_status((await self.call(Unary("Rollout", "GetBatch", request))).batch)
 
     async def batches(self, run_id: str = "") -> AsyncIterator[t.BatchStatus]:
-        """Iterate over the batches of a run (none named: of all) that the gateway has, in order of acceptance.
+        """Iterate over the batches of a run, or of all runs, that the gateway has, in order of acceptance.
 
-        They are those in work, and the last ones that have finished.
+        These are the unfinished batches and the ones that finished last.
         """
         request = convert.message(rollout_pb2.ListBatchesRequest, run_id=run_id)
         while True:
@@ -411,9 +410,9 @@ class RolloutCalls(Caller):
             )
 
     async def end_run(self, run_id: str) -> t.RunEnded:
-        """End a run: cancel its unfinished samples, and let go of all samples and hints that are kept for it.
+        """End a run: cancel its unfinished samples, and drop all samples and hints that are kept for it.
 
-        Returns when that is done. It may be repeated, and the run may begin again.
+        Returns when that is done. May be repeated, and the run may begin again.
         """
         answer = await self.call(
             Unary("Rollout", "EndRun", convert.message(rollout_pb2.EndRunRequest, run_id=run_id), slow=True)

@@ -17,11 +17,11 @@ from paceline.errors import CancelledError
 R = TypeVar("R")
 
 MOST_AHEAD = 256
-"""Events that are read before somebody wants them."""
+"""Most events that are read ahead of their reader."""
 
 
 class Concurrency(Protocol):
-    """Way to run coroutines at once."""
+    """Way to run coroutines concurrently."""
 
     async def gather(self, work: Sequence[Coroutine[Any, Any, R]], keep_going: bool) -> list[R | Exception]:
         """Run coroutines and return the result or the error of each; the first runs in the calling thread.
@@ -32,7 +32,7 @@ class Concurrency(Protocol):
     def merge(self, streams: Sequence[AsyncGenerator[R, None]], ahead: deque[R]) -> AsyncGenerator[R, None]:
         """Iterate over the events of all streams in order of arrival; the first error ends it, and the streams.
 
-        Events are read ahead into `ahead`; those that nobody took are there when the iteration is left.
+        Events are read ahead into `ahead`, where the events that were not taken remain when the iteration is left.
         """
 
 
@@ -96,7 +96,7 @@ class Tasks:
 
 
 class Threads:
-    """Runs coroutines that never suspend, each in a thread; a stop ends their calls and their waits."""
+    """Runs coroutines that never suspend, each in a thread; a stop signal ends their calls and waits."""
 
     async def gather(self, work: Sequence[Coroutine[Any, Any, R]], keep_going: bool) -> list[R | Exception]:
         """Run coroutines and return the result or the error of each."""

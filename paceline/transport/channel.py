@@ -1,7 +1,7 @@
 """Channels to a gateway: addresses, TLS, message limits, keepalive and health.
 
-Addresses are read as people write them. TLS files are verified with OpenSSL, because gRPC accepts invalid ones
-and then fails every handshake.
+Addresses are accepted in the forms in which people write them. TLS files are verified with OpenSSL, because gRPC
+accepts invalid ones and then fails every handshake.
 """
 
 from __future__ import annotations
@@ -20,10 +20,26 @@ from typing import Any
 import grpc
 
 DEFAULT_PORT = 7400
-"""Port of a gateway unless it is set up for another one."""
+"""Port of a gateway unless it is configured for another one."""
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+KEEPALIVE_MS, PING_TIMEOUT_MS = 5_000, 10_000
+"""Milliseconds of silence after which a peer is pinged, and without an answer after which it is given up."""
+PROBE_SECONDS = 2.0
+"""Time limit of the connection attempt of `speaks_tls`."""
+CALLER = "x-paceline-caller"
+"""Metadata key for the caller on whose behalf a service makes a call. A gateway accepts it from services alone."""
+ON_BEHALF: ContextVar[str] = ContextVar("on_behalf", default="")
+"""Caller on whose behalf a service makes its calls; empty: its own calls."""
+
 _PLAIN, _SECURE = ("grpc", "http"), ("grpcs", "https")
 _UNIX, _DNS = "unix:", "dns:///"
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+# Several gateways may share a name, of which only the leader is healthy.
+_LEADERS_ONLY = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+)
+
+Options = list[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +47,29 @@ class Address:
     """Address of one gateway."""
 
     host: str
-    """Name or number; empty of a socket in the file system."""
+    """Name or IP address; empty for a socket in the file system."""
     port: int = DEFAULT_PORT
     path: str = ""
     """Path of a socket in the file system."""
 
     @property
     def target(self) -> str:
-        """The address as gRPC has it."""
+        """The address as gRPC writes it."""
         if self.path:
             return f"{_UNIX}{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def loopback(self) -> bool:
-        """True if what is sent there stays on this machine."""
+        """True if data sent there stays on this machine."""
         return bool(self.path) or is_loopback(self.host)
 
 
 def parse_addresses(text: str, *, tls: bool) -> list[Address]:
-    """Return the addresses of a text, which has commas between them; `tls` is whether the client has TLS.
+    """Return the addresses in a text, separated by commas; `tls` says whether the client has TLS.
 
     Raises:
-        ValueError: there is none, or one that cannot be meant; the message says which, and what to write.
+        ValueError: there is none, or one is invalid; the message says which, and what to write.
     """
     if not isinstance(text, str):
         raise ValueError(f"address {text!r} must be a string, such as 'gateway:{DEFAULT_PORT}'")
@@ -64,7 +80,7 @@ def parse_addresses(text: str, *, tls: bool) -> list[Address]:
 
 
 def parse_address(text: str, *, tls: bool = False) -> Address:
-    """Return one address. ValueError: it cannot be meant."""
+    """Return one address. ValueError: it is invalid."""
     if text.startswith(_UNIX):
         path = text.removeprefix(_UNIX).removeprefix("//") or ""
         if not path.strip("/"):
@@ -102,7 +118,7 @@ def _without_scheme(text: str, tls: bool) -> str:
 
 
 def _split(text: str, rest: str) -> tuple[str, str | None]:
-    """Return host and port; the port is None where there is none."""
+    """Return the host, and the port if there is one."""
     if rest.startswith("["):
         host, closed, after = rest[1:].partition("]")
         if not closed or not _is_ipv6(host) or (after and not after.startswith(":")):
@@ -136,14 +152,14 @@ def _wrong(text: str, why: str) -> ValueError:
 
 
 class TlsFileError(ValueError):
-    """Raised for a file of TLS that does not have what it should; the message names it."""
+    """Raised for a TLS file with wrong content; the message names the file."""
 
 
 def check_tls_files(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> None:
-    """Check authorities, and a certificate with its key, each where it is given.
+    """Check the authorities, and the certificate with its key, if given.
 
     Raises:
-        TlsFileError: a file is invalid, the key is encrypted, or it is not the certificate's.
+        TlsFileError: a file is invalid, or the key is encrypted or belongs to another certificate.
         OSError: a file cannot be read.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -161,15 +177,12 @@ def check_tls_files(ca_file: Path | None, cert_file: Path | None, key_file: Path
 
 
 def no_password() -> str:
-    """Refuse an encrypted key: without this OpenSSL would ask the terminal for its password."""
+    """Refuse an encrypted key. Otherwise OpenSSL would ask for its password on the terminal."""
     raise TlsFileError("the private key is encrypted; it must not be")
 
 
-PROBE_SECONDS = 2.0
-
-
 def speaks_tls(address: Address) -> bool:
-    """Return True if a TLS handshake succeeds at an address, or is refused in TLS. Nothing is sent or trusted."""
+    """Return True if a TLS handshake succeeds at an address, or is refused by TLS. Nothing is sent or trusted."""
     if address.path:
         return False
     context = ssl.create_default_context()
@@ -183,29 +196,12 @@ def speaks_tls(address: Address) -> bool:
     return False
 
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-KEEPALIVE_MS, PING_TIMEOUT_MS = 5_000, 10_000
-"""Milliseconds after which a silent peer is pinged, and for which it has not to answer to be given up."""
-
-# Of several gateways behind one name only the one that leads is healthy.
-_LEADERS_ONLY = json.dumps(
-    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
-)
-
-Options = list[tuple[str, Any]]
-
-ON_BEHALF: ContextVar[str] = ContextVar("on_behalf", default="")
-"""For whom a service makes its calls, which go with this in the metadata; empty: for itself."""
-CALLER = "x-paceline-caller"
-"""Metadata key of that. A gateway believes it of services alone."""
-
-
 @dataclass(frozen=True, slots=True)
 class Tls:
     """TLS to the gateway; mutual TLS with a certificate and a key."""
 
     ca_file: Path | None = None
-    """Trusted certificate authorities (PEM); None: those of the system."""
+    """Trusted certificate authorities (PEM); None: the system's authorities."""
     cert_file: Path | None = None
     key_file: Path | None = None
     server_name: str | None = None
@@ -215,8 +211,8 @@ class Tls:
         """Read the files and return the credentials of a channel.
 
         Raises:
-            TlsFileError: a file does not have what it should, which gRPC would tell as a gateway that is not there.
-            OSError: one cannot be read.
+            TlsFileError: a file has wrong content, which gRPC would report as an unreachable gateway.
+            OSError: a file cannot be read.
         """
         paths = (self.ca_file, self.cert_file, self.key_file)
         ca, cert, key = (path.read_bytes() if path else None for path in paths)
@@ -228,14 +224,14 @@ class Tls:
 
 
 def keepalive_options() -> Options:
-    """Return options by which either end notices within 15 s that the other is gone without a word."""
+    """Return options with which either end notices within 15 s that the other has vanished."""
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-        # gRPC never starts the timer of the line above, and waits for a minute for the answers to its pings.
+        # gRPC never starts the timer of the previous option, and waits a minute for answers to its pings.
         ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-        # Pings would be a minute apart after two of them for which this end had nothing to say, as in a stream of
-        # samples, where gRPC's own pings for the window's size count as well.
+        # By default, after two pings without data from this end, as in a stream of samples, pings are a minute
+        # apart. The pings that gRPC makes to find the window size count as well.
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
@@ -243,19 +239,19 @@ def keepalive_options() -> Options:
 def channel_options(tls: Tls | None, leaders_only: bool = False, use_proxy: bool = False) -> Options:
     """Return options: the gateway's message limits; a lost peer is noticed within 15 s, its return within 1 s.
 
-    With `leaders_only`, calls go to addresses whose health is SERVING; the others fail with UNAVAILABLE. Proxies
-    that the environment names are passed by, unless `use_proxy`.
+    With `leaders_only`, calls are made to addresses whose health is SERVING; without any they fail with
+    UNAVAILABLE. Proxies that the environment names are ignored unless `use_proxy`.
     """
     options: Options = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         *keepalive_options(),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # Also bounds a connection attempt, which takes long on a busy machine.
+        # Also the time limit of a connection attempt, which is slow on a busy machine.
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),
-        # Without it a new channel to the same address goes on with the connection of the old one.
+        # Otherwise a new channel to the same address would share the connection of the old one.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", int(use_proxy)),
     ]
@@ -279,7 +275,7 @@ def open_channel(
 def open_aio_channel(
     address: str, tls: Tls | None, leaders_only: bool = False, use_proxy: bool = False
 ) -> grpc.aio.Channel:
-    """Return a grpc.aio channel; it belongs to the running event loop."""
+    """Return a grpc.aio channel, which belongs to the running event loop."""
     options = channel_options(tls, leaders_only, use_proxy)
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
@@ -287,7 +283,7 @@ def open_aio_channel(
 
 
 def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of every call: the bearer token, if there is one, and for whom a service calls."""
+    """Return the metadata of every call: the bearer token, if any, and the caller on whose behalf it is made."""
     bearer = (("authorization", f"Bearer {token}"),) if token else ()
     on_behalf = ON_BEHALF.get()
     return (*bearer, (CALLER, on_behalf)) if on_behalf else bearer

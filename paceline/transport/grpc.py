@@ -1,7 +1,7 @@
-"""Transports on gRPC: on an event loop, and blocking.
+"""Transports on gRPC: `AioTransport` on an event loop, and `BlockingTransport`.
 
-A connection that seems lost is dialled anew, at the next address of the deployment; it lives until its last call
-has ended.
+When a connection seems lost, the next address of the deployment is dialled. The old connection is closed when its
+last call has ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextvars
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +27,14 @@ from paceline.transport.interface import Ended, Stream, StreamAttempt, Unary
 from paceline.transport.options import ConnectionOptions
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2_grpc, weight_pb2_grpc
 
+A = TypeVar("A")
+C = TypeVar("C")
+R = TypeVar("R")
+
+FAREWELL_SECONDS = 1.0
+"""Seconds for which closing a transport waits for its background calls."""
+_MOST_WORKERS = 64
+
 
 def stubs_on(channel: Any) -> dict[str, Any]:
     """Return the stubs of a grpc.Channel or a grpc.aio.Channel."""
@@ -37,24 +45,22 @@ def stubs_on(channel: Any) -> dict[str, Any]:
     }
 
 
-A = TypeVar("A")
-C = TypeVar("C")
-
-
 @dataclass(slots=True, eq=False)
 class DialedChannel(Generic[C]):
-    """Channel with its stubs, and how many calls are being made on it."""
+    """Channel with its stubs."""
 
     channel: C
     stubs: dict[str, Any]
     calls: int = 0
+    """Calls that are being made on it."""
     given_up: bool = False
 
 
 class Dialer(Generic[C]):
     """Dials the addresses of a deployment, one at a time and in turn. Thread-safe.
 
-    A connection that was given up lives until its last call has ended, so there are never more than calls.
+    A connection that was given up stays open until its last call has ended, so open connections are bounded by
+    calls.
     """
 
     def __init__(self, addresses: Sequence[A], dial: Callable[[A], C]) -> None:
@@ -68,11 +74,11 @@ class Dialer(Generic[C]):
 
     @property
     def current(self) -> DialedChannel[C]:
-        """The connection that a call would be made on now."""
+        """The connection for a new call."""
         return self._current
 
     def take(self) -> DialedChannel[C]:
-        """Return the connection for a call, which is to be given back. FailedPreconditionError: it is closed."""
+        """Return the connection for a call, to be given back. FailedPreconditionError: the client is closed."""
         with self._lock:
             if self._closed:
                 raise client_closed()
@@ -80,14 +86,14 @@ class Dialer(Generic[C]):
             return self._current
 
     def give_up(self, connection: DialedChannel[C]) -> None:
-        """Dial anew, if that has not been done since this connection."""
+        """Dial the next address, unless this connection was replaced already."""
         with self._lock:
             if connection is self._current and not self._closed:
                 connection.given_up = True
                 self._current = self._dialled()
 
     def give_back(self, connection: DialedChannel[C]) -> C | None:
-        """End a call; return the channel that is of no more use and is to be closed, if there is one."""
+        """End a call; return the channel if it is unused now and must be closed."""
         with self._lock:
             connection.calls -= 1
             if connection.calls or not connection.given_up or connection not in self._open:
@@ -96,7 +102,7 @@ class Dialer(Generic[C]):
             return connection.channel
 
     def close(self) -> list[C]:
-        """Dial no more; return all channels, which are to be closed."""
+        """Stop dialling; return all channels, which must be closed."""
         with self._lock:
             self._closed = True
             channels = [connection.channel for connection in self._open]
@@ -111,15 +117,8 @@ class Dialer(Generic[C]):
         return connection
 
 
-R = TypeVar("R")
-
-_MOST_WORKERS = 64
-FAREWELL_SECONDS = 1.0
-"""Seconds that calls which nobody waits for get to end when a transport is closed."""
-
-
 class GrpcTransport(ABC, Generic[C]):
-    """Calls on channels of type C. One whose gateway is silent or does not lead is dialled anew."""
+    """Calls on channels of type C. A channel whose gateway is silent or does not lead is replaced."""
 
     def __init__(
         self, options: ConnectionOptions, open_channel: Callable[[str, channel.Tls | None, bool, bool], C]
@@ -149,31 +148,31 @@ class GrpcTransport(ABC, Generic[C]):
         return _Attempt(self, connection, self._options.open(connection.stubs, stream, seconds))
 
     async def lacks_tls(self) -> bool:
-        """Return True if calls go in plain text to a server that speaks TLS."""
+        """Return True if calls are sent in plain text to a server that speaks TLS."""
         if self._options.tls is not None:
             return False
         return await self.run_work(lambda: any(map(speaks_tls, self._options.parsed())))
 
     @abstractmethod
     async def run_work(self, work: Callable[[], R]) -> R:
-        """Run work of this machine."""
+        """Run slow local work without blocking an event loop."""
 
     def dial(self, address: str, tls: channel.Tls | None) -> grpc.Channel:
-        """Return a blocking channel to another address; None: with the TLS of this transport.
+        """Return a blocking channel to another address, with this transport's TLS unless `tls` is given.
 
-        ValueError: the gateway asks for a token, and what is sent to that address could be read on the way.
+        ValueError: the client has a token, and data sent to that address could be read on the way.
         """
         self._options.check_secret(parse_address(address), tls)
         return channel.open_channel(address, tls or self._options.tls)
 
     def failed(self, connection: DialedChannel[C], error: Any, silent: bool) -> None:
-        """Dial anew if the gateway did not serve the call; `silent` if it has sent nothing."""
+        """Replace the connection if the gateway did not serve the call; `silent`: it has sent nothing."""
         lost = error.code() is grpc.StatusCode.UNAVAILABLE
         if lost or (silent and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
             self._dialer.give_up(connection)
 
     async def release(self, connection: DialedChannel[C]) -> None:
-        """End a call, and close its connection if it was the last on one that was given up."""
+        """End a call, and close its connection if that was given up and has no other call."""
         unused = self._dialer.give_back(connection)
         if unused is not None:
             await self._close_channel(unused)
@@ -232,18 +231,18 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
         self._workers = ThreadPoolExecutor(_MOST_WORKERS, "paceline-work")
 
     def post(self, unary: Unary, ended: Ended) -> None:
-        """Begin a unary call that nobody waits for."""
-        task = asyncio.create_task(self._told(unary, ended))
+        """Begin a unary call in the background."""
+        task = asyncio.create_task(self._report_status(unary, ended))
         self._posted.add(task)
         task.add_done_callback(self._posted.discard)
 
     async def sleep(self, seconds: float) -> bool:
-        """Wait; return False if the transport is closed. A caller that waits longer than it likes is cancelled."""
+        """Wait; return False if the transport was closed. Cancel the task to stop waiting."""
         await asyncio.sleep(seconds)
         return not self._closed
 
     async def run_work(self, work: Callable[[], R]) -> R:
-        """Run work in a thread, of which there are enough for what has to run at once."""
+        """Run work in a thread; there are enough threads for all work that must run at once."""
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(self._workers, context.run, work)
 
@@ -255,7 +254,7 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
         self._workers.shutdown(wait=False)
         await self._close_all()
 
-    async def _told(self, unary: Unary, ended: Ended) -> None:
+    async def _report_status(self, unary: Unary, ended: Ended) -> None:
         try:
             await self.send(unary)
             ended(grpc.StatusCode.OK)
@@ -282,12 +281,12 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
         self._posted: set[Any] = set()
 
     def post(self, unary: Unary, ended: Ended) -> None:
-        """Begin a unary call that nobody waits for, in a thread of gRPC."""
-        # Its connection is not taken: that it may be closed meanwhile does no harm.
+        """Begin a unary call in the background, in a thread of gRPC."""
+        # The connection is not taken: it does no harm if it is closed meanwhile.
         try:
             call = self._options.begin(self._dialer.current.stubs, unary, "future")
         except ValueError:
-            # Another thread has closed it just now.
+            # Another thread has just closed it.
             return
         self._posted.add(call)
 
@@ -298,13 +297,13 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
         call.add_done_callback(done)
 
     async def sleep(self, seconds: float) -> bool:
-        """Wait; return False as soon as the transport is closed, or work that runs under a signal is stopped."""
+        """Wait; return False as soon as the transport is closed, or a stop signal is given to this thread."""
         wake = threading.Event()
         with self._closed.on_stop(wake.set), on_stop(wake.set):
             return not wake.wait(seconds)
 
     async def run_work(self, work: Callable[[], R]) -> R:
-        """Run work here and now."""
+        """Run work in the calling thread."""
         return work()
 
     async def close(self) -> None:
@@ -331,24 +330,18 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
 
     def answers(self, call: Any) -> AsyncIterator[Any]:
         """Return the answers of a stream."""
-        return _BlockingAnswers(call)
+        return _blocking_answers(call)
 
     async def _close_channel(self, unused: grpc.Channel) -> None:
         unused.close()
 
 
-class _BlockingAnswers:
-    """Blocking stream as an asynchronous iterator."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
+async def _blocking_answers(call: Any) -> AsyncGenerator[Any, None]:
+    """Iterate over the answers of a blocking stream."""
+    while True:
         try:
-            with on_stop(self._call.cancel):
-                return next(self._call)
+            with on_stop(call.cancel):
+                answer = next(call)
         except StopIteration:
-            raise StopAsyncIteration from None
+            return
+        yield answer

@@ -1,6 +1,6 @@
-"""Interface of transports: the calls, and single attempts at them.
+"""Interface of transports: calls, and single attempts at them.
 
-`paceline.calls` retries and continues; a transport only sends.
+`paceline.calls` repeats calls and continues streams; a transport makes single attempts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ended = Callable[[grpc.StatusCode], None]
 
 @dataclass(frozen=True, slots=True)
 class Unary:
-    """Call with one answer. `slow` ones wait for instances, for example until these have read weights."""
+    """Call with one answer. A `slow` call waits for instances, for example until they have read weights."""
 
     service: str
     method: str
@@ -35,29 +35,28 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Stream(Generic[R_co]):
-    """Call with many answers. Making it again continues it.
-
-    `request()` returns the request that continues from here; `read` returns the events of an answer that were not
-    read before, and counts each as read when it is taken; `complete()` returns False if a stream that ended without
-    an error was cut short; `whole()` returns True if no event can be missing, however the stream ended. The service
-    begins a stream that `begins_at_once` with an answer, whether or not there is an event.
-    """
+    """Call with many answers. Opening it again continues it."""
 
     service: str
     method: str
     request: Callable[[], Message]
+    """Returns the request that continues the stream from its current position."""
     read: Callable[[Any], Iterable[R_co]]
+    """Returns the events of an answer that were not read before; each counts as read when it is taken."""
     complete: Callable[[], bool] = lambda: True
+    """Returns False if a stream that ended without an error was cut short."""
     whole: Callable[[], bool] = lambda: False
+    """Returns True if no event can be missing, however the stream ended."""
     begins_at_once: bool = False
+    """True: the service begins the stream with an answer, whether or not there is an event."""
     resumable: bool = True
     """False: a failure after the first event is raised."""
     renew: Callable[[PacelineError], Awaitable[bool]] | None = None
-    """Returns True if it has changed something, so that the stream can be opened again at once; or raises."""
+    """Called after a failure: returns True if the stream can be opened again at once, or raises."""
 
 
 class StreamAttempt(Protocol):
-    """Answers of one attempt at a stream."""
+    """One attempt at a stream: an iterator over its answers."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """Iterate over the answers; raise grpc.RpcError when the stream fails."""
@@ -67,13 +66,13 @@ class StreamAttempt(Protocol):
 
 
 class Transport(Protocol):
-    """Way to make calls. Methods that are awaited may raise grpc.RpcError."""
+    """Connection to a gateway. Methods that are awaited may raise grpc.RpcError."""
 
     async def send(self, unary: Unary) -> Any:
         """Make a unary call and return the answer."""
 
     def post(self, unary: Unary, ended: Ended) -> None:
-        """Begin a unary call that nobody waits for; `ended` is told its status, perhaps in another thread."""
+        """Begin a unary call in the background; `ended` is called with its status, perhaps in another thread."""
 
     def open(self, stream: Stream[Any], seconds: float | None) -> StreamAttempt:
         """Open a stream that ends with DEADLINE_EXCEEDED after `seconds`, if given."""
@@ -82,10 +81,10 @@ class Transport(Protocol):
         """Wait; return False if the transport was closed meanwhile."""
 
     async def run_work(self, work: Callable[[], R]) -> R:
-        """Run work of this machine."""
+        """Run slow local work without blocking an event loop."""
 
     async def lacks_tls(self) -> bool:
-        """Return True if calls go in plain text to a server that speaks TLS."""
+        """Return True if calls are sent in plain text to a server that speaks TLS."""
 
     def dial(self, address: str, tls: Tls | None) -> grpc.Channel:
         """Return a blocking channel to another address; None: with the TLS of this transport."""

@@ -1,7 +1,6 @@
 """Options of a client's connections: address, timeouts and credentials.
 
-A client that is given no token looks for one in the environment, and then in the file of a platform on this
-machine.
+A client without a token looks for one in the environment, and then in the file of a platform on this machine.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import os
 import re
 import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from paceline.files import NotPrivateError, read_private, read_regular
 from paceline.transport import channel
@@ -26,13 +25,13 @@ _USABLE = re.compile(r"[\x21-\x7e]+")
 
 
 class TokenFileWarning(UserWarning):
-    """A file with a token is there, but is not used, since other users could have written or read it."""
+    """A token file exists but is not used, because other users could have written or read it."""
 
 
 def token_file_of(port: int) -> Path:
-    """Return the file with the token of the platform that this user runs at a port of this machine.
+    """Return the token file of the platform that this user runs at a port of this machine.
 
-    Its folder has the machine's name: several machines may have one home folder, and each its own ports.
+    Its folder has the machine's name, because several machines may share a home folder.
     RuntimeError: this user has no home folder.
     """
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
@@ -40,9 +39,9 @@ def token_file_of(port: int) -> Path:
 
 
 def token_of_environment(environment: Mapping[str, str]) -> str | None:
-    """Return the token that the environment gives; None: it gives none.
+    """Return the token from the environment, if there is one.
 
-    ValueError: the file that it names cannot be read, or has no token.
+    ValueError: the file that it names cannot be read, or does not hold a token.
     """
     if given := environment.get(TOKEN):
         return given
@@ -52,7 +51,7 @@ def token_of_environment(environment: Mapping[str, str]) -> str | None:
 
 
 class FoundToken:
-    """Token of a client that is given none. Files are read again when they have changed."""
+    """Token of a client that was created without one. Files are read again when they have changed."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         """Look for it. ValueError: the environment names a file that cannot be used."""
@@ -69,7 +68,7 @@ class FoundToken:
 
     def current(self) -> str | None:
         """Return the token; None: there is none."""
-        # A look takes microseconds. A platform that starts anew has another token, which is there before it serves.
+        # This check takes microseconds. A restarted platform writes its new token before it serves.
         if self._files and (seen := self._versions()) != self._seen:
             self._seen = seen
             self._token = self._read_any() or self._token
@@ -89,7 +88,7 @@ class FoundToken:
 
 
 def _files_for(addresses: Sequence[Address]) -> list[Path]:
-    """Return the files of platforms at these addresses: none unless all are ports of this machine."""
+    """Return the token files of platforms at these addresses; empty unless all are ports of this machine."""
     if any(each.path or not each.loopback for each in addresses):
         return []
     try:
@@ -118,9 +117,9 @@ def _read_found(path: Path) -> str | None:
 
 
 def read_token(path: Path) -> str | None:
-    """Return the token in a file that the user has named, who may share it and link to it; None: it is empty.
+    """Return the token in a file that the user has named; None: the file is empty. It may be shared or a link.
 
-    ValueError: it cannot be read, or has something else.
+    ValueError: the file cannot be read, or holds something else.
     """
     try:
         text = read_regular(path, _MOST_BYTES).decode("utf-8", "replace")
@@ -144,9 +143,6 @@ def _checked(path: Path, text: str) -> str | None:
     return token or None
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
     """Addresses, credentials and time limits of a client's calls."""
@@ -155,41 +151,40 @@ class ConnectionOptions:
     """host:port, or several with commas between."""
     tls: channel.Tls | None
     token: str | None = field(repr=False)
-    """None: the one that is found; empty: none."""
+    """None: look for one; empty: use none."""
     timeout: float
     """Seconds for one attempt at a unary call."""
     slow_timeout: float
     """Seconds for one attempt at a call that waits for instances."""
     leaders_only: bool = True
     """Call only gateways that lead; False: any, for calls that need no leader."""
-
     use_proxy: bool = False
     """Go through the proxy that the environment names, except to this machine."""
     insecure: bool = False
     """Send the token in plain text beyond this machine."""
     found: FoundToken | None = field(default=None, repr=False)
-    """Token where none was given."""
+    """Source of the token where none was given."""
 
     def with_token(self) -> Self:
-        """Return the options with the token that is found, where none was given.
+        """Return the options, with `found` where no token was given.
 
-        ValueError: as `parsed`, or the environment names a file that is none.
+        ValueError: an address cannot be parsed, or the environment names a file that cannot be used.
         """
         if self.token is not None:
             return self
         return replace(self, found=FoundToken(parse_addresses(self.address, tls=self.tls is not None)))
 
     def parsed(self) -> list[Address]:
-        """Return the addresses. ValueError: one cannot be meant, or the token would go there in plain text."""
+        """Return the addresses. ValueError: one is invalid, or the token would be sent there in plain text."""
         addresses = parse_addresses(self.address, tls=self.tls is not None)
         for each in addresses:
             self.check_secret(each)
         return addresses
 
     def check_secret(self, address: Address, tls: channel.Tls | None = None) -> None:
-        """Raise ValueError if what shows who calls would go to an address in plain text that others can read.
+        """Raise ValueError if the token would be sent to an address in plain text that others can read.
 
-        `tls` is that to the address where it differs from the one to the gateway.
+        `tls` is used for this address; None: the TLS of the gateway.
         """
         if self.tls or tls or self.insecure or address.loopback or not self._secret():
             return
@@ -215,20 +210,3 @@ class ConnectionOptions:
 
     def _secret(self) -> str | None:
         return self.found.current() if self.found else self.token
-
-
-def connect_again(
-    client: Callable[..., T], address: Any, options: ConnectionOptions, others: dict[str, Any]
-) -> T:
-    """Return a client that was pickled, in another process, where it connects anew."""
-    return client(
-        address,
-        token=options.token,
-        tls=options.tls,
-        timeout=options.timeout,
-        slow_timeout=options.slow_timeout,
-        leaders_only=options.leaders_only,
-        use_proxy=options.use_proxy,
-        insecure=options.insecure,
-        **others,
-    )

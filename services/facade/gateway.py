@@ -18,7 +18,7 @@ import structlog
 
 from paceline import AsyncClient, RetryPolicy, convert
 from paceline import types as t
-from paceline.batches.shard_batch import MAX_SAMPLES, runs_of
+from paceline.batches.parts import MAX_SAMPLES, runs_of
 from paceline.errors import PacelineError, UnavailableError
 from paceline.prompts import EpochOrders
 from paceline.shards import OpenShard

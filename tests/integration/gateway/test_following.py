@@ -9,7 +9,7 @@ import pytest
 
 import paceline
 from paceline import AsyncClient, Group, RetryPolicy, SamplingParams
-from paceline.batches.shard_batch import parts_of
+from paceline.batches.parts import parts_of
 from services.contracts.seeds import sample_seed
 from services.platform.redis.connection import connect
 from services.platform.tasks import end
@@ -156,8 +156,8 @@ async def test_a_connection_that_is_too_old_is_made_anew_in_mid_stream(cluster: 
 async def test_parts_of_a_large_batch_are_the_samples_of_the_whole(
     cluster: Cluster, leader: RunningGateway, fake: FakeInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.batches.shard_batch.parts_of", partial(parts_of, most_samples=16))
-    monkeypatch.setattr("paceline.batches.shard_batch.TURN_SECONDS", 0.5)
+    monkeypatch.setattr("paceline.batches.rollout.parts_of", partial(parts_of, most_samples=16))
+    monkeypatch.setattr("paceline.batches.parts.TURN_SECONDS", 0.5)
     async with await client_of(leader) as client:
         loop = Loop(client, fake)
         await loop.begin()

@@ -182,8 +182,8 @@ def test_a_client_is_pickled_by_connecting_anew(gateway: GatewayDouble) -> None:
     with pickle.loads(pickled) as again:
         assert (again.address, repr(again)) == (gateway.address, f"Client('{gateway.address}')")
         assert again.versions().policy_version == 4
-        options, others = again._made_with
-        assert (options.token, options.timeout, others["retry"]) == ("secret", 9, policy)
+        options, retry, _ = again._made_with
+        assert (options.token, options.timeout, retry) == ("secret", 9, policy)
         assert "secret" not in repr(options)
     assert gateway.state.calls[-1][1]["authorization"] == "Bearer secret"
     shards = [Shard(gateway.address, "a"), Shard("127.0.0.1:9", "b")]

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 
 import paceline
 from paceline import AsyncClient, Client, Group, RetryPolicy, Reward, SamplingParams
-from paceline.batches.shard_batch import parts_of
+from paceline.batches.parts import parts_of
 from tests.integration.sdk.gateway_double import GatewayDouble, until
 
 QUICK = RetryPolicy(seconds=60, initial=0.01, maximum=0.2)
@@ -37,7 +37,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of more than six samples are split."""
-    monkeypatch.setattr("paceline.batches.shard_batch.parts_of", partial(parts_of, most_samples=6))
+    monkeypatch.setattr("paceline.batches.rollout.parts_of", partial(parts_of, most_samples=6))
 
 
 def tokens(samples: list[paceline.Sample]) -> dict[tuple[str, int], list[int]]:

@@ -29,7 +29,7 @@ from paceline.calls import GatewayCalls
 
 INTERNAL = (
     *("call", "events", "run_work", "send_batch", "post_ack", "dial", "sleep"),
-    *("go_on", "events_with_calls", "wait_for", "leave", "take", "called", "ended"),
+    *("continue_sample", "events_with_calls", "wait_for", "leave", "take", "called", "ended", "send"),
 )
 """Methods of cores that only cores call."""
 # Rollouts are begun by their runs.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import Batch, Group, SamplingParams
-from paceline.batches.shard_batch import MAX_SAMPLES, first_part, parts_of
+from paceline.batches.parts import MAX_SAMPLES, first_part, parts_of
 from paceline.convert import batch_to_proto
 from paceline.transport.channel import MAX_MESSAGE_BYTES
 

@@ -146,5 +146,5 @@ async def test_a_run_keeps_the_figures_of_its_last_steps() -> None:
     for step in range(1, 9):
         await run._begin(rollout(step, [sample(step)]))
     assert run.stats(8)["rollout/tokens"] == 8
-    with pytest.raises(ValueError, match=r"step 0: .* it has of 1, 2"):
+    with pytest.raises(ValueError, match=r"step 0: .* it has figures of 1, 2"):
         run.stats(0)

@@ -8,7 +8,7 @@ import pytest
 from paceline.blocking import iterate
 from paceline.calls import GatewayCalls
 from paceline.calls.caller import RetryPolicy
-from paceline.calls.rollouts import BatchPlace, BatchReading
+from paceline.calls.rollouts import BatchReading
 from paceline.errors import STREAM_SILENT, UnavailableError
 from paceline.v1 import fleet_pb2, rollout_pb2, sample_pb2
 from tests.unit.sdk.scripted_transport import ScriptedTransport
@@ -65,7 +65,7 @@ def test_a_batch_that_is_worked_on_is_waited_for_without_end() -> None:
 def test_a_turn_in_which_nothing_comes_is_followed_by_more_time() -> None:
     transport = ScriptedTransport({"StreamRollouts": [[TimeUp()], [NOTHING_YET, TimeUp()]]})
     calls = _calls(transport, AGAIN)
-    stream = BatchReading(BatchPlace("run", "batch"), None, calls.send_batch).stream()
+    stream = BatchReading("run", "batch", submit=calls.send_batch).stream()
     assert list(iterate(calls.events(stream, 1e-9))) == []
     assert transport.seconds == [1e-9, 0.0]
 

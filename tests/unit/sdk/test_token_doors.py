@@ -105,4 +105,4 @@ def test_there_is_no_other_door() -> None:
         for path in root.rglob("*.py")
         if path.parent.name != "v1" and opens.search(path.read_text())
     }
-    assert found == {"channel.py", "grpc_transport.py"}
+    assert found == {"transport/channel.py", "transport/grpc.py"}

@@ -1,0 +1,280 @@
+"""A batch as a gateway has it, whole or open, and the splitting of batches that are too large for one call.
+
+Usually one `BatchPart` is all of a trainer's batch. A batch on several deployments has one or more on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from paceline import convert
+from paceline import types as t
+from paceline.calls import GatewayCalls
+from paceline.calls.rollouts import BatchReading
+from paceline.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    NotFoundError,
+    PacelineError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from paceline.transport.channel import MAX_MESSAGE_BYTES
+
+MAX_SAMPLES = 65_536
+"""Most samples that a gateway accepts in one batch, unless it is configured for fewer."""
+TURN_SECONDS = 2.0
+"""Seconds for which one of several parts is read before the next."""
+_MAX_BYTES = MAX_MESSAGE_BYTES - (1 << 16)
+"""Most bytes of groups in a request: the limit of a message less room for its other fields."""
+_TOKEN_BYTES, _GROUP_BYTES = 5, 1100
+"""Most bytes of a token, and of the other fields of a group that has no sampling parameters."""
+_UNANSWERED = (UnavailableError, DeadlineExceededError, CancelledError)
+"""Errors after which the gateway may nevertheless have received the call."""
+
+
+class BatchPart:
+    """A batch as a gateway has it: all of a trainer's batch, or a part of it."""
+
+    def __init__(self, calls: GatewayCalls, batch: t.Batch) -> None:
+        self._calls = calls
+        self._prompts = {group.prompt_id for group in batch.groups}
+        self._given = 0
+        """Cursor of the last sample that the trainer was given."""
+        self._samples_read = self._samples_given = 0
+        """Samples that were read, perhaps by a thread ahead of the trainer, and the ones that it was given."""
+        self.reading = BatchReading(batch.run_id, batch.batch_id, batch=batch, submit=calls.send_batch)
+        self.submitted: t.Submitted | None = None
+        """The gateway's answer; None until it has room for the batch."""
+
+    @property
+    def known(self) -> bool:
+        """True if the gateway had the batch already when it was submitted."""
+        return self.submitted is not None and self.submitted.already_submitted
+
+    @property
+    def cursor(self) -> int:
+        """Cursor behind the last sample that was given."""
+        read = self.reading.cursor
+        # When the gateway has lost a batch, its cursors begin again.
+        return read if self._samples_given == self._samples_read else min(self._given, read)
+
+    async def submit(self, *, queues: bool = True) -> bool:
+        """Submit the batch, if it has not been. Without `queues`, return False if the gateway has no room yet."""
+        if self.submitted is not None:
+            return True
+        try:
+            self.submitted = await self._send(queues)
+        except ResourceExhaustedError as error:
+            if queues or error.retry_after is None:
+                raise
+            return False
+        return True
+
+    async def events(self, turn: float | None = None) -> AsyncGenerator[t.SampleEvent, None]:
+        """Iterate over the samples that were not read yet; with `turn`, for at most that many seconds."""
+        async with aclosing(self._calls.events(self.reading.stream(), turn)) as events:
+            async for event in events:
+                self._samples_read += 1
+                yield event
+
+    def give(self, event: t.SampleEvent) -> t.Sample:
+        """Count a sample as given to the trainer, and return it."""
+        self._given, self._samples_given = event.cursor, self._samples_given + 1
+        return event.sample
+
+    async def cancel(self, *, keep_partial: bool = False) -> int:
+        """End unfinished samples and return how many there were; they are delivered as ABORTED."""
+        # A part that waits for room is submitted, so that its samples are delivered like the others.
+        await self.submit()
+        return await self._calls.cancel(self.reading.run_id, self.reading.batch_id, keep_partial=keep_partial)
+
+    async def report_rewards(
+        self, rewards: Sequence[t.Reward], kl: float | None, clip_fraction: float | None
+    ) -> int:
+        """Report the rewards of this part's prompts; return how many samples were known."""
+        own = [each for each in rewards if each.prompt_id in self._prompts]
+        if not own and kl is None and clip_fraction is None:
+            return 0
+        return await self._calls.report_rewards(
+            self.reading.run_id, self.reading.batch_id, own, kl=kl, clip_fraction=clip_fraction
+        )
+
+    async def ack(self) -> int:
+        """Acknowledge the samples given so far, which are not needed again; return how many were dropped."""
+        acked = self._advance_acked()
+        if not acked:
+            return 0
+        return await self._calls.ack(self.reading.run_id, self.reading.batch_id, acked)
+
+    def post_ack(self) -> None:
+        """Acknowledge in the background."""
+        if acked := self._advance_acked():
+            self._calls.post_ack(self.reading.run_id, self.reading.batch_id, acked)
+
+    def _advance_acked(self) -> int:
+        """Return the cursor to acknowledge; a lost batch is not read again from before it."""
+        self.reading.acked = self.cursor
+        return self.reading.acked
+
+    @property
+    def _batch(self) -> t.Batch:
+        batch = self.reading.batch
+        assert batch is not None, "it was given with the rollout"
+        return batch
+
+    async def _send(self, queues: bool) -> t.Submitted:
+        return await self._calls.send_batch(self._batch, queues=queues)
+
+
+class OpenPart(BatchPart):
+    """An open batch as a gateway has it, and the groups that were added: if the gateway loses it, it is rebuilt."""
+
+    def __init__(self, calls: GatewayCalls, batch: t.Batch) -> None:
+        super().__init__(calls, replace(batch, groups=()))
+        self._groups: list[t.Group] = []
+        self._closed = False
+        self.reading.open, self.reading.submit = True, self._open
+
+    def has(self, prompt_id: str) -> bool:
+        """Return True if a group was added here."""
+        return prompt_id in self._prompts
+
+    async def add(self, groups: Sequence[t.Group]) -> int:
+        """Add groups; return how many of their samples are new."""
+        added = 0
+        for run in runs_of(groups):
+            fresh = [group for group in run if group.prompt_id not in self._prompts]
+            self._keep(fresh)
+            try:
+                added += await self._add(run)
+            except PacelineError as error:
+                if not isinstance(error, _UNANSWERED):
+                    self._forget(fresh)
+                raise
+        return added
+
+    async def close(self) -> int:
+        """Close the batch, so that nothing can be added; return how many samples it has."""
+        self._closed = True
+        try:
+            return await self._calls.close_batch(self.reading.run_id, self.reading.batch_id)
+        except NotFoundError:
+            await self._open(self._batch)
+            return sum(group.samples for group in self._groups)
+
+    async def cancel(self, *, keep_partial: bool = False) -> int:
+        """End unfinished samples and return how many there were; nothing can be added any more."""
+        self._closed = True
+        return await super().cancel(keep_partial=keep_partial)
+
+    async def continue_sample(self, continuation: t.Continuation) -> None:
+        """Continue a sample that has called a tool."""
+        await self._calls.continue_samples(self.reading.run_id, self.reading.batch_id, [continuation])
+
+    async def events_with_calls(self) -> AsyncGenerator[t.SampleEvent | t.SampleCall, None]:
+        """Iterate over the samples that were not read yet, and over tool calls, some of which come again."""
+        # A client that has opened the batch as a new one has read all calls.
+        stream = self.reading.stream_with_calls(whole=self.known)
+        async with aclosing(self._calls.events(stream)) as events:
+            async for event in events:
+                self._samples_read += isinstance(event, t.SampleEvent)
+                yield event
+
+    async def _add(self, groups: Sequence[t.Group]) -> int:
+        try:
+            return await self._calls.add_samples(self.reading.run_id, self.reading.batch_id, groups)
+        except NotFoundError:
+            await self._open(self._batch)
+            return sum(group.samples for group in groups)
+
+    async def _send(self, queues: bool) -> t.Submitted:
+        return await self._open(self._batch)
+
+    async def _open(self, batch: t.Batch) -> t.Submitted:
+        """Open the batch and add its groups. If the gateway has lost it, the same seeds give the same samples."""
+        known = await self._calls.open_batch(batch)
+        # A copy, because other tasks may add groups meanwhile.
+        for run in runs_of(list(self._groups)) if self._groups else ():
+            await self._calls.add_samples(batch.run_id, batch.batch_id, run)
+        if self._closed:
+            await self._calls.close_batch(batch.run_id, batch.batch_id)
+        return t.Submitted(batch.batch_id, sum(group.samples for group in self._groups), known)
+
+    def _keep(self, groups: Sequence[t.Group]) -> None:
+        self._groups.extend(groups)
+        self._prompts.update(group.prompt_id for group in groups)
+
+    def _forget(self, groups: Sequence[t.Group]) -> None:
+        gone = {group.prompt_id for group in groups}
+        self._groups[:] = [group for group in self._groups if group.prompt_id not in gone]
+        self._prompts -= gone
+
+
+async def submit_all(parts: Sequence[BatchPart]) -> None:
+    """Submit the parts in order, until the gateway has no room for one; `read_in_turn` submits the others."""
+    for number, part in enumerate(parts):
+        if not await part.submit(queues=number == 0):
+            return
+
+
+async def read_in_turn(parts: Sequence[BatchPart]) -> AsyncGenerator[tuple[BatchPart, t.SampleEvent], None]:
+    """Iterate over the samples of all parts that were not read yet. A single part, as usual, is just read."""
+    missing = [part for part in parts if not part.reading.whole()]
+    while missing:
+        for part in list(missing):
+            alone = len(missing) == 1
+            if not await part.submit(queues=alone):
+                continue
+            async with aclosing(part.events(None if alone else TURN_SECONDS)) as events:
+                async for event in events:
+                    yield part, event
+            if alone or part.reading.whole():
+                missing.remove(part)
+
+
+def parts_of(batch: t.Batch, most_samples: int = MAX_SAMPLES, most_bytes: int = _MAX_BYTES) -> list[t.Batch]:
+    """Return the batch, or batches that have its groups in order, with ids derived from its own.
+
+    The same batch always has the same parts. Seeds depend on prompt and slot only, so a group is never split.
+    """
+    runs = list(runs_of(batch.groups, most_samples, most_bytes))
+    if len(runs) == 1:
+        return [batch]
+    ids = [f"{batch.batch_id}.part{number}of{len(runs)}" for number in range(1, len(runs) + 1)]
+    return [replace(batch, batch_id=name, groups=run) for name, run in zip(ids, runs, strict=True)]
+
+
+def first_part(groups: Sequence[t.Group]) -> Sequence[t.Group]:
+    """Return the first groups, as many as fit into one message."""
+    return next(runs_of(groups))
+
+
+def runs_of(
+    groups: Sequence[t.Group], most_samples: int = MAX_SAMPLES, most_bytes: int = _MAX_BYTES
+) -> Iterator[Sequence[t.Group]]:
+    """Yield runs of consecutive groups that together are within the limits, each as long as possible."""
+    # Exact sizes are seldom needed, and need the groups encoded.
+    size_of = _upper_bound if sum(map(_upper_bound, groups)) <= most_bytes else _encoded
+    begin = samples = size = 0
+    for end, group in enumerate(groups):
+        own = size_of(group)
+        if end > begin and (samples + group.samples > most_samples or size + own > most_bytes):
+            yield groups[begin:end]
+            begin, samples, size = end, 0, 0
+        samples += group.samples
+        size += own
+    yield groups[begin:]
+
+
+def _upper_bound(group: t.Group) -> int:
+    """Return an upper bound on the bytes of a group in a request, without encoding it."""
+    tokens = len(group.prompt_token_ids) + (len(group.sampling.stop_token_ids) if group.sampling else 0)
+    return tokens * _TOKEN_BYTES + _GROUP_BYTES
+
+
+def _encoded(group: t.Group) -> int:
+    """Return the bytes of a group in a request, with the tag and the length before it."""
+    return convert.group_to_proto(group).ByteSize() + 8
