@@ -1,4 +1,8 @@
-"""Translate between the SDK's records and the protocol's messages. Pure; one module for each service."""
+"""Translate between the SDK's records and the protocol's messages. Pure.
+
+`convert.rollouts` has requests, samples and batches, `convert.fleet` instances, weight updates, knobs, the drafter
+and decisions. `convert.values` converts single fields, and refuses wrong ones.
+"""
 
 from paceline.convert.fleet import (
     collective_started,

@@ -1,7 +1,7 @@
 """Translate messages about instances, weight updates, knobs, the drafter and decisions.
 
 A setting of knobs names only the knobs that it sets: `{"mode": "toggle", "ladder": {"on": True}}`. The service
-checks the values; only what has no place in a message is refused here, in the same words.
+checks the values; names and types that do not fit into a message are refused here, in the same words.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, knobs_pb2, weight_pb2
 
 Faults = dict[str, str]
-"""What is wrong, by the field's dotted name."""
+"""Descriptions of wrong fields, by dotted name."""
+_STATE = EnumPair(t.InstanceState, fleet_pb2.InstanceState, "INSTANCE_STATE")
+_TARGET = EnumPair(t.WeightTarget, weight_pb2.WeightTarget, "WEIGHT_TARGET")
+_IN_FLIGHT = EnumPair(t.InFlight, weight_pb2.InFlight, "IN_FLIGHT")
 
 
 def knobs_to_proto(knobs: Mapping[str, Any]) -> knobs_pb2.Knobs:
-    """Return the knobs as a message; what the mapping does not name stays unset.
+    """Return the knobs as a message; knobs that the mapping does not name stay unset.
 
     Raises:
-        InvalidArgumentError: a name is no knob, or a value is not of its knob's type; `violations` names it.
+        InvalidArgumentError: there is no knob of a name, or a value is not of its knob's type; see `violations`.
     """
     message = knobs_pb2.Knobs()
     if not isinstance(knobs, Mapping):
@@ -67,9 +70,6 @@ def _fill(message: Message, values: Mapping[str, Any], path: str, faults: Faults
                 faults[place] = f"is {value!r}, which is not a value of this knob's type"
 
 
-_STATE = EnumPair(t.InstanceState, fleet_pb2.InstanceState, "INSTANCE_STATE")
-
-
 def instance(message: fleet_pb2.Instance) -> t.Instance:
     """Return one instance with its load."""
     load = message.load
@@ -101,12 +101,12 @@ def instance(message: fleet_pb2.Instance) -> t.Instance:
 def instances(
     answer: fleet_pb2.ListInstancesResponse | fleet_pb2.WatchFleetResponse,
 ) -> tuple[t.Instance, ...]:
-    """Return the fleet at one moment."""
+    """Return the instances of an answer."""
     return tuple(instance(message) for message in answer.instances)
 
 
 def _values(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """Return JSON values. A Struct has only floats; whole ones become integers."""
+    """Return the values of a Struct, which has only floats: whole numbers become integers."""
     found: dict[str, Any] = _whole(json_format.MessageToDict(struct))
     return found
 
@@ -160,10 +160,6 @@ def decision(answer: fleet_pb2.WatchDecisionsResponse) -> t.Decision:
     )
 
 
-_TARGET = EnumPair(t.WeightTarget, weight_pb2.WeightTarget, "WEIGHT_TARGET")
-_IN_FLIGHT = EnumPair(t.InFlight, weight_pb2.InFlight, "IN_FLIGHT")
-
-
 def target_to_proto(target: t.WeightTarget) -> weight_pb2.WeightTarget:
     """Return the number of a target."""
     number: weight_pb2.WeightTarget = _TARGET.number(target, "target")
@@ -171,7 +167,7 @@ def target_to_proto(target: t.WeightTarget) -> weight_pb2.WeightTarget:
 
 
 def in_flight_to_proto(treatment: t.InFlight) -> weight_pb2.InFlight:
-    """Return the number of a treatment of samples in flight."""
+    """Return the number of a treatment of unfinished samples."""
     number: weight_pb2.InFlight = _IN_FLIGHT.number(treatment, "in_flight")
     return number
 

@@ -1,6 +1,7 @@
 """Translate requests for rollouts into messages, and messages into samples and other answers.
 
-Errors name fields by their paths, such as groups[3].samples.
+Errors name fields by their paths, such as groups[3].samples. Functions named `whole_` return a request with all
+iterators read, so that it can be counted and sent more than once.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ _OPTIONAL_SAMPLING = (
 _MODE = EnumPair(t.LogprobsMode, sample_pb2.LogprobsMode, "LOGPROBS_MODE")
 _LEVEL = EnumPair(t.ExactnessLevel, sample_pb2.ExactnessLevel, "EXACTNESS_LEVEL")
 _STALE = EnumPair(t.Stale, rollout_pb2.Stale, "STALE")
+_REASON = EnumPair(t.FinishReason, sample_pb2.FinishReason, "FINISH_REASON")
+_STATUS = EnumPair(t.SampleStatus, sample_pb2.SampleStatus, "SAMPLE_STATUS")
 
 
 def sampling_to_proto(params: t.SamplingParams, at: str = "sampling") -> sample_pb2.SamplingParams:
@@ -86,7 +89,7 @@ def tools_to_proto(tools: t.ToolUse, at: str = "tools") -> sample_pb2.ToolUse:
 
 
 def group_to_proto(group: t.Group, at: str = "group") -> rollout_pb2.Group:
-    """Return the message; prompt ids may be any row of integers."""
+    """Return the message; prompt token ids may be any sequence of integers."""
     record(group, t.Group, at)
     sampling = None if group.sampling is None else sampling_to_proto(group.sampling, f"{at}.sampling")
     return message(
@@ -106,7 +109,7 @@ def groups_to_proto(groups: Iterable[t.Group]) -> list[rollout_pb2.Group]:
 
 
 def whole_groups(groups: Iterable[t.Group]) -> list[t.Group]:
-    """Return groups of which every field is Python's own, so that one can count with them."""
+    """Return groups whose fields are Python's own types."""
     return [
         replace(
             each,
@@ -121,7 +124,7 @@ def whole_groups(groups: Iterable[t.Group]) -> list[t.Group]:
 
 
 def whole_sampling(params: t.SamplingParams, at: str = "sampling") -> t.SamplingParams:
-    """Return parameters that can be sent more than once: a generator gives its items once."""
+    """Return parameters whose iterators were read."""
     sent = sampling_to_proto(params, at)
     return replace(
         params,
@@ -133,7 +136,7 @@ def whole_sampling(params: t.SamplingParams, at: str = "sampling") -> t.Sampling
 
 
 def whole_tools(tools: t.ToolUse | None) -> t.ToolUse | None:
-    """Return rules that can be sent more than once."""
+    """Return rules whose iterators were read."""
     if tools is None:
         return None
     sent = tools_to_proto(tools)
@@ -141,7 +144,7 @@ def whole_tools(tools: t.ToolUse | None) -> t.ToolUse | None:
 
 
 def whole_batch(batch: t.Batch) -> t.Batch:
-    """Return a batch that can be counted with, and sent more than once."""
+    """Return a batch that can be counted, and sent more than once."""
     record(batch, t.Batch, "batch")
     return replace(
         batch,
@@ -153,14 +156,14 @@ def whole_batch(batch: t.Batch) -> t.Batch:
 
 def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
     """Return the whole submission."""
-    request = _described(rollout_pb2.SubmitRolloutsRequest, batch)
+    request = _without_groups(rollout_pb2.SubmitRolloutsRequest, batch)
     request.groups.extend(groups_to_proto(batch.groups))
     return request
 
 
 def opening_to_proto(batch: t.Batch) -> rollout_pb2.OpenBatchRequest:
-    """Return the opening of a batch, whose groups are added afterwards."""
-    return _described(rollout_pb2.OpenBatchRequest, batch)
+    """Return the request that opens a batch, whose groups are added afterwards."""
+    return _without_groups(rollout_pb2.OpenBatchRequest, batch)
 
 
 def hint_to_proto(hint: t.BatchHint) -> rollout_pb2.HintNextBatchRequest:
@@ -214,7 +217,7 @@ def continuations_to_proto(continuations: Iterable[t.Continuation]) -> list[roll
 
 
 def rewards_to_proto(rewards: Iterable[t.Reward]) -> list[rollout_pb2.Reward]:
-    """Return the messages of rewards, which are finite."""
+    """Return the messages of rewards, which must be finite."""
     return [
         message(
             rollout_pb2.Reward,
@@ -228,20 +231,20 @@ def rewards_to_proto(rewards: Iterable[t.Reward]) -> list[rollout_pb2.Reward]:
 
 
 def whole_rewards(rewards: Iterable[t.Reward]) -> list[t.Reward]:
-    """Return rewards of which every field is Python's own."""
+    """Return rewards whose fields are Python's own types."""
     return [t.Reward(each.prompt_id, each.slot, each.reward) for each in rewards_to_proto(rewards)]
 
 
 def keys_to_proto(keys: Iterable[t.SampleKey]) -> list[rollout_pb2.SampleKey]:
-    """Return the messages of names of samples."""
+    """Return the messages of sample keys."""
     return [
         message(rollout_pb2.SampleKey, at, prompt_id=each.prompt_id, slot=each.slot)
         for each, at in _records(keys, "samples", t.SampleKey)
     ]
 
 
-def _described(kind: type[M], batch: t.Batch) -> M:
-    """Return what submitting and opening a batch have in common."""
+def _without_groups(kind: type[M], batch: t.Batch) -> M:
+    """Return a request that submits or opens a batch, with all fields but the groups."""
     record(batch, t.Batch, "batch")
     stale = _STALE.number(batch.stale, "stale")
     return message(
@@ -263,7 +266,7 @@ def _described(kind: type[M], batch: t.Batch) -> M:
 
 
 def _records(given: Iterable[R], field: str, kind: type[R]) -> Iterator[tuple[R, str]]:
-    """Yield records of one type, each with its path."""
+    """Yield the records in `given`, which must be of one type, each with its path."""
     if isinstance(given, kind):
         values.refuse(field, given, f"must be a sequence of paceline.{kind.__name__}")
     listed: Sequence[Any] = values.items(given, field, f"paceline.{kind.__name__}")
@@ -286,12 +289,12 @@ def _json(value: Any, field: str) -> str:
 
 
 def environment_spans(messages: Iterable[sample_pb2.EnvironmentSpan]) -> tuple[t.EnvironmentSpan, ...]:
-    """Return which tokens came from an environment."""
+    """Return the spans of tokens that came from an environment."""
     return tuple(t.EnvironmentSpan(each.begin, each.end) for each in messages)
 
 
 def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleCall]:
-    """Yield the calls of an event."""
+    """Yield the tool calls of an event."""
     for each in answer.calls:
         yield t.SampleCall(
             prompt_id=each.prompt_id,
@@ -305,17 +308,13 @@ def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.Sampl
         )
 
 
-_REASON = EnumPair(t.FinishReason, sample_pb2.FinishReason, "FINISH_REASON")
-_STATUS = EnumPair(t.SampleStatus, sample_pb2.SampleStatus, "SAMPLE_STATUS")
-
-
 def submitted(answer: rollout_pb2.SubmitRolloutsResponse) -> t.Submitted:
     """Return the answer to a submission."""
     return t.Submitted(answer.batch_id, answer.samples, answer.already_submitted)
 
 
 def exactness(message: sample_pb2.Exactness) -> t.Exactness:
-    """Return the exactness that a sample has."""
+    """Return the exactness of a sample."""
     return t.Exactness(
         level=_LEVEL.member(message.level),
         lenience=message.lenience if message.HasField("lenience") else None,
@@ -387,9 +386,9 @@ def _failure(message: sample_pb2.SampleFailure) -> t.SampleFailure:
 
 
 def _prompt_logprobs(message: sample_pb2.Sample) -> t.PromptLogprobs:
-    told = message.prompt_logprobs
-    logprobs = np.array(told.logprobs, np.float32)
-    return t.PromptLogprobs(logprobs, *_likeliest(told, len(logprobs)))
+    prompt = message.prompt_logprobs
+    logprobs = np.array(prompt.logprobs, np.float32)
+    return t.PromptLogprobs(logprobs, *_likeliest(prompt, len(logprobs)))
 
 
 def _likeliest(

@@ -1,7 +1,7 @@
-"""Convert the values of trainers into fields of messages.
+"""Convert values from trainers into fields of messages.
 
-Each value is converted by the type of its field in the protocol. A refusal names the field, the value and what is
-allowed.
+Each value is converted by the type of its field in the protocol. The error of a wrong value names the field, the
+value and the allowed values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from paceline.errors import invalid_argument
 UINT32, UINT64 = (0, 2**32 - 1), (0, 2**64 - 1)
 """Ranges of unsigned integers."""
 _MOST_SECONDS = 62_135_596_800
-"""Two thousand years: as many seconds as there are before a Timestamp's zero."""
+"""About two thousand years: the seconds from a Timestamp's minimum, the year 1, to its zero."""
 _NOT_NUMBERS = (bool, np.bool_, str, bytes, bytearray, complex)
 _NOT_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)
 _IGNORED_LABEL = -100
-"""Value of labels that a loss ignores."""
+"""Value that marks labels to be ignored by a loss."""
 
 
 def integer(value: Any, field: str, low: int, high: int) -> int:
@@ -48,7 +48,7 @@ def integer(value: Any, field: str, low: int, high: int) -> int:
 
 
 def number(value: Any, field: str) -> float:
-    """Return a number, which may be infinite or NaN: what is allowed the service says."""
+    """Return a number, which may be infinite or NaN: the service checks its range."""
     value = _detached(value, field)
     real = _real(value) if _is_scalar(value) else None
     if real is None:
@@ -57,7 +57,7 @@ def number(value: Any, field: str) -> float:
 
 
 def finite(value: Any, field: str) -> float:
-    """Return a number that is finite."""
+    """Return a finite number."""
     real = number(value, field)
     if not math.isfinite(real):
         refuse(field, value, "must be a finite number")
@@ -65,7 +65,7 @@ def finite(value: Any, field: str) -> float:
 
 
 def seconds(value: Any, field: str) -> float:
-    """Return seconds that a Duration, or a Timestamp, can hold."""
+    """Return seconds in the range of a Duration and a Timestamp."""
     found = finite(value, field)
     if abs(found) > _MOST_SECONDS:
         refuse(field, value, f"must be at most {_MOST_SECONDS} seconds")
@@ -73,7 +73,7 @@ def seconds(value: Any, field: str) -> float:
 
 
 def text(value: Any, field: str) -> str:
-    """Return a string that is Unicode."""
+    """Return a valid Unicode string."""
     if not isinstance(value, str):
         refuse(field, value, "must be a string")
     try:
@@ -84,28 +84,28 @@ def text(value: Any, field: str) -> str:
 
 
 def flag(value: Any, field: str) -> bool:
-    """Return a truth value; 0 and 1 are some."""
+    """Return a truth value; 0 and 1 are accepted."""
     if isinstance(value, bool | np.bool_ | int) and value in (0, 1):
         return bool(value)
     refuse(field, value, "must be True or False")
 
 
 def texts(value: Any, field: str) -> list[str]:
-    """Return several strings; a lone one is one."""
+    """Return a list of strings; a single string is accepted."""
     if isinstance(value, str):
         return [text(value, field)]
     return [text(each, f"{field}[{n}]") for n, each in enumerate(items(value, field, "strings"))]
 
 
 def names(value: Any, field: str) -> dict[str, str]:
-    """Return strings by name."""
+    """Return a mapping of strings to strings."""
     if not isinstance(value, Mapping):
         refuse(field, value, "must be a mapping of strings to strings")
     return {text(key, field): text(each, f"{field}[{key!r}]") for key, each in value.items()}
 
 
 def integers(value: Any, field: str, low: int, high: int) -> list[int]:
-    """Return a row of integers; [1, n] is one, as tokenizers give them."""
+    """Return a list of integers; the shape [1, n] is accepted, as tokenizers return it."""
     if type(value) is list and (low, high) == UINT32 and (ids := _token_ids(value)) is not None:
         return ids
     row = items(_detached(value, field), field, "integers")
@@ -127,12 +127,12 @@ def integers(value: Any, field: str, low: int, high: int) -> list[int]:
 
 
 def reals(value: Any, field: str) -> list[float]:
-    """Return a row of numbers."""
+    """Return a list of numbers."""
     return [number(each, f"{field}[{n}]") for n, each in enumerate(items(_detached(value, field), field))]
 
 
 def items(value: Any, field: str, of: str = "numbers") -> Any:
-    """Return what has several items: an array or a list, of anything else a list of its items."""
+    """Return an array, list or tuple as it is, and the items of any other iterable as a list."""
     if isinstance(value, np.ndarray) and value.ndim:
         return value
     if isinstance(value, _NOT_SEQUENCES) or not isinstance(value, Iterable) or isinstance(value, np.ndarray):
@@ -141,10 +141,10 @@ def items(value: Any, field: str, of: str = "numbers") -> Any:
 
 
 def refuse(field: str, value: Any, allowed: str) -> NoReturn:
-    """Raise the error of a value that is not allowed."""
+    """Raise the error of a value; `allowed` describes the allowed ones."""
     hint = ""
     if isinstance(value, int | np.integer) and value == _IGNORED_LABEL:
-        hint = "; this one marks what a loss ignores: leave it out"
+        hint = "; this value marks labels that a loss ignores: leave it out"
     _invalid(field, f"{_shown(value)} {allowed}{hint}")
 
 
@@ -161,7 +161,7 @@ def _shown(value: Any) -> str:
 
 
 def _detached(value: Any, field: str) -> Any:
-    """Return the array of a tensor, and anything else as it is."""
+    """Return a tensor as an array, and any other value as it is."""
     if not hasattr(value, "detach"):
         return value
     try:
@@ -182,12 +182,12 @@ def _real(value: Any) -> float | None:
 
 
 def _exact_below(dtype: np.dtype[Any]) -> float:
-    """Return up to where numbers of a type are whole ones exactly."""
+    """Return the bound up to which a type represents every integer exactly."""
     return 2.0 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else math.inf
 
 
 def _token_ids(row: list[Any]) -> list[int] | None:
-    """Return a list that begins with an integer as one of such, the quick way; None: something else is in it."""
+    """Return a list of token ids by a fast check; None: it may hold other values."""
     if not row or type(row[0]) is not int:
         return None
     try:
@@ -197,7 +197,7 @@ def _token_ids(row: list[Any]) -> list[int] | None:
 
 
 def _numbers(row: Any) -> np.ndarray[Any, Any] | None:
-    """Return integers or floats as an array; None for anything else."""
+    """Return integers or floats as an array; None for other values."""
     try:
         array = np.asarray(row)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -209,7 +209,7 @@ E = TypeVar("E", bound=StrEnum)
 
 
 class EnumPair(Generic[E]):
-    """The two sides of one enum."""
+    """Mapping between an enum of the SDK and its counterpart in the protocol."""
 
     def __init__(self, kind: type[E], wrapper: Any, prefix: str) -> None:
         pairs = {name.removeprefix(f"{prefix}_"): number for name, number in wrapper.items()}
@@ -218,14 +218,14 @@ class EnumPair(Generic[E]):
         self._unknown = kind.__members__.get("UNSPECIFIED")
 
     def number(self, member: E, field: str) -> Any:
-        """Return the protocol's number of a member, or of its name. InvalidArgumentError: there is none."""
+        """Return the protocol's number of a member, or of its value. InvalidArgumentError: there is none."""
         found = self._numbers.get(member) if isinstance(member, str) else None
         if found is None:
             refuse(field, member, f"must be one of {', '.join(repr(each.value) for each in self._numbers)}")
         return found
 
     def member(self, number: int) -> E:
-        """Return the member of a number; UNSPECIFIED for one that this SDK does not know."""
+        """Return the member of a number; UNSPECIFIED for a number that this SDK does not know."""
         member = self._members.get(number, self._unknown)
         assert member is not None, f"no member for {number}"
         return member
@@ -248,10 +248,10 @@ _FLOATS = (_KINDS.CPPTYPE_DOUBLE, _KINDS.CPPTYPE_FLOAT)
 def message(kind: type[M], at: str = "", /, **given: Any) -> M:
     """Return a message with these fields; `at` is the path of the message in the request.
 
-    None leaves a field unset that can be. Messages and enums are given as they are.
+    None leaves an optional field unset. Messages and enums are passed unchanged.
 
     Raises:
-        InvalidArgumentError: a value is not of its field's type; its violation has the path of the field.
+        InvalidArgumentError: a value does not match its field's type; the violation has the path of the field.
     """
     fields = _fields(cast(Any, kind))
     converted = {}
@@ -263,7 +263,7 @@ def message(kind: type[M], at: str = "", /, **given: Any) -> M:
 
 
 def record(value: Any, kind: type[R], at: str) -> R:
-    """Return a value that must be one of the SDK's records."""
+    """Return a value after a check that it is a record of the type `kind`."""
     if not isinstance(value, kind):
         refuse(at, value, f"must be a paceline.{kind.__name__}")
     return value
@@ -271,7 +271,7 @@ def record(value: Any, kind: type[R], at: str) -> R:
 
 @lru_cache(maxsize=64)
 def _fields(kind: Any) -> Mapping[str, tuple[bool, Convert]]:
-    """Return for each field whether it may be unset, and how its values are converted."""
+    """Return for each field whether it may be unset, and the converter of its values."""
     fields: Mapping[str, Any] = kind.DESCRIPTOR.fields_by_name
     return {name: (field.has_presence, _converter(field)) for name, field in fields.items()}
 

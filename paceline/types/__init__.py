@@ -1,7 +1,7 @@
-"""The vocabulary of the SDK: requests, samples, weight updates and the fleet.
+"""Records of the SDK: requests, samples, weight updates and the fleet.
 
-Plain frozen records, one module for each part of the protocol. Arrays are numpy; `[n]` in a docstring is a shape.
-Instants are seconds since the Unix epoch, durations are seconds.
+All are frozen dataclasses or enums. Arrays are numpy; `[n]` in a docstring is a shape. Instants are seconds since
+the Unix epoch, durations are seconds.
 """
 
 from paceline.types.fleet import (

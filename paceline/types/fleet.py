@@ -9,7 +9,7 @@ from typing import Any
 
 
 class InstanceState(StrEnum):
-    """State of an instance. The only way from DEAD to SERVING is through a weight update."""
+    """State of an instance. A DEAD instance can become SERVING only by a weight update."""
 
     UNSPECIFIED = "unspecified"
     STALE = "stale"
@@ -21,7 +21,7 @@ class InstanceState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
-    """Load of an instance, as it reports with every heartbeat."""
+    """Load of an instance, which it reports with every heartbeat."""
 
     running: int = 0
     waiting: int = 0
@@ -39,7 +39,7 @@ class Instance:
 
     instance_id: str
     epoch: int
-    """Grows each time a process registers under the same id."""
+    """Increases each time a process registers under the same id."""
     address: str
     state: InstanceState
     policy_version: int
@@ -52,7 +52,7 @@ class Instance:
     registered_at: float
     metrics_address: str
     refused_features: Mapping[str, str] = field(default_factory=dict)
-    """What it goes without for its model, such as drafts, and why."""
+    """Features that the instance does not offer for its model, such as drafts, with reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class KnobSetting:
     """
 
     revision: int
-    """Changes are made from a revision, and refused (AbortedError) when another came between. 0: none was set."""
+    """A change names its base revision, and is refused (AbortedError) after another change. 0: never set."""
     knobs: Mapping[str, Any]
     effective: tuple[EffectiveKnobs, ...] = field(default=(), compare=False)
     """Knobs that the instances of the scope use, or use for the samples of the run; most instances first."""
     pending: tuple[str, ...] = field(default=(), compare=False)
-    """Instances that have not confirmed the latest change, or have not told their own configuration."""
+    """Instances that have not confirmed the latest change, or have not reported their configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class KnobChange:
     applied: tuple[str, ...]
     """Instances that apply it."""
     pending: tuple[str, ...]
-    """Instances that had not answered; they get it as soon as they can be reached."""
+    """Instances that have not answered; they get the change as soon as they can be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +105,18 @@ class Drafter:
     updates: int
     samples_used: int
     policy_version: int
-    """Of the policy whose distribution it learned last."""
+    """Version of the policy whose distribution the drafter learned last."""
     acceptance_length: float
     """Acceptance length on held-out samples, when it was last compared with a candidate; 0: never."""
     candidate_acceptance_length: float
-    """Of that candidate."""
+    """Acceptance length of that candidate."""
     rejected_candidates: int
     rollbacks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision of the platform, explained."""
+    """One decision of the platform, with its explanation."""
 
     time: float
     kind: str
@@ -143,7 +143,7 @@ class InFlight(StrEnum):
     ABORT = "abort"
     """They end as ABORTED, with the tokens that they have."""
     CONTINUE = "continue"
-    """They keep their tokens and go on under the new version; `Sample.version_spans` has both."""
+    """They keep their tokens and continue under the new version; `Sample.version_spans` has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class InstanceUpdate:
     instance_id: str
     applied: bool
     policy_version: int
-    """Served by the instance now."""
+    """Version that the instance serves now."""
     checksum: str
     error: str
     """Set when the instance failed; it serves nothing until it has the published version."""
@@ -169,7 +169,7 @@ class UpdateStarted:
 
     update_id: str
     policy_version: int
-    """Served until the update is finished."""
+    """Version that is served until the update is finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class StreamStarted:
 
     update_id: str
     version: int
-    """The version that the weights will be."""
+    """Version that the weights will have."""
     instance_id: str
     address: str
     ticket: str = field(repr=False)
@@ -191,7 +191,7 @@ class CollectiveStarted:
 
     update_id: str
     version: int
-    """The version that the weights will be."""
+    """Version that the weights will have."""
     instance_ids: tuple[str, ...]
 
 
@@ -204,7 +204,7 @@ class UpdateFinished:
     instances: tuple[InstanceUpdate, ...]
     aborted_samples: int = 0
     continued_samples: int = 0
-    """Samples that were unfinished, and ended or went on."""
+    """Samples that were unfinished, and were aborted or continued."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ class LogprobsMode(StrEnum):
     """Kind of log-probability that a result carries for each token."""
 
     RAW = "raw"
-    """Of the model's own distribution: temperature 1, before masks and penalties."""
+    """Under the model's own distribution: temperature 1, before masks and penalties."""
     PROCESSED = "processed"
-    """Of the distribution sampled from: after temperature, masks and penalties."""
+    """Under the distribution sampled from: after temperature, masks and penalties."""
 
 
 class ExactnessLevel(StrEnum):
@@ -33,9 +33,9 @@ class ExactnessLevel(StrEnum):
     EXACT = "exact"
     """Fresh noise per step; token for token a sample of the policy."""
     COUPLED_HISTORY = "coupled_history"
-    """Exact for each sample; samples of one prompt and slot in different steps share their noise."""
+    """Exact for each sample; samples of the same prompt and slot in different steps share their noise."""
     LENIENT = "lenient"
-    """Cached tokens are kept by min(1, l * p_now / p_then): lossy, see `Exactness.lenient`."""
+    """Cached tokens are kept with probability min(1, l * p_now / p_then): lossy, see `Exactness.lenient`."""
     REJECTION = "rejection"
     """Standard speculative sampling: the policy's distribution, but tokens depend on the drafts."""
 
@@ -43,18 +43,18 @@ class ExactnessLevel(StrEnum):
 class Stale(StrEnum):
     """Treatment of samples whose first token is of a version more than `max_staleness` behind the published one.
 
-    Samples that have ended are delivered as they are; their `version_spans` say of which versions they are.
+    Samples that have ended are delivered unchanged; `version_spans` has their versions.
     """
 
     REFUSE = "refuse"
-    """They end as ABORTED. Nothing is added to a batch whose own version is so old: FailedPreconditionError."""
+    """They end as ABORTED. Adding to a batch whose own version is that old is a FailedPreconditionError."""
     REGENERATE = "regenerate"
-    """They are generated anew under the published version."""
+    """They are generated again under the published version."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. None takes the service's default, named beside each field."""
+    """Sampling parameters. None means the service's default, which is documented at each field."""
 
     temperature: float | None = None
     """0 is greedy. Default 1."""
@@ -75,19 +75,19 @@ class SamplingParams:
     min_tokens: int | None = None
     """No stop token before this many response tokens. Default 0."""
     stop_token_ids: tuple[int, ...] = ()
-    """Any of these ends the sample and is its last token, beside the model's end-of-sequence token."""
+    """Any of these ends the sample and is its last token, in addition to the model's end-of-sequence token."""
     stop: tuple[str, ...] = ()
-    """Any of these strings ends the sample where its text, special tokens included, first has one; the token that
-    completes it is the last. At most 16, of 1 to 256 bytes."""
+    """Any of these strings ends the sample where its text, special tokens included, first contains one; the token
+    that completes it is the last. At most 16, of 1 to 256 bytes."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Nothing else is sampled; at most 4,096. Empty: everything may be."""
+    """Only these tokens are sampled; at most 4,096. Empty: all tokens."""
     json_schema: str | Mapping[str, Any] = ""
-    """JSON schema, as text or as a mapping: the response is JSON that it describes, unless `max_tokens` cuts it.
-    Empty: anything."""
+    """JSON schema, as text or as a mapping: the response is JSON that matches it, unless `max_tokens` cuts it.
+    Empty: no constraint."""
     top_logprobs: int = 0
-    """So many of the likeliest tokens of each position, with log-probabilities, are on the sample; at most 20."""
+    """Number of the likeliest tokens of each position to return with log-probabilities; at most 20."""
     prompt_logprobs: int | None = None
-    """Not None: the sample has log-probabilities of its prompt's tokens, of the model's own distribution, and this
+    """Not None: return log-probabilities of the prompt's tokens, under the model's own distribution, and this
     number of the likeliest tokens of each position; at most 20."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence token."""
@@ -96,19 +96,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """The exactness asked for, or the one that a sample has."""
+    """The exactness requested, or the exactness of a sample."""
 
     level: ExactnessLevel = ExactnessLevel.EXACT
     lenience: float | None = None
-    """The l of LENIENT, >= 1; None otherwise. With `kl_target`, where the search for l begins (None: at 1);
-    on a sample, the l that it was made with."""
+    """The l of LENIENT, >= 1; None otherwise. With `kl_target`, the start of the search for l (None: 1); on a
+    sample, the l that it was generated with."""
     reuse_delay: int = 0
-    """LENIENT: which cached rollout of the slot is reused: 0 the newest, 1 the one before it, and so on."""
+    """LENIENT: which cached rollout of the slot is reused: 0 for the newest, 1 for its predecessor, and so on."""
     kl_target: float | None = None
-    """LENIENT: l is moved between batches so that the KL given to `report_rewards` stays near this."""
+    """LENIENT: l is adjusted between batches to keep the KL given to `report_rewards` near this value."""
     diversity_floor: float | None = None
-    """LENIENT: least share of distinct n-grams in the cached rollouts of a group, in (0, 1]; below it part of
-    the group is sampled afresh. None: everything may be reused."""
+    """LENIENT: least share of distinct n-grams in the cached rollouts of a group, in (0, 1]; below it part of the
+    group is sampled without reuse. None: all rollouts may be reused."""
 
     @classmethod
     def lenient(
@@ -119,16 +119,16 @@ class Exactness:
         kl_target: float | None = None,
         diversity_floor: float | None = None,
     ) -> Exactness:
-        """Return SPEC-RL's reuse of the rollout that the slot had in an earlier step: lossy.
+        """Return SPEC-RL's reuse of the slot's rollout of an earlier step, which is lossy.
 
-        Token by token, the cached rollout is kept with probability min(1, lenience * p_now / p_then); from
-        the first token that is not kept, the current policy goes on exactly. The result is not a sample of
-        the current policy, whatever the lenience, and the less so the greater it is.
+        Token by token, the cached rollout is kept with probability min(1, lenience * p_now / p_then); from the
+        first token that is not kept, the current policy continues exactly. For any lenience the result is not a
+        sample of the current policy, and the greater the lenience, the larger the difference.
 
-        Kept tokens carry the log-probability of the cached policy (p_then), all others that of the current
-        one, for a trainer to correct with. `Provenance.reused_prefix` says how many were kept. Either
-        `lenience`, such as `math.exp(0.5)`, or `kl_target` must be given. ValueError when a value is out
-        of range.
+        Kept tokens have the log-probability of the cached policy (p_then) and all others the log-probability of the
+        current one, so that a trainer can correct for it. `Provenance.reused_prefix` is the number of kept tokens.
+        Either `lenience`, such as `math.exp(0.5)`, or `kl_target` must be given. ValueError: a value is out of
+        range.
         """
         if lenience is None and kl_target is None:
             raise ValueError("LENIENT needs a lenience or a kl_target")
@@ -148,20 +148,20 @@ class Group:
     """The samples of one prompt."""
 
     prompt_id: str
-    """Unique in the batch, stable over epochs: history is kept under it."""
+    """Unique in the batch and stable over epochs: the prompt's history is kept under it."""
     prompt_token_ids: Sequence[int] | TokenIds
     """[prompt_len]; not empty."""
     samples: int
-    """G, the samples wanted; >= 1."""
+    """Number of samples (G); >= 1."""
     sampling: SamplingParams | None = None
     """Replaces the batch's sampling parameters for this group."""
     expected_tokens: int = 0
-    """Response length that the trainer expects; 0 when unknown. Used for placement only."""
+    """Response length that the trainer expects; 0: unknown. Used for placement only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one step, as submitted. The same batch submitted twice is generated once."""
+    """The groups of one step, as submitted. A batch that is submitted twice is generated once."""
 
     run_id: str
     batch_id: str
@@ -172,19 +172,19 @@ class Batch:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     exactness: Exactness = field(default_factory=Exactness)
     run_seed: int = 0
-    """Root of every sample's seed, 64 bit unsigned."""
+    """Root of the seeds of all samples, 64 bit unsigned."""
     deadline: float | None = None
     """Seconds from acceptance after which unfinished samples are delivered as ABORTED."""
     priority: int = 0
     """Batches of higher priority are placed first."""
     weight: int = 1
-    """Share of the instances that the run gets among runs of one priority, relative to theirs; >= 1."""
+    """Share of the instances relative to other runs of the same priority; >= 1."""
     max_staleness: int | None = None
-    """None: the samples are of `policy_version`, as above. Otherwise each begins under the version that is
-    published then, and `stale` says what becomes of those that fall further behind."""
+    """None: the samples are of `policy_version`, as above. Otherwise each begins under the version published then,
+    and `stale` decides about samples that fall further behind."""
     stale: Stale = Stale.REFUSE
     tools: ToolUse | None = None
-    """Set: its samples call tools."""
+    """Rules for tool calls; None: the samples call no tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,9 @@ class SampleRequest:
     policy_version: int | None = None
     """None: the current version."""
     prefix_token_ids: Sequence[int] | TokenIds = ()
-    """[prefix_len], tokens that the sample already has; noise goes on at the position after them."""
+    """[prefix_len], tokens that the sample already has; its noise continues at the next position."""
     prefix_logprobs: Sequence[float] = ()
-    """[prefix_len] or empty; with them a sample with a prefix is kept as a draft for later ones, too."""
+    """[prefix_len] or empty; if given, the sample is kept as a draft for later ones although it has a prefix."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     exactness: Exactness = field(default_factory=Exactness)
     run_seed: int = 0
@@ -246,7 +246,7 @@ class Submitted:
     batch_id: str
     samples: int
     already_submitted: bool
-    """The batch was known already: its samples are (being) generated once."""
+    """True if the batch was submitted before: its samples are generated once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class BatchStatus:
     """Unix seconds."""
     total: int
     finished: int
-    """Samples that have ended and may be read, or have been."""
+    """Samples that have ended, read or not."""
     acknowledged: int
     cursor: int
     """Cursor of the last event so far."""
@@ -274,6 +274,6 @@ class RunEnded:
     """The answer to the end of a run."""
 
     batches: int
-    """Batches whose samples the gateway does not keep any more."""
+    """Batches whose samples the gateway no longer keeps."""
     cancelled: int
     """Samples that were still running or waiting."""

@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     ABANDONED = "abandoned"
-    """It called a tool, and its environment gave nothing in time; the status is ABORTED."""
+    """The sample called a tool, and its environment did not answer in time; the status is ABORTED."""
 
 
 class SampleStatus(StrEnum):
@@ -49,13 +49,13 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """Share of one drafter in one sample."""
+    """Contribution of one drafter to one sample."""
 
     drafter: str
     drafted: int
     """Draft tokens that were verified."""
     accepted: int
-    """Of these, the accepted ones."""
+    """Draft tokens that were accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class InstanceSpan:
     """Seconds since the epoch, on the gateway's clock."""
     end: float
     cached_context_tokens: int = 0
-    """Tokens of prompt and response before these whose KV the instance had; the others it computed first."""
+    """Earlier tokens of prompt and response whose KV the instance had; it computed the others first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,9 @@ class Provenance:
     decode_steps: int = 0
     """Engine steps that produced at least one token of the sample."""
     verify_steps: int = 0
-    """Of these, the ones that verified a draft."""
+    """Decode steps that verified a draft."""
     reused_prefix: int = 0
-    """Tokens that agree with a cached rollout, or under LENIENT were taken over from it, before the first
-    that does not."""
+    """Length of the prefix that agrees with a cached rollout, or under LENIENT was taken from it."""
     migrations: int = 0
     """Migrations between instances."""
     resubmissions: int = 0
@@ -105,7 +104,7 @@ class Provenance:
     queue_seconds: float = 0.0
     generation_seconds: float = 0.0
     cached_tokens: int = 0
-    """Length of that cached rollout; 0: there was none."""
+    """Length of the cached rollout that `reused_prefix` refers to; 0: there was none."""
 
     @property
     def block_efficiency(self) -> float:
@@ -147,8 +146,8 @@ class Sample:
     token_ids: TokenIds
     """[tokens], the response, stop token included."""
     logprobs: Logprobs
-    """[tokens], natural logarithms under the policy version of the sample; under LENIENT, of its first
-    `provenance.reused_prefix` tokens under the version that they were taken over from."""
+    """[tokens], natural logarithms under the policy version of the sample; with LENIENT, for the first
+    `provenance.reused_prefix` tokens, under the version that they were taken from."""
     finish_reason: FinishReason
     status: SampleStatus
     version_spans: tuple[VersionSpan, ...]
@@ -156,28 +155,28 @@ class Sample:
     seed: int
     """Seed of the sample's noise, 64 bit unsigned."""
     error: str = ""
-    """Set when the status is FAILED: what `failure` has, as one text."""
+    """Set when the status is FAILED: `failure` as one text."""
     nonfinite_logprobs: tuple[int, ...] = ()
     """Positions whose log-probability was not finite."""
     stop_string: str = ""
-    """The stop string that ended the sample: its last token completes it. Empty: it ended otherwise."""
+    """The stop string that ended the sample, completed by its last token. Empty: it ended otherwise."""
     top_token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """[tokens, top_logprobs], the likeliest tokens of each position, the likeliest first."""
     top_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    """[tokens, top_logprobs], their log-probabilities, of the kind that `logprobs` has; -inf where fewer may be
+    """[tokens, top_logprobs], their log-probabilities, of the same kind as `logprobs`; -inf if fewer tokens can be
     sampled."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of a sample that asks for them and has at least one token."""
+    """Set if they were requested and the sample has at least one token."""
     environment_spans: tuple[EnvironmentSpan, ...] = ()
-    """Tokens of its environment, where it called tools; their log-probability is 0."""
+    """Tokens of the environment, if the sample called tools; their log-probability is 0."""
     calls: tuple[int, ...] = ()
-    """Response lengths at which it called."""
+    """Response lengths at which the sample called tools."""
     failure: SampleFailure | None = None
-    """Set when the status is FAILED, by gateways that tell it."""
+    """Set when the status is FAILED, unless the gateway is too old to report it."""
 
     @property
     def policy_mask(self) -> npt.NDArray[np.bool_]:
-        """[tokens], True for tokens that the policy sampled, False for those of the environment."""
+        """[tokens], True for tokens that the policy sampled, False for tokens of the environment."""
         mask = np.ones(len(self.token_ids), np.bool_)
         for span in self.environment_spans:
             mask[span.begin : span.end] = False
@@ -191,14 +190,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleEvent:
-    """A finished sample of a batch, with the place in the stream to go on from."""
+    """A finished sample of a batch, with the cursor from which to continue the stream."""
 
     cursor: int
     sample: Sample
     finished: int
     """Samples of the batch finished so far."""
     total: int
-    """Samples of the batch wanted."""
+    """Samples of the batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,21 +216,21 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Rules for tool calls: a sample waits for its environment behind such a token, or such a string."""
+    """Rules for tool calls: after one of these tokens or strings, a sample waits for its environment."""
 
     call_token_ids: tuple[int, ...] = ()
-    """None of them is among the `stop_token_ids`. The model's end-of-sequence token may be one."""
+    """Must not overlap `stop_token_ids`. The model's end-of-sequence token is allowed."""
     call_strings: tuple[str, ...] = ()
-    """None of them is among the `stop` strings, and both together have their limits."""
+    """Must not overlap the `stop` strings; the limits of `stop` apply to both together."""
     max_calls: int = 0
-    """Most calls of a sample: one more ends it as TRUNCATED. 0: as many as the gateway allows."""
+    """Most calls of a sample; one more ends it as TRUNCATED. 0: the gateway's limit."""
     max_wait: float | None = None
-    """Seconds that a sample waits for its environment; then it ends as ABORTED. None: as the gateway says."""
+    """Seconds that a sample waits for its environment before it ends as ABORTED. None: the gateway's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Answer to a tool call of a sample: tokens of its environment, or the end."""
+    """Answer to a tool call of a sample: tokens of its environment, or the end of the sample."""
 
     prompt_id: str
     slot: int
@@ -240,7 +239,7 @@ class Continuation:
     token_ids: Sequence[int] | TokenIds = ()
     """[new]; not empty unless `end`."""
     end: bool = False
-    """The sample is COMPLETED as it is."""
+    """True: the sample ends here as COMPLETED."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,7 +253,7 @@ class SampleCall:
     begin: int
     """Position of the first of these tokens in the response."""
     token_ids: TokenIds
-    """[new], those since the environment's last ones, or all so far; the last one completes the call."""
+    """[new], the tokens since the environment's last ones, or all so far; the last one completes the call."""
     logprobs: Logprobs
     """[new]."""
     version_spans: tuple[VersionSpan, ...]
@@ -268,7 +267,7 @@ class SampleCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """Tokens that a session has said since its environment, or at its end."""
+    """Tokens that a session generated since the last tokens of its environment."""
 
     token_ids: TokenIds
     """[new]; the last one completes the call, unless the turn is the last."""
@@ -277,4 +276,4 @@ class Turn:
     begin: int
     """Position of the first of these tokens in the response."""
     done: bool
-    """The session has ended; otherwise it waits for an answer."""
+    """True: the session has ended. False: it waits for an answer."""

@@ -55,8 +55,8 @@ TAKEN: list[tuple[Any, list[int]]] = [
 REFUSED: list[tuple[Any, str]] = [
     (
         t.Group("p", [1, -100], 1),
-        "groups[1].prompt_token_ids[1]: -100 must be an integer from 0 to 4294967295; this one marks what a loss "
-        "ignores: leave it out",
+        "groups[1].prompt_token_ids[1]: -100 must be an integer from 0 to 4294967295; this value marks labels "
+        "that a loss ignores: leave it out",
     ),
     (t.Group("p", [1, 1.5], 1), "groups[1].prompt_token_ids[1]: 1.5 must be an integer from 0 to 4294967295"),
     (t.Group("p", np.array([1.0, np.nan]), 1), "groups[1].prompt_token_ids[1]: nan must be an integer from"),
