@@ -48,6 +48,98 @@ log = logging.getLogger("paceline")
 
 Batches = Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]]
 """The groups of each step, in order."""
+WeightTransport = WeightFolder | WeightStream | WeightCollective
+"""Transport of weights from a trainer to the instances."""
+Source = Path | str | Tensors | ShardedTensors
+"""Weights: a folder in Hugging Face layout, tensors by name, pairs of name and tensor, or tensors of ranks."""
+
+
+class AsyncClient(GatewayCalls):
+    """Client of one deployment, or of several shards, for one event loop.
+
+    It follows the gateway that leads. A call that finds no gateway, or a full one, is repeated by the retry policy;
+    a stream continues where it was cut. All methods raise `PacelineError`.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str | Shard],
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        timeout: float = 30.0,
+        slow_timeout: float = 600.0,
+        stream_seconds: float = STREAM_SECONDS,
+        leaders_only: bool = True,
+        retry: RetryPolicy | None = None,
+        use_proxy: bool = False,
+        insecure: bool = False,
+    ) -> None:
+        """Connect on the first call.
+
+        Args:
+            address: host:port, or several with commas between, of which one leads; or a list with one such address,
+                or `Shard`, for each of several deployments. Runs are spread over these; any other
+                call is made on one of them, `client.shard(name)`.
+            token: None looks for one: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or the file of the
+                platform that this user runs at this address of this machine. Empty: there is none.
+            tls: None connects in plain text.
+            timeout: seconds for one attempt at a call.
+            slow_timeout: the same for weights and drain, which wait for instances.
+            stream_seconds: a stream is opened again where it is after this time.
+            leaders_only: False calls any gateway: knobs, decisions and the drafter need no leader.
+            retry: limits and delays of retries.
+            use_proxy: connect through a proxy that the environment names, except to this machine.
+            insecure: send the token in plain text beyond this machine.
+
+        Raises:
+            ValueError: an address is invalid, or the token would be sent there in plain text.
+        """
+        options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
+        self._connect(address, options, retry, stream_seconds)
+
+    def _connect(
+        self,
+        address: str | Sequence[str | Shard],
+        options: ConnectionOptions,
+        retry: RetryPolicy | None,
+        stream_seconds: float,
+    ) -> None:
+        self.address = address
+        self._made_with = (options, retry, stream_seconds)
+        transport, shards = connect(address, options, retry, stream_seconds, AioTransport, Tasks())
+        super().__init__(transport, retry, stream_seconds, shards)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to create the client in another process, where it connects on that process's event loop."""
+        return _reconnect, (type(self), self.address, *self._made_with)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def shard(self, name: str) -> GatewayCalls:
+        """Return the calls of one of several shards, on this client's connection. ValueError: no such shard."""
+        return self.shards.member(name).calls
+
+    def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> AsyncRun:
+        """Return a training job: `seed` seeds its rollouts, `weights` is the transport of its weights.
+
+        The default is a `WeightStream()`, for a trainer that reaches the instances.
+        """
+        return AsyncRun(self, run_id, seed, weights)
+
+
+def _reconnect(kind: type[AsyncClient], *made_with: Any) -> AsyncClient:
+    """Return a client that was pickled in another process."""
+    client = object.__new__(kind)
+    client._connect(*made_with)
+    return client
 
 
 class RolloutOptions(TypedDict, total=False):
@@ -58,59 +150,6 @@ class RolloutOptions(TypedDict, total=False):
     weight: int
     max_staleness: int | None
     stale: t.Stale
-
-
-async def look_ahead(
-    run: RunRollouts,
-    batches: Batches,
-    sampling: t.SamplingParams | None,
-    exactness: t.Exactness | None,
-    first_step: int,
-    **options: Unpack[RolloutOptions],
-) -> AsyncGenerator[AsyncRollout, None]:
-    """Submit a batch for each step, announce the next one, and yield its rollout.
-
-    The next batch is taken from `batches` after the previous one was submitted, so a slow source delays no samples.
-    """
-    async with aclosing(_in_order(batches)) as source:
-        step, groups = first_step, await anext(source, None)
-        while groups is not None:
-            rollout = await run.rollout(step, groups, sampling, exactness=exactness, **options)
-            step, groups = step + 1, await anext(source, None)
-            if groups is not None:
-                await _announce(run, step, groups, sampling, exactness, rollout.batch.policy_version + 1)
-            yield rollout
-
-
-async def _in_order(batches: Batches) -> AsyncGenerator[list[t.Group], None]:
-    """Yield the groups of each step, with every iterator read: they are sent twice."""
-    if isinstance(batches, AsyncIterable):
-        async for each in batches:
-            yield convert.whole_groups(each)
-        return
-    for each in batches:
-        yield convert.whole_groups(each)
-
-
-async def _announce(
-    run: RunRollouts,
-    step: int,
-    groups: list[t.Group],
-    sampling: t.SamplingParams | None,
-    exactness: t.Exactness | None,
-    policy_version: int,
-) -> None:
-    """Announce a step. A failure only costs speed, so it must not end the training."""
-    try:
-        await run.hint(step, groups, sampling, policy_version=policy_version, exactness=exactness)
-    except PacelineError as error:
-        log.warning("step %d of run %s was not announced: %s", step, run.run_id, error)
-
-
-WeightTransport = WeightFolder | WeightStream | WeightCollective
-"""Transport of weights from a trainer to the instances."""
-Source = Path | str | Tensors | ShardedTensors
-"""Weights: a folder in Hugging Face layout, tensors by name, pairs of name and tensor, or tensors of ranks."""
 
 
 class AsyncRun(RunRollouts):
@@ -267,89 +306,48 @@ class AsyncRun(RunRollouts):
         return self._weights.write_delta(published, folder)
 
 
-class AsyncClient(GatewayCalls):
-    """Client of one deployment, or of several shards, for one event loop.
+async def look_ahead(
+    run: RunRollouts,
+    batches: Batches,
+    sampling: t.SamplingParams | None,
+    exactness: t.Exactness | None,
+    first_step: int,
+    **options: Unpack[RolloutOptions],
+) -> AsyncGenerator[AsyncRollout, None]:
+    """Submit a batch for each step, announce the next one, and yield its rollout.
 
-    It follows the gateway that leads. A call that finds no gateway, or a full one, is repeated by the retry policy;
-    a stream continues where it was cut. All methods raise `PacelineError`.
+    The next batch is taken from `batches` after the previous one was submitted, so a slow source delays no samples.
     """
-
-    def __init__(
-        self,
-        address: str | Sequence[str | Shard],
-        *,
-        token: str | None = None,
-        tls: Tls | None = None,
-        timeout: float = 30.0,
-        slow_timeout: float = 600.0,
-        stream_seconds: float = STREAM_SECONDS,
-        leaders_only: bool = True,
-        retry: RetryPolicy | None = None,
-        use_proxy: bool = False,
-        insecure: bool = False,
-    ) -> None:
-        """Connect on the first call.
-
-        Args:
-            address: host:port, or several with commas between, of which one leads; or a list with one such address,
-                or `Shard`, for each of several deployments. Runs are spread over these; any other
-                call is made on one of them, `client.shard(name)`.
-            token: None looks for one: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or the file of the
-                platform that this user runs at this address of this machine. Empty: there is none.
-            tls: None connects in plain text.
-            timeout: seconds for one attempt at a call.
-            slow_timeout: the same for weights and drain, which wait for instances.
-            stream_seconds: a stream is opened again where it is after this time.
-            leaders_only: False calls any gateway: knobs, decisions and the drafter need no leader.
-            retry: limits and delays of retries.
-            use_proxy: connect through a proxy that the environment names, except to this machine.
-            insecure: send the token in plain text beyond this machine.
-
-        Raises:
-            ValueError: an address is invalid, or the token would be sent there in plain text.
-        """
-        options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
-        self._connect(address, options, retry, stream_seconds)
-
-    def _connect(
-        self,
-        address: str | Sequence[str | Shard],
-        options: ConnectionOptions,
-        retry: RetryPolicy | None,
-        stream_seconds: float,
-    ) -> None:
-        self.address = address
-        self._made_with = (options, retry, stream_seconds)
-        transport, shards = connect(address, options, retry, stream_seconds, AioTransport, Tasks())
-        super().__init__(transport, retry, stream_seconds, shards)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to create the client in another process, where it connects on that process's event loop."""
-        return _reconnect, (type(self), self.address, *self._made_with)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.address!r})"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def shard(self, name: str) -> GatewayCalls:
-        """Return the calls of one of several shards, on this client's connection. ValueError: no such shard."""
-        return self.shards.member(name).calls
-
-    def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> AsyncRun:
-        """Return a training job: `seed` seeds its rollouts, `weights` is the transport of its weights.
-
-        The default is a `WeightStream()`, for a trainer that reaches the instances.
-        """
-        return AsyncRun(self, run_id, seed, weights)
+    async with aclosing(_in_order(batches)) as source:
+        step, groups = first_step, await anext(source, None)
+        while groups is not None:
+            rollout = await run.rollout(step, groups, sampling, exactness=exactness, **options)
+            step, groups = step + 1, await anext(source, None)
+            if groups is not None:
+                await _announce(run, step, groups, sampling, exactness, rollout.batch.policy_version + 1)
+            yield rollout
 
 
-def _reconnect(kind: type[AsyncClient], *made_with: Any) -> AsyncClient:
-    """Return a client that was pickled in another process."""
-    client = object.__new__(kind)
-    client._connect(*made_with)
-    return client
+async def _in_order(batches: Batches) -> AsyncGenerator[list[t.Group], None]:
+    """Yield the groups of each step, with every iterator read: they are sent twice."""
+    if isinstance(batches, AsyncIterable):
+        async for each in batches:
+            yield convert.whole_groups(each)
+        return
+    for each in batches:
+        yield convert.whole_groups(each)
+
+
+async def _announce(
+    run: RunRollouts,
+    step: int,
+    groups: list[t.Group],
+    sampling: t.SamplingParams | None,
+    exactness: t.Exactness | None,
+    policy_version: int,
+) -> None:
+    """Announce a step. A failure only costs speed, so it must not end the training."""
+    try:
+        await run.hint(step, groups, sampling, policy_version=policy_version, exactness=exactness)
+    except PacelineError as error:
+        log.warning("step %d of run %s was not announced: %s", step, run.run_id, error)

@@ -36,6 +36,144 @@ from paceline.transport.grpc import BlockingTransport
 from paceline.transport.options import ConnectionOptions
 
 
+class Client(Face[GatewayCalls]):
+    """Client of one deployment, or of several shards. Thread-safe.
+
+    It follows the gateway that leads. A call that finds no gateway, or a full one, is repeated by the retry policy;
+    a stream continues where it was cut. All methods raise `PacelineError`.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str | Shard],
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        timeout: float = 30.0,
+        slow_timeout: float = 600.0,
+        stream_seconds: float = STREAM_SECONDS,
+        leaders_only: bool = True,
+        retry: RetryPolicy | None = None,
+        use_proxy: bool = False,
+        insecure: bool = False,
+    ) -> None:
+        """Connect on the first call.
+
+        Args:
+            address: host:port, or several with commas between, of which one leads; or a list with one such address,
+                or `Shard`, for each of several deployments. Runs are spread over these, with a thread for each; any
+                other call is made on one of them, `client.shard(name)`.
+            token: None looks for one: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or the file of the
+                platform that this user runs at this address of this machine. Empty: there is none.
+            tls: None connects in plain text.
+            timeout: seconds for one attempt at a call.
+            slow_timeout: the same for weights and drain, which wait for instances.
+            stream_seconds: a stream is opened again where it is after this time.
+            leaders_only: False calls any gateway: knobs, decisions and the drafter need no leader.
+            retry: limits and delays of retries.
+            use_proxy: connect through a proxy that the environment names, except to this machine.
+            insecure: send the token in plain text beyond this machine.
+
+        Raises:
+            ValueError: an address is invalid, or the token would be sent there in plain text.
+        """
+        options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
+        self._connect(address, options, retry, stream_seconds)
+
+    def _connect(
+        self,
+        address: str | Sequence[str | Shard],
+        options: ConnectionOptions,
+        retry: RetryPolicy | None,
+        stream_seconds: float,
+    ) -> None:
+        self.address = address
+        self._made_with = (options, retry, stream_seconds)
+        transport, shards = connect(address, options, retry, stream_seconds, BlockingTransport, Threads())
+        super().__init__(GatewayCalls(transport, retry, stream_seconds, shards))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to create the client in another process, where it connects on its first call."""
+        return _reconnect, (type(self), self.address, *self._made_with)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def shard(self, name: str) -> Client:
+        """Return a client of one of several shards, on this client's connection. ValueError: no such shard."""
+        member = self._core.shards.member(name)
+        client = object.__new__(type(self))
+        client.address, client._core = member.shard.address, member.calls
+        client._made_with = self._made_with
+        return client
+
+    def deployments(self) -> list[Client]:
+        """Return a client of each shard, on this client's connections; with one deployment, this client."""
+        shards = self._core.shards
+        return [self] if shards.alone else [self.shard(member.name) for member in shards.members]
+
+    def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> Run:
+        """Return a training job: `seed` seeds its rollouts, `weights` is the transport of its weights.
+
+        The default is a `WeightStream()`, for a trainer that reaches the instances.
+        """
+        return Run(self, AsyncRun(self._core, run_id, seed, weights))
+
+    close = blocking(GatewayCalls.close)
+
+    # Rollouts
+    submit = blocking(GatewayCalls.submit)
+    stream = blocking_stream(GatewayCalls.stream)
+    ack = blocking(GatewayCalls.ack)
+    generate = blocking_stream(GatewayCalls.generate)
+    cancel = blocking(GatewayCalls.cancel)
+    hint = blocking(GatewayCalls.hint)
+    report_rewards = blocking(GatewayCalls.report_rewards)
+    report_single_rewards = blocking(GatewayCalls.report_single_rewards)
+    open_batch = blocking(GatewayCalls.open_batch)
+    add_samples = blocking(GatewayCalls.add_samples)
+    close_batch = blocking(GatewayCalls.close_batch)
+    continue_samples = blocking(GatewayCalls.continue_samples)
+    batch = blocking(GatewayCalls.batch)
+    batches = blocking_stream(GatewayCalls.batches)
+    end_run = blocking(GatewayCalls.end_run)
+
+    # Weights
+    start_update = blocking(GatewayCalls.start_update)
+    update_weights = blocking(GatewayCalls.update_weights)
+    start_stream = blocking(GatewayCalls.start_stream)
+    start_collective = blocking(GatewayCalls.start_collective)
+    update_streamed = blocking(GatewayCalls.update_streamed)
+    finish_update = blocking(GatewayCalls.finish_update)
+    abort_update = blocking(GatewayCalls.abort_update)
+    versions = blocking(GatewayCalls.versions)
+
+    # Fleet
+    instances = blocking(GatewayCalls.instances)
+    watch_fleet = blocking_stream(GatewayCalls.watch_fleet)
+    pause = blocking(GatewayCalls.pause)
+    resume = blocking(GatewayCalls.resume)
+    drain = blocking(GatewayCalls.drain)
+    knobs = blocking(GatewayCalls.knobs)
+    set_knobs = blocking(GatewayCalls.set_knobs)
+    drafter = blocking(GatewayCalls.drafter)
+    roll_back_drafter = blocking(GatewayCalls.roll_back_drafter)
+    watch_decisions = blocking_stream(GatewayCalls.watch_decisions)
+
+
+def _reconnect(kind: type[Client], *made_with: Any) -> Client:
+    """Return a client that was pickled in another process."""
+    client = object.__new__(kind)
+    client._connect(*made_with)
+    return client
+
+
 class Rollout(Face[AsyncRollout]):
     """The samples of a submitted batch. Each is given once, over all iterations together."""
 
@@ -221,141 +359,3 @@ class Run(Face[AsyncRun]):
     push_adapter = blocking(AsyncRun.push_adapter)
     finish_push = blocking(AsyncRun.finish_push)
     end = blocking(AsyncRun.end)
-
-
-class Client(Face[GatewayCalls]):
-    """Client of one deployment, or of several shards. Thread-safe.
-
-    It follows the gateway that leads. A call that finds no gateway, or a full one, is repeated by the retry policy;
-    a stream continues where it was cut. All methods raise `PacelineError`.
-    """
-
-    def __init__(
-        self,
-        address: str | Sequence[str | Shard],
-        *,
-        token: str | None = None,
-        tls: Tls | None = None,
-        timeout: float = 30.0,
-        slow_timeout: float = 600.0,
-        stream_seconds: float = STREAM_SECONDS,
-        leaders_only: bool = True,
-        retry: RetryPolicy | None = None,
-        use_proxy: bool = False,
-        insecure: bool = False,
-    ) -> None:
-        """Connect on the first call.
-
-        Args:
-            address: host:port, or several with commas between, of which one leads; or a list with one such address,
-                or `Shard`, for each of several deployments. Runs are spread over these, with a thread for each; any
-                other call is made on one of them, `client.shard(name)`.
-            token: None looks for one: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or the file of the
-                platform that this user runs at this address of this machine. Empty: there is none.
-            tls: None connects in plain text.
-            timeout: seconds for one attempt at a call.
-            slow_timeout: the same for weights and drain, which wait for instances.
-            stream_seconds: a stream is opened again where it is after this time.
-            leaders_only: False calls any gateway: knobs, decisions and the drafter need no leader.
-            retry: limits and delays of retries.
-            use_proxy: connect through a proxy that the environment names, except to this machine.
-            insecure: send the token in plain text beyond this machine.
-
-        Raises:
-            ValueError: an address is invalid, or the token would be sent there in plain text.
-        """
-        options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
-        self._connect(address, options, retry, stream_seconds)
-
-    def _connect(
-        self,
-        address: str | Sequence[str | Shard],
-        options: ConnectionOptions,
-        retry: RetryPolicy | None,
-        stream_seconds: float,
-    ) -> None:
-        self.address = address
-        self._made_with = (options, retry, stream_seconds)
-        transport, shards = connect(address, options, retry, stream_seconds, BlockingTransport, Threads())
-        super().__init__(GatewayCalls(transport, retry, stream_seconds, shards))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to create the client in another process, where it connects on its first call."""
-        return _reconnect, (type(self), self.address, *self._made_with)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.address!r})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def shard(self, name: str) -> Client:
-        """Return a client of one of several shards, on this client's connection. ValueError: no such shard."""
-        member = self._core.shards.member(name)
-        client = object.__new__(type(self))
-        client.address, client._core = member.shard.address, member.calls
-        client._made_with = self._made_with
-        return client
-
-    def deployments(self) -> list[Client]:
-        """Return a client of each shard, on this client's connections; with one deployment, this client."""
-        shards = self._core.shards
-        return [self] if shards.alone else [self.shard(member.name) for member in shards.members]
-
-    def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> Run:
-        """Return a training job: `seed` seeds its rollouts, `weights` is the transport of its weights.
-
-        The default is a `WeightStream()`, for a trainer that reaches the instances.
-        """
-        return Run(self, AsyncRun(self._core, run_id, seed, weights))
-
-    close = blocking(GatewayCalls.close)
-
-    # Rollouts
-    submit = blocking(GatewayCalls.submit)
-    stream = blocking_stream(GatewayCalls.stream)
-    ack = blocking(GatewayCalls.ack)
-    generate = blocking_stream(GatewayCalls.generate)
-    cancel = blocking(GatewayCalls.cancel)
-    hint = blocking(GatewayCalls.hint)
-    report_rewards = blocking(GatewayCalls.report_rewards)
-    report_single_rewards = blocking(GatewayCalls.report_single_rewards)
-    open_batch = blocking(GatewayCalls.open_batch)
-    add_samples = blocking(GatewayCalls.add_samples)
-    close_batch = blocking(GatewayCalls.close_batch)
-    continue_samples = blocking(GatewayCalls.continue_samples)
-    batch = blocking(GatewayCalls.batch)
-    batches = blocking_stream(GatewayCalls.batches)
-    end_run = blocking(GatewayCalls.end_run)
-
-    # Weights
-    start_update = blocking(GatewayCalls.start_update)
-    update_weights = blocking(GatewayCalls.update_weights)
-    start_stream = blocking(GatewayCalls.start_stream)
-    start_collective = blocking(GatewayCalls.start_collective)
-    update_streamed = blocking(GatewayCalls.update_streamed)
-    finish_update = blocking(GatewayCalls.finish_update)
-    abort_update = blocking(GatewayCalls.abort_update)
-    versions = blocking(GatewayCalls.versions)
-
-    # Fleet
-    instances = blocking(GatewayCalls.instances)
-    watch_fleet = blocking_stream(GatewayCalls.watch_fleet)
-    pause = blocking(GatewayCalls.pause)
-    resume = blocking(GatewayCalls.resume)
-    drain = blocking(GatewayCalls.drain)
-    knobs = blocking(GatewayCalls.knobs)
-    set_knobs = blocking(GatewayCalls.set_knobs)
-    drafter = blocking(GatewayCalls.drafter)
-    roll_back_drafter = blocking(GatewayCalls.roll_back_drafter)
-    watch_decisions = blocking_stream(GatewayCalls.watch_decisions)
-
-
-def _reconnect(kind: type[Client], *made_with: Any) -> Client:
-    """Return a client that was pickled in another process."""
-    client = object.__new__(kind)
-    client._connect(*made_with)
-    return client

@@ -336,113 +336,116 @@ def invalid_argument(faults: Mapping[str, str]) -> InvalidArgumentError:
 
 def cut_short() -> UnavailableError:
     """Return the error of a stream that ended without an error while samples were missing."""
-    info = error_details_pb2.ErrorInfo(reason=CUT_SHORT)
-    message = "the stream ended before the batch was complete"
-    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+    return _unavailable(CUT_SHORT, "the stream ended before the batch was complete")
 
 
 def unreachable(failure: PacelineError, cause: Misdirection) -> UnavailableError:
     """Return the error of a call that has reached no gateway, with what to do."""
-    info = error_details_pb2.ErrorInfo(reason=WRONG_ADDRESS if cause.final else UNREACHABLE)
-    return UnavailableError(
-        grpc.StatusCode.UNAVAILABLE, f"{cause.advice} ({failure.message})", [info], failure.request_id
-    )
+    reason = WRONG_ADDRESS if cause.final else UNREACHABLE
+    return _unavailable(reason, f"{cause.advice} ({failure.message})", request_id=failure.request_id)
 
 
 def client_closed() -> FailedPreconditionError:
     """Return the error of a call on a client that was closed."""
-    info = error_details_pb2.ErrorInfo(reason="CLIENT_CLOSED")
-    message = "the client is closed: make another one"
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+    return _failed_precondition("CLIENT_CLOSED", "the client is closed: make another one")
 
 
 def call_dropped(failure: CancelledError) -> UnavailableError:
     """Return the error of a call that the server cancelled, because it is busy or stopping."""
-    info = error_details_pb2.ErrorInfo(reason=CALL_DROPPED)
     message = f"the gateway has dropped the call ({failure.message})"
-    return UnavailableError(
-        grpc.StatusCode.UNAVAILABLE, message, [info, *failure.details], failure.request_id
-    )
+    return _unavailable(CALL_DROPPED, message, failure.details, failure.request_id)
 
 
 def stream_silent(method: str, seconds: float) -> UnavailableError:
     """Return the error of a stream on which nothing arrived for `seconds`."""
-    info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
-    message = f"the gateway has sent nothing on {method} for {seconds:g} s"
-    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+    return _unavailable(STREAM_SILENT, f"the gateway has sent nothing on {method} for {seconds:g} s")
 
 
 def batch_lost(run_id: str, batch_id: str, cursor: int, cause: PacelineError) -> DataLossError:
     """Return the error of a batch that the gateway has lost and that this client cannot submit again."""
-    info = error_details_pb2.ErrorInfo(
-        reason=BATCH_LOST, metadata={"run_id": run_id, "batch_id": batch_id, "cursor": str(cursor)}
-    )
+    metadata = {"run_id": run_id, "batch_id": batch_id, "cursor": str(cursor)}
     message = (
         f"the gateway has lost samples of batch {run_id}/{batch_id} after cursor {cursor}: {cause.message}"
     )
-    return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info], cause.request_id)
+    return _data_loss(BATCH_LOST, message, metadata, cause.request_id)
 
 
 def session_differs(prompt_id: str, slot: int, position: int) -> DataLossError:
     """Return the error of a session that was generated again with different tokens."""
-    info = error_details_pb2.ErrorInfo(
-        reason="SESSION_DIFFERS", metadata={"prompt_id": prompt_id, "slot": str(slot)}
-    )
     message = (
         f"prompt {prompt_id!r} slot {slot} was lost and generated again, and its tokens from position {position} "
         "on differ from the ones given before: begin a new session"
     )
-    return DataLossError(grpc.StatusCode.DATA_LOSS, message, [info])
+    return _data_loss("SESSION_DIFFERS", message, {"prompt_id": prompt_id, "slot": str(slot)})
 
 
 def source_read_once(detail: str) -> AbortedError:
     """Return the error of a push that needs the tensors of an iterator a second time."""
-    info = error_details_pb2.ErrorInfo(reason=SOURCE_READ_ONCE)
     message = f"an instance died while weights were pushed, and an iterator cannot be read again: {detail}"
-    return AbortedError(grpc.StatusCode.ABORTED, message, [info])
+    return _aborted(SOURCE_READ_ONCE, message)
 
 
 def stream_stalled(message: str) -> UnavailableError:
     """Return the error of a push to an instance that does not answer."""
-    info = error_details_pb2.ErrorInfo(reason=STREAM_SILENT)
-    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [info])
+    return _unavailable(STREAM_SILENT, message)
 
 
 def rank_lost(message: str) -> AbortedError:
     """Return the error of a push by several ranks, of which one failed or is gone."""
-    info = error_details_pb2.ErrorInfo(reason=RANK_LOST)
-    return AbortedError(grpc.StatusCode.ABORTED, message, [info])
+    return _aborted(RANK_LOST, message)
 
 
 def shards_differ(versions: Mapping[str, int]) -> FailedPreconditionError:
     """Return the error of shards that serve different versions, by their names."""
     served = {name: str(version) for name, version in versions.items()}
-    info = error_details_pb2.ErrorInfo(reason=SHARDS_DIFFER, metadata=served)
     listed = ", ".join(f"{name} serves {version}" for name, version in served.items())
     message = f"the shards serve different versions ({listed}): push weights again, to all of them"
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+    return _failed_precondition(SHARDS_DIFFER, message, served)
 
 
 def shard_not_named(method: str, names: Iterable[str]) -> FailedPreconditionError:
     """Return the error of a call to one deployment, made on a client of several."""
-    info = error_details_pb2.ErrorInfo(reason=SHARD_NOT_NAMED)
     message = (
         f"{method} is a call to one deployment: make it on client.shard(name), one of {', '.join(names)}"
     )
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+    return _failed_precondition(SHARD_NOT_NAMED, message)
 
 
 def extra_missing(extra: str, purpose: str, error: ImportError) -> FailedPreconditionError:
     """Return the error of a call that needs packages of an extra that is not installed."""
-    info = error_details_pb2.ErrorInfo(reason=EXTRA_MISSING)
     message = f"{purpose} needs the extra `{extra}`: {how_to_install(extra)} ({error})"
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+    return _failed_precondition(EXTRA_MISSING, message)
 
 
 def no_rendezvous(message: str) -> FailedPreconditionError:
     """Return the error of a trainer that cannot open a broadcast."""
-    info = error_details_pb2.ErrorInfo(reason=NO_RENDEZVOUS)
-    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [info])
+    return _failed_precondition(NO_RENDEZVOUS, message)
+
+
+def _info(reason: str, metadata: Mapping[str, str] | None = None) -> error_details_pb2.ErrorInfo:
+    return error_details_pb2.ErrorInfo(reason=reason, metadata=metadata or {})
+
+
+def _unavailable(
+    reason: str, message: str, details: Iterable[Message] = (), request_id: str | None = None
+) -> UnavailableError:
+    return UnavailableError(grpc.StatusCode.UNAVAILABLE, message, [_info(reason), *details], request_id)
+
+
+def _failed_precondition(
+    reason: str, message: str, metadata: Mapping[str, str] | None = None
+) -> FailedPreconditionError:
+    return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, message, [_info(reason, metadata)])
+
+
+def _data_loss(
+    reason: str, message: str, metadata: Mapping[str, str], request_id: str | None = None
+) -> DataLossError:
+    return DataLossError(grpc.StatusCode.DATA_LOSS, message, [_info(reason, metadata)], request_id)
+
+
+def _aborted(reason: str, message: str) -> AbortedError:
+    return AbortedError(grpc.StatusCode.ABORTED, message, [_info(reason)])
 
 
 def _unicode(text: str) -> str:

@@ -37,7 +37,7 @@ class RunWarnings:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._asked: dict[tuple[int, int], set[str]] = {}
+        self._requested: dict[tuple[int, int], set[str]] = {}
         """Prompts that were requested, by step and version, of the newest steps."""
         self._knows_weights = False
         self._last_step: int | None = None
@@ -80,19 +80,19 @@ class RunWarnings:
             published.policy_version,
         )
 
-    def asked(self, step: int, version: int, prompt_ids: Iterable[str]) -> None:
+    def requested(self, step: int, version: int, prompt_ids: Iterable[str]) -> None:
         """Warn of prompts that were requested before in a step: their samples have the same seeds."""
-        before = self._asked.setdefault((step, version), set())
-        while len(self._asked) > _KEPT_STEPS:
-            del self._asked[next(iter(self._asked))]
-        asked = list(prompt_ids)
-        again = [each for each in asked if each in before]
-        before.update(asked)
+        before = self._requested.setdefault((step, version), set())
+        while len(self._requested) > _KEPT_STEPS:
+            del self._requested[next(iter(self._requested))]
+        requested = list(prompt_ids)
+        again = [each for each in requested if each in before]
+        before.update(requested)
         if again:
             log.warning(
-                "run %s: in step %d prompt %r%s was asked for before: the samples of its slots are the same again, "
-                "since their seeds come of run, step, prompt and slot. For other samples use another prompt_id, or "
-                "ask for more samples in one group",
+                "run %s: in step %d prompt %r%s was requested before: the samples of its slots are the same again, "
+                "because seeds derive from run, step, prompt and slot. For other samples use another prompt_id, or "
+                "request more samples in one group",
                 self._run_id,
                 step,
                 again[0],
@@ -278,7 +278,7 @@ class RunRollouts:
         return convert.whole_batch(batch)
 
     def _note(self, batch: t.Batch, groups: Iterable[t.Group]) -> None:
-        self._warnings.asked(batch.step, batch.policy_version, (group.prompt_id for group in groups))
+        self._warnings.requested(batch.step, batch.policy_version, (group.prompt_id for group in groups))
 
     def _name(self, step: int, policy_version: int) -> str:
         """Return the id of the next batch of a step and version."""

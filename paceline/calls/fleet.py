@@ -27,7 +27,7 @@ class FleetCalls(Caller):
 
     def watch_fleet(self) -> AsyncIterator[tuple[t.Instance, ...]]:
         """Iterate over the states of the fleet: the current one, then each change; without end."""
-        return self.events(FleetView().stream())
+        return self.events(_fleet_states())
 
     async def pause(self, instance_ids: Sequence[str] = ()) -> tuple[str, ...]:
         """Pause engine steps of instances (none named: all) and return their ids; no sample is lost."""
@@ -94,24 +94,21 @@ class FleetCalls(Caller):
         return self.events(DecisionPlace(run_id, since, kept).stream())
 
 
-@dataclass(slots=True)
-class FleetView:
-    """The last state of the fleet that was read: a stream that is opened again begins with it."""
+def _fleet_states() -> Stream[tuple[t.Instance, ...]]:
+    """Return the stream of the fleet's states, which has no end: if it ends, it was cut."""
+    last: tuple[t.Instance, ...] | None = None
 
-    _last: tuple[t.Instance, ...] | None = None
-
-    def stream(self) -> Stream[tuple[t.Instance, ...]]:
-        """Return the stream of states, which has no end: if it ends, it was cut."""
-        return Stream(
-            "Fleet", "WatchFleet", fleet_pb2.WatchFleetRequest, self.take, lambda: False, begins_at_once=True
-        )
-
-    def take(self, answer: fleet_pb2.WatchFleetResponse) -> Iterator[tuple[t.Instance, ...]]:
-        """Yield the state, unless it is the last one that was read."""
+    def read(answer: fleet_pb2.WatchFleetResponse) -> Iterator[tuple[t.Instance, ...]]:
+        nonlocal last
         state = convert.instances(answer)
-        if state != self._last:
-            self._last = state
+        # A stream that is opened again begins with the current state.
+        if state != last:
+            last = state
             yield state
+
+    return Stream(
+        "Fleet", "WatchFleet", fleet_pb2.WatchFleetRequest, read, lambda: False, begins_at_once=True
+    )
 
 
 @dataclass(slots=True)

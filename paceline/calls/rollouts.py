@@ -65,7 +65,7 @@ class BatchReading:
     """Samples of the batch; None before the first answer."""
     taken: int = 0
     """Samples that were read."""
-    asked: int = 0
+    requested: int = 0
     """Cursor of the last request."""
     acked: int = 0
     """Cursor that was acknowledged: samples before it do not come again."""
@@ -73,7 +73,7 @@ class BatchReading:
     _slots: dict[str, int] = field(default_factory=dict)
     """For each prompt the slots that were read, as bits."""
     _from_start: bool = field(init=False)
-    """True if every sample that was ever read of the batch was read here."""
+    """True if every sample that was read of the batch was read here."""
     _renewals: int = 0
     _taken_before: int = 0
     """Samples that were read when the batch was last submitted again."""
@@ -121,7 +121,7 @@ class BatchReading:
 
     def request(self) -> rollout_pb2.StreamRolloutsRequest:
         """Return the request for the events after the last one read."""
-        self.asked = self.cursor
+        self.requested = self.cursor
         return convert.message(
             rollout_pb2.StreamRolloutsRequest,
             run_id=self.run_id,
@@ -218,7 +218,7 @@ class BatchReading:
     def _is_behind(self, failure: PacelineError) -> bool:
         """Return True if missing samples must lie before the cursor, or the gateway does not know the cursor."""
         if failure.reason == errors.CUT_SHORT:
-            return self.cursor == self.asked
+            return self.cursor == self.requested
         refused = isinstance(failure, InvalidArgumentError)
         return refused and any(violation.field == "cursor" for violation in failure.violations)
 

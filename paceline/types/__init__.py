@@ -26,6 +26,7 @@ from paceline.types.rollouts import (
     Batch,
     BatchHint,
     BatchStatus,
+    Continuation,
     Exactness,
     ExactnessLevel,
     Group,
@@ -38,9 +39,9 @@ from paceline.types.rollouts import (
     Stale,
     Submitted,
     TokenIds,
+    ToolUse,
 )
 from paceline.types.samples import (
-    Continuation,
     DraftSource,
     EnvironmentSpan,
     FinishReason,
@@ -54,7 +55,6 @@ from paceline.types.samples import (
     SampleFailure,
     SampleStatus,
     TokenDelta,
-    ToolUse,
     Turn,
     VersionSpan,
 )

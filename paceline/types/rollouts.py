@@ -6,13 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from paceline.types.samples import ToolUse
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -160,6 +157,20 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Rules for tool calls: after one of these tokens or strings, a sample waits for its environment."""
+
+    call_token_ids: tuple[int, ...] = ()
+    """Must not overlap `stop_token_ids`. The model's end-of-sequence token is allowed."""
+    call_strings: tuple[str, ...] = ()
+    """Must not overlap the `stop` strings; the limits of `stop` apply to both together."""
+    max_calls: int = 0
+    """Most calls of a sample; one more ends it as TRUNCATED. 0: the gateway's limit."""
+    max_wait: float | None = None
+    """Seconds that a sample waits for its environment before it ends as ABORTED. None: the gateway's default."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The groups of one step, as submitted. A batch that is submitted twice is generated once."""
 
@@ -228,6 +239,20 @@ class SampleKey:
 
     prompt_id: str
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Answer to a tool call of a sample: tokens of its environment, or the end of the sample."""
+
+    prompt_id: str
+    slot: int
+    position: int
+    """Response tokens up to and including the call."""
+    token_ids: Sequence[int] | TokenIds = ()
+    """[new]; not empty unless `end`."""
+    end: bool = False
+    """True: the sample ends here as COMPLETED."""
 
 
 @dataclass(frozen=True, slots=True)

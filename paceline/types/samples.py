@@ -1,8 +1,7 @@
-"""Samples and sessions: the tokens of a response, its provenance, tool calls, and the turns of a session."""
+"""Samples and sessions: the tokens of a response, its provenance, its tool calls, and the turns of a session."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -212,34 +211,6 @@ class TokenDelta:
     """[new, top_logprobs]."""
     top_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     """[new, top_logprobs]."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """Rules for tool calls: after one of these tokens or strings, a sample waits for its environment."""
-
-    call_token_ids: tuple[int, ...] = ()
-    """Must not overlap `stop_token_ids`. The model's end-of-sequence token is allowed."""
-    call_strings: tuple[str, ...] = ()
-    """Must not overlap the `stop` strings; the limits of `stop` apply to both together."""
-    max_calls: int = 0
-    """Most calls of a sample; one more ends it as TRUNCATED. 0: the gateway's limit."""
-    max_wait: float | None = None
-    """Seconds that a sample waits for its environment before it ends as ABORTED. None: the gateway's default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """Answer to a tool call of a sample: tokens of its environment, or the end of the sample."""
-
-    prompt_id: str
-    slot: int
-    position: int
-    """Response tokens up to and including the call."""
-    token_ids: Sequence[int] | TokenIds = ()
-    """[new]; not empty unless `end`."""
-    end: bool = False
-    """True: the sample ends here as COMPLETED."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ def test_a_prompt_that_is_asked_for_twice_in_a_step_is_warned_of(
     again = {(each.prompt_id, each.slot): each.token_ids.tolist() for each in run.rollout(0, GROUPS[:2])}
     assert again.items() <= first.items(), "as the warning says"
     (said,) = caplog.messages
-    assert "run r: in step 0 prompt 'a' and 1 others was asked for before" in said
+    assert "run r: in step 0 prompt 'a' and 1 others was requested before" in said
 
 
 def test_weights_that_somebody_else_pushed_are_warned_of_once(

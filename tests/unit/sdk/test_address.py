@@ -1,4 +1,4 @@
-"""Addresses are read as they are meant, or refused with what to write."""
+"""Addresses are parsed in the forms that people write, or refused with advice."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_addresses_are_read_as_they_are_meant(text: str, target: str) -> None:
         ("ipv4:127.0.0.1:7400", "has several colons"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text: str, why: str) -> None:
+def test_an_invalid_address_is_refused_with_advice(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse_address(text)
 
@@ -101,5 +101,5 @@ def test_several_and_those_of_tls() -> None:
         ("127.0.0.1.example", False),
     ],
 )
-def test_what_stays_on_this_machine(text: str, loopback: bool) -> None:
+def test_loopback_addresses_are_recognized(text: str, loopback: bool) -> None:
     assert parse_address(text).loopback is loopback

@@ -37,7 +37,7 @@ _BEGUN = (AsyncRollout, AsyncOpenBatch)
 
 
 class Counter:
-    """A core; its generator notes what it has given and that it was closed."""
+    """A core whose generator records its items and its end."""
 
     def __init__(self) -> None:
         self.given: list[int] = []
@@ -106,7 +106,7 @@ def test_an_interrupt_passes_through(core: Counter) -> None:
     assert core.closed == 1
 
 
-def test_what_would_suspend_is_refused() -> None:
+def test_a_coroutine_that_suspends_is_refused() -> None:
     with pytest.raises(RuntimeError, match="suspended"):
         finish(asyncio.sleep(0))
 

@@ -476,13 +476,13 @@ def test_batches_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> Non
         (["weights", "show"], "Policy version 5 from /weights/5, drafter version 2"),
     ],
 )
-def test_what_an_operator_does_is_told(
+def test_the_outcome_of_an_operation_is_printed(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments) == 0
     assert capsys.readouterr().out == f"{said}\n"
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.split()[0] == "paceline"

@@ -1,4 +1,4 @@
-"""Work on several shards at once, in tasks and in threads: what arrives, what is stopped, and what is left."""
+"""Work on several shards at once, in tasks and in threads: results, stopped work and remaining events."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_threads_give_every_event_once_and_those_of_a_stream_in_order() -> None:
     assert [number for number in got if number >= 5000] == list(range(5000, 8000))
 
 
-def test_what_threads_read_ahead_is_kept_and_bounded() -> None:
+def test_events_that_threads_read_ahead_are_kept_and_bounded() -> None:
     ahead, source = deque[int](), count(0, 10_000)
     events = merged([source], ahead)
     got = [next(events) for _ in range(3)]
@@ -138,7 +138,7 @@ def test_the_error_of_a_stream_stops_the_other_threads() -> None:
         list(events)
 
 
-async def test_tasks_give_every_event_once_and_keep_what_nobody_took() -> None:
+async def test_tasks_give_every_event_once_and_keep_untaken_ones() -> None:
     ahead = deque[int]()
     events = Tasks().merge([count(0, 1000), count(5000, 6000)], ahead)
     got = [await anext(events) for _ in range(700)]

@@ -1,4 +1,4 @@
-"""How a command finds its gateway: by options, by the environment, by a profile; and what wrong ones are told."""
+"""How a command finds its gateway: by options, by the environment, by a profile; and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the client of the last command was made with; the command itself goes no further."""
+    """Arguments of the client of the last command, which stops there."""
     found: dict[str, Any] = {}
 
     def client(address: str, **given: Any) -> Any:
@@ -161,7 +161,7 @@ WRONG: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(each) or "nothing" for each, _ in WRONG])
-def test_what_is_wrong_is_told_in_a_line_or_two(
+def test_errors_take_a_line_or_two(
     arguments: list[str], said: str, folder: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)

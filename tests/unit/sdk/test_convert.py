@@ -71,7 +71,7 @@ def test_provenance_tells_of_the_cached_rollout() -> None:
     assert (provenance.reused_prefix, provenance.cached_tokens, provenance.lossless) == (3, 9, False)
 
 
-def test_a_report_says_only_what_was_measured() -> None:
+def test_a_report_has_only_measured_values() -> None:
     transport = ScriptedTransport({"ReportRewards": rollout_pb2.ReportRewardsResponse()})
     client = GatewayCalls(transport)
     finish(client.report_rewards("run", "b", [t.Reward("p", 1, 0.5)]))
@@ -125,7 +125,7 @@ def test_all_constraints_of_sampling_are_sent() -> None:
     assert list(convert.sampling_to_proto(lone).stop) == ["bc"]
 
 
-def test_what_is_told_of_positions_is_a_row_of_each() -> None:
+def test_values_of_positions_are_a_row_of_each() -> None:
     message = sample_pb2.Sample(
         token_ids=[5, 6],
         logprobs=[-1, -2],

@@ -1,4 +1,4 @@
-"""A watch of decisions that is cut goes on where it was."""
+"""A watch of decisions that is cut continues at its position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def answer(seconds: float, reason: str) -> fleet_pb2.WatchDecisionsResponse:
     return message
 
 
-def test_it_begins_with_what_is_to_come_unless_a_time_is_given() -> None:
+def test_it_begins_with_new_decisions_unless_a_time_is_given() -> None:
     assert not DecisionPlace("r", None).request().HasField("since")
     request = DecisionPlace("r", 12.5).request()
     assert (request.run_id, request.since.ToNanoseconds()) == ("r", 12_500_000_000)

@@ -1,4 +1,4 @@
-"""Connections dialled anew: each lives as long as its calls."""
+"""Replaced connections: each stays open until its calls have ended."""
 
 from __future__ import annotations
 

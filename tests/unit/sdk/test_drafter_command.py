@@ -1,4 +1,4 @@
-"""`paceline drafter show`: what the learner tells, in words."""
+"""`paceline drafter show`: the state of the drafter in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLD = Drafter(
 )
 
 
-def test_it_tells_what_is_published_how_it_is_accepted_and_what_was_learned() -> None:
+def test_it_shows_the_version_its_acceptance_and_the_training() -> None:
     lines = drafter_lines(TOLD).splitlines()
     assert lines[0].startswith("drafter version 3 of ")
     assert lines[0].endswith(", from /weights/drafter/3")
@@ -30,7 +30,7 @@ def test_it_tells_what_is_published_how_it_is_accepted_and_what_was_learned() ->
     assert lines[3] == "4 candidates rejected, 1 roll-backs"
 
 
-def test_of_what_was_never_compared_or_published_it_says_nothing() -> None:
+def test_it_shows_nothing_of_a_version_never_compared_or_published() -> None:
     assert "verification" not in drafter_lines(replace(TOLD, acceptance_length=0.0))
     assert drafter_lines(replace(TOLD, drafter_version=0)).startswith(
         "no drafter is published yet\nlearned from 400"

@@ -103,7 +103,7 @@ def test_prompts_that_never_come_again_are_not_forecast() -> None:
 
 
 def test_of_steps_that_are_cut_elsewhere_in_each_epoch_most_is_forecast() -> None:
-    """A trainer that goes round without regard to epochs: 20 prompts, 6 a step."""
+    """A trainer that cycles through prompts without regard to epochs: 20 prompts, 6 a step."""
     trainer = Trainer()
     steps = cut(list(islice(cycle(names(20)), 300)), 6)
     trainer.go_through(steps)
@@ -183,14 +183,14 @@ def test_an_epoch_that_is_too_large_is_not_forecast() -> None:
     assert fits.hints
 
 
-def test_runs_that_asked_long_ago_make_way() -> None:
+def test_the_least_recently_active_runs_are_dropped() -> None:
     orders = EpochOrders(1000)
     for number in range(100):
         orders.ask(asked("1", 0, run_id=str(number)))
     assert list(orders._runs) == names(100)[36:]
 
 
-def test_what_the_trainer_announces_is_not_forecast() -> None:
+def test_announced_steps_are_not_forecast() -> None:
     orders, found = EpochOrders(1000), []
     for step, prompts in enumerate(cut(names(6), 2) * 4):
         if step in (5, 6, 7):
@@ -222,7 +222,7 @@ def test_resumed_samples_and_evaluations_do_not_count() -> None:
     assert list(trainer.hints) == [5, 6]
 
 
-def test_a_trainer_that_begins_again_is_learned_anew() -> None:
+def test_a_trainer_that_starts_over_is_learned_again() -> None:
     trainer = Trainer()
     trainer.go_through(cut(names(6), 2) * 2)
     trainer.hints.clear()

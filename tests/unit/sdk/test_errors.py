@@ -1,4 +1,4 @@
-"""Errors say what was wrong."""
+"""Errors of calls: details, and their text."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Where a client finds its token, and what it does not take for one."""
+"""Sources of a client's token, and files that are not used."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def test_it_is_not_for_another_address(address: str) -> None:
     assert sent(address) is None
 
 
-def test_what_is_given_comes_first_then_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_given_token_comes_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(7400)
     (tmp_path / "secret").write_text("pl_of_a_file\n")
     monkeypatch.setenv("PACELINE_TOKEN_FILE", str(tmp_path / "secret"))
@@ -133,7 +131,7 @@ def test_a_file_that_others_could_have_read_or_written_is_not_used(
     assert "pl_" not in str(told[0].message)
 
 
-def test_a_platform_that_starts_anew_is_followed() -> None:
+def test_a_restarted_platform_is_followed() -> None:
     path = leave(7400, "pl_first")
     found = options(HERE).found
     assert found is not None

@@ -13,7 +13,7 @@ from paceline.v1 import sample_pb2
 
 
 class GrowingRollout(AsyncRollout):
-    """A batch that is told of a group only when all samples of the group were read."""
+    """A batch to which a group is added only after all samples of the group were read."""
 
     def __init__(self, samples: list[t.Sample], late: Group) -> None:
         self._gathered, self._wanted, self._whole = {}, {}, deque()

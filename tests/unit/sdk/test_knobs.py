@@ -1,4 +1,4 @@
-"""Knobs as messages: sparse both ways, and what no message can hold is refused by name."""
+"""Knobs as messages: sparse both ways; values that no message can hold are refused by name."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from services.contracts.errors import InvalidArgument
 from services.contracts.knobs import Knobs, setting_of
 
 
-def test_only_what_is_set_is_sent() -> None:
+def test_only_set_knobs_are_sent() -> None:
     setting = {"speculation": False, "ladder": {"on": True, "lengths": [1, 2]}, "drafters": {"suffix": False}}
     message = knobs_to_proto(setting)
     assert not message.HasField("mode")
@@ -36,7 +36,7 @@ def test_every_knob_has_a_field() -> None:
         ({"drafters": {"given": True}}, "knobs.drafters.given"),
     ],
 )
-def test_what_is_no_knob_or_has_another_type_is_refused_by_name(knobs: dict[str, Any], field: str) -> None:
+def test_unknown_knobs_and_wrong_types_are_refused_by_name(knobs: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field) as refused:
         knobs_to_proto(knobs)
     assert [each.field for each in refused.value.violations] == [field]

@@ -1,4 +1,4 @@
-"""Once a gateway has answered, what answers at its address meanwhile is waited out."""
+"""After a gateway has answered once, other answers from its address are waited out."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_a_gateway_that_was_reached_is_waited_for(monkeypatch: pytest.MonkeyPatc
         finish(GatewayCalls(ScriptedTransport({"GetVersions": [Failed()] * 50})).versions())
 
 
-def test_what_grpc_says_otherwise_is_left_alone() -> None:
+def test_other_messages_of_grpc_are_not_changed() -> None:
     assert misdirection_of("no instance is ready") is None

@@ -1,4 +1,4 @@
-"""The comparison of the fleet's log-probabilities with the trainer's: what is rounding, and what another policy."""
+"""The comparison of the fleet's log-probabilities with the trainer's: rounding, and another policy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tokens_that_both_are_sure_of_do_not_hide_the_others(sure: str) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_another_policy(value: float) -> None:
+def test_a_value_that_is_not_finite_is_another_policy(value: float) -> None:
     for pair in (([value] * 4, [-1.0] * 4), ([-1.0] * 4, [value] * 4)):
         assert policy_gap(*pair).median == math.inf
 

@@ -16,7 +16,7 @@ def asks(seconds: int) -> error_details_pb2.RetryInfo:
 
 
 def delays(policy: RetryPolicy, error: PacelineError, most: int = 100) -> list[float]:
-    """Return the delays of a call that always fails, each of which has passed when the next is asked for."""
+    """Return the delays of a call that always fails, each of which has passed before the next is requested."""
     now, found = 100.0, []
     backoff = Backoff(policy, clock=lambda: now)
     while len(found) < most and (delay := backoff.delay_after(error)) is not None:
@@ -53,7 +53,7 @@ def test_the_service_may_ask_for_more_time() -> None:
     assert delays(RetryPolicy(seconds=8), error) == [], "it is not asked before its time"
 
 
-def test_a_full_service_is_asked_again_when_it_says_when() -> None:
+def test_a_full_service_that_names_a_time_is_tried_again() -> None:
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     assert delays(RetryPolicy(seconds=11), ResourceExhaustedError(code, "full", [asks(5)])) == [5, 5]
     assert delays(RetryPolicy(), ResourceExhaustedError(code, "too large")) == []

@@ -1,4 +1,4 @@
-"""Figures of a step: each is what the samples say, however they are divided among rollouts."""
+"""Figures of a step: they do not depend on the division of samples among rollouts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_figures_of_a_step() -> None:
     assert found == pytest.approx({f"rollout/{name}": value for name, value in wanted.items()})
 
 
-def test_what_is_not_known_is_not_there() -> None:
+def test_unknown_figures_are_left_out() -> None:
     assert StepStats().figures() == {"rollout/samples": 0, "rollout/tokens": 0}
     found = stats_of([sample(0, status=t.SampleStatus.FAILED, versions=())]).figures()
     assert {"rollout/accepted_share", "rollout/seconds", "rollout/version_last"}.isdisjoint(found)

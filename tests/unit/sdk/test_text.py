@@ -93,7 +93,7 @@ def test_a_response_is_without_special_tokens_and_its_stop_string(text: Text) ->
         ([{"role": "tool", "content": "1"}], "messages"),
     ],
 )
-def test_what_is_no_conversation_is_refused_by_field(text: Text, messages: Any, field: str) -> None:
+def test_an_invalid_conversation_is_refused_by_field(text: Text, messages: Any, field: str) -> None:
     with pytest.raises(paceline.InvalidArgumentError) as refused:
         Text(_Bare(text.tokenizer)).prompt(messages) if messages == "" else text.prompt(messages)
     assert [each.field for each in refused.value.violations] == [field]

@@ -1,4 +1,4 @@
-"""Durations and timestamps keep what floats say, to the nanosecond and to the microsecond."""
+"""Durations and timestamps keep floats to the nanosecond and to the microsecond."""
 
 import pytest
 from google.protobuf.duration_pb2 import Duration

@@ -1,4 +1,4 @@
-"""No door of the SDK sends a token, or a ticket, in plain text beyond this machine unless that is asked for."""
+"""No door of the SDK sends a token, or a ticket, in plain text beyond this machine unless that is requested."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Sent(Exception):
 
 
 class Sending(ScriptedTransport):
-    """Ends every call when its request was made, but for what a run asks before."""
+    """Ends every call when its request was made, except the calls of a run before it."""
 
     async def send(self, unary: Unary) -> Any:
         if unary.method == "GetVersions":

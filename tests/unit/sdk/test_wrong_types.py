@@ -81,7 +81,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),  # type: ignore[arg-type]
     ({"prompt_id": "p"}, "groups[1]: a value of the type dict must be a paceline.Group"),
 ]
-"""Groups that are none, and what is said of them."""
+"""Invalid groups, and their errors."""
 
 
 @pytest.mark.parametrize(("whole", "to_proto", "at"), RECORDS, ids=lambda each: type(each).__name__)
