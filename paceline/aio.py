@@ -79,8 +79,8 @@ class AsyncClient(GatewayCalls):
 
         Args:
             address: host:port, or several with commas between, of which one leads; or a list with one such address,
-                or `Shard`, for each of several deployments. Runs are spread over these; any other
-                call is made on one of them, `client.shard(name)`.
+                or `Shard`, for each of several deployments. Runs are spread over these; any other call is made on
+                one of them, `client.shard(name)`.
             token: None looks for one: PACELINE_TOKEN, the file that PACELINE_TOKEN_FILE names, or the file of the
                 platform that this user runs at this address of this machine. Empty: there is none.
             tls: None connects in plain text.

@@ -73,12 +73,13 @@ class BatchPart:
             return False
         return True
 
-    async def events(self, turn: float | None = None) -> AsyncGenerator[t.SampleEvent, None]:
-        """Iterate over the samples that were not read yet; with `turn`, for at most that many seconds."""
-        async with aclosing(self._calls.events(self.reading.stream(), turn)) as events:
-            async for event in events:
-                self._samples_read += 1
-                yield event
+    def events(self, turn: float | None = None) -> AsyncGenerator[t.SampleEvent, None]:
+        """Return the samples that were not read yet; with `turn`, read for at most that many seconds."""
+        return self._calls.events(self.reading.stream(), turn)
+
+    def note_read(self) -> None:
+        """Count a sample as read."""
+        self._samples_read += 1
 
     def give(self, event: t.SampleEvent) -> t.Sample:
         """Count a sample as given to the trainer, and return it."""
@@ -174,14 +175,14 @@ class OpenPart(BatchPart):
         """Continue a sample that has called a tool."""
         await self._calls.continue_samples(self.reading.run_id, self.reading.batch_id, [continuation])
 
-    async def events_with_calls(self) -> AsyncGenerator[t.SampleEvent | t.SampleCall, None]:
-        """Iterate over the samples that were not read yet, and over tool calls, some of which come again."""
+    async def events_with_calls(self) -> AsyncGenerator[PartEvent, None]:
+        """Iterate over the samples that were not read yet, and over tool calls, some of which are repeated."""
         # A client that has opened the batch as a new one has read all calls.
         stream = self.reading.stream_with_calls(whole=self.known)
         async with aclosing(self._calls.events(stream)) as events:
             async for event in events:
                 self._samples_read += isinstance(event, t.SampleEvent)
-                yield event
+                yield self, event
 
     async def _add(self, groups: Sequence[t.Group]) -> int:
         try:
@@ -213,6 +214,10 @@ class OpenPart(BatchPart):
         self._prompts -= gone
 
 
+PartEvent = tuple[OpenPart, t.SampleEvent | t.SampleCall]
+"""Sample or tool call, and the part of the batch that it is from."""
+
+
 async def submit_all(parts: Sequence[BatchPart]) -> None:
     """Submit the parts in order, until the gateway has no room for one; `read_in_turn` submits the others."""
     for number, part in enumerate(parts):
@@ -230,6 +235,7 @@ async def read_in_turn(parts: Sequence[BatchPart]) -> AsyncGenerator[tuple[Batch
                 continue
             async with aclosing(part.events(None if alone else TURN_SECONDS)) as events:
                 async for event in events:
+                    part.note_read()
                     yield part, event
             if alone or part.reading.whole():
                 missing.remove(part)

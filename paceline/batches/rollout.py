@@ -30,17 +30,20 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from paceline import convert
 from paceline import types as t
-from paceline.batches.parts import BatchPart, OpenPart, parts_of, read_in_turn, submit_all
+from paceline.batches.parts import BatchPart, OpenPart, PartEvent, parts_of, read_in_turn, submit_all
 from paceline.calls import GatewayCalls
 from paceline.errors import on_shard
 from paceline.shards import OpenShard
 
 log = logging.getLogger("paceline")
+
+E = TypeVar("E")
 
 
 @dataclass(slots=True)
@@ -284,16 +287,17 @@ class AsyncRollout:
             self._whole.append(sorted(self._gathered.pop(prompt_id), key=lambda each: each.slot))
 
     def _events(self) -> AsyncGenerator[tuple[BatchPart, t.SampleEvent], None]:
-        """Return the samples of all shards, which are read at once; usually there is one."""
-        if len(self._members) == 1:
-            return self._events_of(self._members[0])
-        return self._shards.concurrency.merge([self._events_of(each) for each in self._members], self._ahead)
+        """Return the samples that were not read yet, each with its part."""
+        return self._on_shards(lambda member: read_in_turn(self._parts[member.name]), self._ahead)
 
-    async def _events_of(self, member: OpenShard) -> AsyncGenerator[tuple[BatchPart, t.SampleEvent], None]:
-        with on_shard(member.name):
-            async with aclosing(read_in_turn(self._parts[member.name])) as events:
-                async for event in events:
-                    yield event
+    def _on_shards(
+        self, read: Callable[[OpenShard], AsyncGenerator[E, None]], ahead: deque[E]
+    ) -> AsyncGenerator[E, None]:
+        """Return the events of all shards, which are read at once; `ahead` has events that were not taken yet."""
+        if self._shards.alone:
+            return read(self._members[0])
+        streams = [_named_errors(member.name, read(member)) for member in self._members]
+        return streams[0] if len(streams) == 1 else self._shards.concurrency.merge(streams, ahead)
 
     async def begin(self) -> None:
         """Submit the batch; parts for which the gateway has no room yet follow while the others are read."""
@@ -340,8 +344,12 @@ class AsyncRollout:
         return sum(await self._shards.all(on_parts, self._members))
 
 
-PartEvent = tuple[OpenPart, t.SampleEvent | t.SampleCall]
-"""Sample or tool call, and the part of the batch that it is from."""
+async def _named_errors(shard: str, stream: AsyncGenerator[E, None]) -> AsyncGenerator[E, None]:
+    """Iterate over a stream, whose errors get the name of the shard."""
+    with on_shard(shard):
+        async with aclosing(stream) as events:
+            async for event in events:
+                yield event
 
 
 class AsyncOpenBatch(AsyncRollout):
@@ -406,17 +414,8 @@ class AsyncOpenBatch(AsyncRollout):
             await self._opened[member.name].continue_sample(continuation)
 
     def events_with_calls(self, ahead: deque[PartEvent]) -> AsyncGenerator[PartEvent, None]:
-        """Return samples and tool calls of all shards, which are read at once; `ahead` has events not taken yet."""
-        if len(self._members) == 1:
-            return self._with_calls(self._members[0])
-        return self._shards.concurrency.merge([self._with_calls(each) for each in self._members], ahead)
-
-    async def _with_calls(self, member: OpenShard) -> AsyncGenerator[PartEvent, None]:
-        part = self._opened[member.name]
-        with on_shard(member.name):
-            async with aclosing(part.events_with_calls()) as events:
-                async for event in events:
-                    yield part, event
+        """Return samples and tool calls, each with its part; `ahead` has events that were not taken yet."""
+        return self._on_shards(lambda member: self._opened[member.name].events_with_calls(), ahead)
 
     def _divide(self, batch: t.Batch) -> Mapping[str, Sequence[BatchPart]]:
         for member in self._shards.members:

@@ -10,7 +10,8 @@ import numpy as np
 
 from paceline import convert
 from paceline import types as t
-from paceline.batches.rollout import AsyncOpenBatch, PartEvent
+from paceline.batches.parts import PartEvent
+from paceline.batches.rollout import AsyncOpenBatch
 from paceline.convert.values import UINT32, integers
 from paceline.errors import FailedPreconditionError, NotFoundError, session_differs
 
