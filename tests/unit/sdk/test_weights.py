@@ -122,7 +122,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 import numpy as np
-from paceline import safetensors
+from paceline.weights import safetensors
 
 def kilobytes(file, *names):
     lines = dict(line.split(":", 1) for line in open(f"/proc/self/{file}") if ":" in line)
