@@ -1,8 +1,8 @@
 """Write LoRA adapters as versions of the weights: small folders that instances merge with a full version.
 
-The options of PEFT's LoraConfig are allow-lists, one for the merge by the fleet and one for the merge by the
-trainer. An option that stands in neither is refused unless its value has no effect, so that a newer PEFT cannot
-silently change the meaning of an adapter.
+The options of PEFT's LoraConfig are checked against allow-lists, one for the merge by instances and one for the
+merge by the trainer. An option that a list lacks is refused unless its value has no effect, so that a newer PEFT
+cannot silently change the meaning of an adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Adapter:
     """A LoRA adapter in memory."""
 
     tensors: safetensors.Tensors
-    """`lora_A` and `lora_B` by the names that PEFT gives them."""
+    """`lora_A` and `lora_B` under the names of PEFT."""
     config: Mapping[str, Any]
     """Content of `adapter_config.json`: `r`, `lora_alpha`, `use_rslora`, `target_modules` and so on."""
 
@@ -38,12 +38,12 @@ def write(folder: Path, source: Adapter | Path, base: BaseWeights) -> Expansion:
     """Write an adapter into an empty folder.
 
     Args:
-        folder: where it goes.
+        folder: the folder to write.
         source: an adapter, or the folder of one (`save_pretrained` of PEFT).
-        base: the full version that it builds on.
+        base: the full version on which it builds.
 
     Raises:
-        ValueError: the source is no adapter.
+        ValueError: the source is not an adapter.
         OSError: the disk is full, for example.
     """
     if isinstance(source, Path):
@@ -67,12 +67,12 @@ def write(folder: Path, source: Adapter | Path, base: BaseWeights) -> Expansion:
 
 
 def base_of(published: t.Versions, root: Path, model: Path) -> BaseWeights:
-    """Return the full version that an adapter builds on: the published one, or that of the published adapter.
+    """Return the full version on which the next adapter builds: the published one, or the published adapter's base.
 
     Args:
-        published: what the fleet serves.
-        root: where adapters were written, as `adapter-00000007`.
-        model: what the fleet started with.
+        published: the versions that the fleet serves.
+        root: folder of the written adapters, such as `adapter-00000007`.
+        model: folder of the model with which the fleet started.
 
     Raises:
         ValueError: the published version is an adapter that is not here.
@@ -84,19 +84,19 @@ def base_of(published: t.Versions, root: Path, model: Path) -> BaseWeights:
     if not checksum.startswith(ADAPTER_CHECKSUM):
         return BaseWeights(version, checksum, published.policy_path)
     for folder in (root / f"adapter-{version:08d}", Path(published.policy_path)):
-        told = expansion.read(folder)
-        if told is not None and expansion.checksum(folder) == checksum:
-            return told.base
+        found = expansion.read(folder)
+        if found is not None and expansion.checksum(folder) == checksum:
+            return found.base
     raise ValueError(f"version {version} is an adapter that is not in {root}: push full weights first")
 
 
 def _plain(value: object) -> object:
-    """Return what JSON has for a value of PEFT's configurations, whose modules are sets."""
+    """Return a value of PEFT's configurations as JSON has it: module names are in sets there."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
 ANY = None
-"""Any value is right: it says where adapters are, or how they came about, which their tensors show."""
+"""Any value is allowed: the option says where adapters are, or how they were made, which their tensors show."""
 
 BY_FLEET: Mapping[str, tuple[Any, ...] | None] = {
     "task_type": ANY,
@@ -115,7 +115,7 @@ BY_FLEET: Mapping[str, tuple[Any, ...] | None] = {
     "bias": ("none",),
     "use_rslora": (False, True),
     "modules_to_save": (None, []),
-    # The others change the base.
+    # Other values change the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "layers_to_transform": ANY,
     "layers_pattern": ANY,
@@ -124,7 +124,7 @@ BY_FLEET: Mapping[str, tuple[Any, ...] | None] = {
     "megatron_config": (None,),
     "megatron_core": ANY,
     "trainable_token_indices": (None, [], {}),
-    # Those of initialisations have no effect without `init_lora_weights`.
+    # Options of initialisations have no effect without `init_lora_weights`.
     "loftq_config": ANY,
     "eva_config": ANY,
     "corda_config": ANY,
@@ -144,7 +144,7 @@ BY_FLEET: Mapping[str, tuple[Any, ...] | None] = {
     "kasa_config": (None,),
     "ensure_weight_tying": ANY,
 }
-"""Values with which an instance merges an adapter with the weights that it has."""
+"""Options, and their values, of adapters that an instance can merge with its weights. The others are refused."""
 
 BY_TRAINER: Mapping[str, tuple[Any, ...] | None] = {
     **BY_FLEET,
@@ -159,29 +159,29 @@ BY_TRAINER: Mapping[str, tuple[Any, ...] | None] = {
     "alpha_pattern": ANY,
     "trainable_token_indices": ANY,
     "use_dora": ANY,
-    # Another backward pass, the same policy.
+    # It changes the backward pass only.
     "velora_config": ANY,
     "lora_bias": ANY,
     "target_parameters": ANY,
     "use_bdlora": ANY,
     "kasa_config": ANY,
-    # Its noise belongs to training, as that of dropout does.
+    # Its noise is used in training only, like dropout.
     "monteclora_config": ANY,
 }
-"""Values with which the trainer's process merges the adapter that it trains."""
+"""Options, and their values, of adapters that the trainer's process can merge."""
 
-_ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", [], (), {})
+_NO_EFFECT: tuple[Any, ...] = (None, False, "", [], (), {})
 
 
 def refused(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...] | None]) -> dict[str, Any]:
-    """Return the options whose values cannot be merged, with the values, by name."""
+    """Return the options that the allow-list does not admit, with their values."""
     return {
         name: value
         for name, value in config.items()
-        if (values := allowed.get(name, _ASKS_FOR_NOTHING)) is not ANY and _without_steps(value) not in values
+        if (values := allowed.get(name, _NO_EFFECT)) is not ANY and _without_steps(value) not in values
     }
 
 
 def _without_steps(value: Any) -> Any:
-    """Return a value; of `pissa_niter_16`, which says how exactly PiSSA begins, what it begins with."""
+    """Return a value, with `pissa_niter_16` (a number of iterations of the initialisation) as `pissa`."""
     return "pissa" if isinstance(value, str) and value.startswith("pissa_niter_") else value

@@ -1,7 +1,7 @@
-"""Push weights by a broadcast of torch.distributed (gloo), from the trainer to a rank on every instance.
+"""Push weights by a broadcast of torch.distributed (gloo), from the trainer to one rank on every instance.
 
-The broadcast runs in rounds. When a rank fails, the next round has the remaining ranks and continues where all
-are.
+The broadcast runs in rounds. When a rank fails, the next round has the remaining ranks, and continues at the lowest
+position that one of them has reached.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,62 +32,230 @@ from paceline.weights.rendezvous import (
     SMALLEST_BUCKET,
     BucketWriter,
     RankGone,
-    Rendezvous,
     RoundRanks,
     SlowRanks,
+    TrainerRendezvous,
     local_address,
     most_piece_bytes,
     round_lives,
 )
 from paceline.weights.version_push import VersionPush
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+# Rounds that the same ranks may lose in a row while no byte reaches all of them.
+_MOST_LOST = 3
 
-class Broadcaster:
-    """One pass over the pieces of a version. `send` is called in one thread at a time, until it returns."""
+log = logging.getLogger("paceline")
 
-    def __init__(self, rendezvous: Rendezvous, pieces: Iterator[WeightPiece], window_bytes: int) -> None:
-        """Keep up to `window_bytes` that not all ranks have acknowledged."""
+
+@dataclass(frozen=True, slots=True)
+class WeightCollective:
+    """Transport of weights by broadcast, for few instances on a fast network that the trainer shares with them.
+
+    The trainer needs torch, the instances `weight_collective` and `adopted_weights`. The connections have no TLS.
+    """
+
+    host: str = ""
+    """Address of this machine at which the instances reach it. Empty: the address from which it reaches them."""
+    port: int = 0
+    """Port of the store at which the ranks meet. 0: any. The connections of gloo use any other ports."""
+    bucket_bytes: int = 16 << 20
+    """Bytes of one broadcast. The trainer and each instance have two of them in memory."""
+    window_bytes: int = 256 << 20
+    """Bytes that are kept until all instances have them, in case one of them dies."""
+    shard_bytes: int = 256 * 10**6
+    """Largest file of a version. Each file is checked while the next one arrives."""
+    join_seconds: float = 60.0
+    """Seconds after which an instance that is not ready for the first round is left out."""
+    stall_seconds: float = 30.0
+    """Longest wait of a rank for another one, and thus also for the next bucket of this trainer's tensors."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of its range."""
+        if self.bucket_bytes < SMALLEST_BUCKET or self.bucket_bytes > 1 << 30:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; must be {SMALLEST_BUCKET} to {1 << 30}")
+        for name, value in (("join_seconds", self.join_seconds), ("stall_seconds", self.stall_seconds)):
+            if not 0.1 <= value <= 3600:
+                raise ValueError(f"{name} is {value:g}; must be 0.1 to 3600")
+
+
+async def push_collective(
+    push: VersionPush,
+    collective: WeightCollective,
+    tensors: safetensors.Tensors,
+    in_flight: t.InFlight = t.InFlight.REFUSE,
+) -> t.UpdateFinished:
+    """Push tensors to the only shard. An error aborts the update, unless `keeps_staged` is True for it.
+
+    Instances that fail or exceed the limits are left out; they fetch the version from others once it is published.
+
+    Raises:
+        ValueError: tensors that cannot be written (see `safetensors.write`).
+        PacelineError: AbortedError with the reason RANK_LOST if no instance is left; it names the instances that
+            were left out. FailedPreconditionError with the reason NO_RENDEZVOUS without torch here, if the port is
+            taken, or if there are several shards.
+    """
+    if not push.shards.alone:
+        raise no_rendezvous("a WeightCollective goes to one shard only: push to several by a WeightStream")
+    rendezvous = await _host(push.shards.members[0].calls, collective)
+
+    def start(member: OpenShard, version: int) -> Awaitable[t.CollectiveStarted]:
+        return member.calls.start_collective(
+            push.run_id, version, push.target, rendezvous.described, push.push_id
+        )
+
+    async def stage(member: OpenShard, started: t.CollectiveStarted) -> None:
+        broadcast = _Broadcast(member.calls, push, collective, rendezvous, started, tensors)
+        checksum = await broadcast.send()
+        await member.calls.update_streamed(started.update_id, checksum, broadcast.left_out)
+
+    try:
+        return await push.stage(start, stage, in_flight)
+    finally:
+        rendezvous.close("the push has ended")
+
+
+async def _host(client: GatewayCalls, collective: WeightCollective) -> TrainerRendezvous:
+    described = CollectiveRendezvous(
+        key=secrets.token_hex(8),
+        bucket_bytes=collective.bucket_bytes,
+        stall=duration(collective.stall_seconds),
+        join=duration(collective.join_seconds),
+    )
+    instances = () if collective.host else await client.instances()
+    try:
+        host = collective.host or (local_address(instances[0].address) if instances else "127.0.0.1")
+        return await client.run_work(partial(TrainerRendezvous.host, host, collective.port, described))
+    except ImportError as error:
+        text = f"a WeightCollective needs torch with gloo in the trainer: {error}; {how_to_install('collective')}"
+        raise no_rendezvous(text) from error
+    except OSError as error:
+        raise no_rendezvous(str(error)) from error
+
+
+class _Broadcast:
+    """Broadcast of the pieces of one version, in as many rounds as it takes."""
+
+    def __init__(
+        self,
+        client: GatewayCalls,
+        push: VersionPush,
+        collective: WeightCollective,
+        rendezvous: TrainerRendezvous,
+        started: t.CollectiveStarted,
+        tensors: safetensors.Tensors,
+    ) -> None:
+        self._client = client
+        self._push = push
+        self._collective = collective
         self._rendezvous = rendezvous
-        self._pieces = pieces
-        self._window_bytes = window_bytes
+        self._started = started
+        self._pieces = cut(
+            safetensors.lay_out(tensors, collective.shard_bytes), most_piece_bytes(collective.bucket_bytes)
+        )
         self._window = SendWindow()
         self._index = hashlib.sha256()
         self._stopped = False
+        self.left_out: dict[str, str] = {}
+        """Instances that take no part any more, with the reasons."""
 
-    @property
-    def checksum(self) -> str:
-        """Checksum of what was sent (see `safetensors.checksum`), once all of it was."""
-        return f"index-sha256:{self._index.hexdigest()}"
+    async def send(self) -> str:
+        """Send all bytes, and return their checksum (see `safetensors.checksum`)."""
+        number = lost = 0
+        before: object = None
+        try:
+            while ready := await self._ready(number):
+                ranks = RoundRanks(number, tuple(ready))
+                try:
+                    await self._client.run_work(partial(self._send_round, ranks, min(ready.values())))
+                    break
+                except RankGone as gone:
+                    log.warning("round %d of the weight broadcast was lost: %s", number, gone)
+                    if isinstance(gone, SlowRanks):
+                        self._leave_out(
+                            gone.instance_ids, f"slower than {self._collective.stall_seconds:g} s"
+                        )
+                    state = (ranks.instance_ids, self._window.begin)
+                    lost, before = (lost + 1 if state == before else 1), state
+                    if lost == _MOST_LOST:
+                        raise self._failure(str(gone)) from gone
+                    number += 1
+            # If no instance is ready for another round, the remaining ones had all bytes when the last was lost.
+            return f"index-sha256:{self._index.hexdigest()}"
+        except BaseException:
+            # Ends `_send_round`, which may still run in its thread, at the next piece.
+            self._stopped = True
+            raise
 
-    @property
-    def kept_from(self) -> int:
-        """Position before which all ranks have the bytes; they are kept no more."""
-        return self._window.begin
+    async def _ready(self, number: int) -> dict[str, int]:
+        """Return the instances that are ready for a round, with the positions behind the bytes that they have.
 
-    def stop(self) -> None:
-        """End `send`, which raises at the next bucket; may be called in any thread."""
-        self._stopped = True
+        It waits, within a limit, for all that take part and do not have all bytes, and then leaves out the missing
+        ones. The result is empty if all instances have all bytes.
+        """
+        began, pause = time.monotonic(), _FIRST_PAUSE
+        limit = self._collective.join_seconds if not number else 2 * self._collective.stall_seconds
+        while True:
+            # Returns the instances that live and have not failed, or raises the error with which all have failed.
+            self._started = await self._client.start_collective(
+                *(self._push.run_id, self._started.version, self._push.target),
+                *(self._rendezvous.described, self._push.push_id),
+            )
+            wanted = [each for each in self._started.instance_ids if each not in self.left_out]
+            try:
+                ready, complete, gone = await self._client.run_work(partial(self._look, number, wanted))
+            except RankGone as error:
+                raise rank_lost(str(error)) from error
+            for each, reason in gone.items():
+                self._leave_out([each], reason)
+            # Bytes before the window are not kept, so an instance that lost them cannot catch up.
+            self._leave_out([each for each in ready if ready[each] < self._window.begin], "it began anew")
+            known = {*self.left_out, *ready, *complete}
+            missing = [each for each in wanted if each not in known]
+            over = time.monotonic() - began > limit
+            if over:
+                self._leave_out(missing, f"not ready for round {number} after {limit:g} s")
+            if over or not missing:
+                taken = {each: position for each, position in ready.items() if each not in self.left_out}
+                if not taken and not complete:
+                    raise self._failure("no instance is left")
+                return taken
+            if not await self._client.sleep(pause):
+                raise rank_lost("the client was closed")
+            pause = min(_LONGEST_PAUSE, 2 * pause)
 
-    def send(self, ranks: RoundRanks, position: int) -> None:
-        """Send to the ranks of a round, which have the bytes before a position, until they have all.
+    def _look(self, number: int, wanted: list[str]) -> tuple[dict[str, int], set[str], dict[str, str]]:
+        here = self._rendezvous
+        return here.present(number, wanted), here.complete(wanted), here.gone(wanted)
+
+    def _leave_out(self, instance_ids: Iterable[str], reason: str) -> None:
+        for each in instance_ids:
+            if self.left_out.setdefault(each, reason) is reason:
+                log.warning("instance %s is left out of the weight broadcast: %s", each, reason)
+
+    def _failure(self, reason: str) -> Exception:
+        others = "".join(f"; {each}: {why}" for each, why in sorted(self.left_out.items()))
+        return rank_lost(f"the weights could not be broadcast: {reason}{others}")
+
+    def _send_round(self, ranks: RoundRanks, position: int) -> None:
+        """Send all remaining pieces to the ranks of a round, which have the bytes before a position.
+
+        Runs in one thread at a time.
 
         Raises:
-            RankGone: the round is lost; call it again with the ranks that are left.
+            RankGone: the round is lost; the remaining ranks need another one.
             ValueError: tensors that cannot be written (see `safetensors.write`).
         """
-        current = _Round(self._rendezvous, ranks, self._window, self._window_bytes)
+        current = _Round(self._rendezvous, ranks, self._window, self._collective.window_bytes)
         try:
-            current.send(self._coming(position))
+            current.send(chain(self._window.since(position), self._new_pieces()))
         except BaseException as error:
             self._rendezvous.lose_round(ranks.number, f"the trainer: {error}")
             raise
         finally:
             current.close()
 
-    def _coming(self, position: int) -> Iterator[WeightPiece]:
-        return chain(self._window.since(position), self._new())
-
-    def _new(self) -> Iterator[WeightPiece]:
+    def _new_pieces(self) -> Iterator[WeightPiece]:
         for piece in self._pieces:
             if self._stopped:
                 raise RankGone("the push was given up")
@@ -98,11 +266,12 @@ class Broadcaster:
 
 
 class _Round:
-    """A round on the trainer. One bucket is filled while the one before is on its way."""
+    """A round on the trainer. It fills one bucket while the previous one is being sent."""
 
     def __init__(
-        self, rendezvous: Rendezvous, ranks: RoundRanks, window: SendWindow, window_bytes: int
+        self, rendezvous: TrainerRendezvous, ranks: RoundRanks, window: SendWindow, window_bytes: int
     ) -> None:
+        """Keep at most `window_bytes` in `window` that not all ranks have acknowledged."""
         import torch
         from torch.distributed import BroadcastOptions
 
@@ -115,20 +284,21 @@ class _Round:
         self._options.rootRank, self._options.timeout = 0, self._limit
         self._work: Any = None
         self._buckets = 0
-        self._asked: deque[tuple[int, int]] = deque()
-        """Numbers of the acknowledgements that are asked for, and the positions behind the buckets."""
-        self._asked_upto = 0
+        self._requested: deque[tuple[int, int]] = deque()
+        """Numbers of the requested acknowledgements, with the positions behind their buckets."""
+        self._requested_end = 0
+        """Position behind the last bucket for which an acknowledgement was requested."""
         self._group: Any = rendezvous.open_round(ranks)
 
     def close(self) -> None:
-        """End the connections, so that the ranks which wait for this one learn of it.
+        """Drop the connections, so that ranks which wait for this one notice.
 
-        They end with the last reference to the group or to its work: a traceback must have none.
+        They end with the last reference to the group or to its work, so no traceback may hold one.
         """
         self._work = self._group = None
 
     def send(self, pieces: Iterator[WeightPiece]) -> None:
-        """Send all pieces, the last of which is the last of the version."""
+        """Send the pieces, which end with the last piece of the version."""
         bucket = self._bucket()
         end = 0
         for piece in pieces:
@@ -146,10 +316,10 @@ class _Round:
 
     def _post(self, bucket: BucketWriter, end: int, *, last: bool) -> None:
         number = 0
-        if last or end - self._asked_upto > self._window_bytes // 2:
+        if last or end - self._requested_end > self._window_bytes // 2:
             number = self._buckets + 1
-            self._asked.append((number, end))
-            self._asked_upto = end
+            self._requested.append((number, end))
+            self._requested_end = end
         bucket.finish(number)
         self._wait()
         self._rendezvous.check(self._ranks)
@@ -165,203 +335,10 @@ class _Round:
             self._work = None
 
     def _confirm(self, most: int) -> None:
-        """Wait until no more than `most` bytes are kept."""
-        while self._window.bytes > most and self._asked:
-            if self._asked[0][0] == self._buckets:
+        """Wait until at most `most` bytes are kept."""
+        while self._window.bytes > most and self._requested:
+            if self._requested[0][0] == self._buckets:
                 self._wait()
-            number, position = self._asked.popleft()
+            number, position = self._requested.popleft()
             self._rendezvous.await_acknowledged(self._ranks, number, position)
             self._window.confirm(position)
-
-
-log = logging.getLogger("paceline")
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
-# Rounds in a row that the same ranks lose without a byte that all have got.
-_MOST_LOST = 3
-
-
-@dataclass(frozen=True, slots=True)
-class WeightCollective:
-    """Transport of weights by broadcast, for few instances on a fast network that the trainer shares with them.
-
-    The trainer needs torch, the instances `weight_collective` and `adopted_weights`. The connections have no TLS.
-    """
-
-    host: str = ""
-    """Address of this machine at which the instances reach it. Empty: that from which it reaches them."""
-    port: int = 0
-    """Port of the store at which the ranks meet. 0: any. The connections of gloo take any ports besides."""
-    bucket_bytes: int = 16 << 20
-    """Bytes of one broadcast. The trainer has two of them in memory, and so has each instance."""
-    window_bytes: int = 256 << 20
-    """Bytes that are kept until all instances have them, for the case that one of them dies."""
-    shard_bytes: int = 256 * 10**6
-    """Largest file of a version. Each is checked while the next one comes."""
-    join_seconds: float = 60.0
-    """An instance that is not ready for the first broadcast after so long is left out."""
-    stall_seconds: float = 30.0
-    """Longest that a rank waits for another one, and thus for the next bucket of this trainer's tensors, too."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a value that cannot be meant."""
-        if self.bucket_bytes < SMALLEST_BUCKET or self.bucket_bytes > 1 << 30:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; must be {SMALLEST_BUCKET} to {1 << 30}")
-        for name, value in (("join_seconds", self.join_seconds), ("stall_seconds", self.stall_seconds)):
-            if not 0.1 <= value <= 3600:
-                raise ValueError(f"{name} is {value:g}; must be 0.1 to 3600")
-
-
-async def push_collective(
-    push: VersionPush,
-    collective: WeightCollective,
-    tensors: safetensors.Tensors,
-    in_flight: t.InFlight = t.InFlight.REFUSE,
-) -> t.UpdateFinished:
-    """Push tensors to the one shard. An error aborts the update, except one for which `keeps_staged` is True.
-
-    Instances that fail or are slower than the limits are left out, and fetch the version from others when it is
-    published.
-
-    Raises:
-        ValueError: tensors that cannot be written (see `safetensors.write`).
-        PacelineError: AbortedError with the reason RANK_LOST if no instance is left, which names those that were;
-            FailedPreconditionError with the reason NO_RENDEZVOUS without torch here, if the port is taken, or if
-            there are several shards.
-    """
-    if not push.shards.alone:
-        raise no_rendezvous("a WeightCollective goes to one shard only: push to several by a WeightStream")
-    rendezvous = await _host(push.shards.members[0].calls, collective)
-
-    def start(member: OpenShard, version: int) -> Awaitable[t.CollectiveStarted]:
-        return member.calls.start_collective(
-            push.run_id, version, push.target, rendezvous.described, push.push_id
-        )
-
-    async def stage(member: OpenShard, started: t.CollectiveStarted) -> None:
-        broadcast = _Broadcast(member.calls, push, collective, rendezvous, started)
-        checksum = await broadcast.send(tensors)
-        await member.calls.update_streamed(started.update_id, checksum, broadcast.left_out)
-
-    try:
-        return await push.stage(start, stage, in_flight)
-    finally:
-        rendezvous.close("the push has ended")
-
-
-async def _host(client: GatewayCalls, collective: WeightCollective) -> Rendezvous:
-    described = CollectiveRendezvous(
-        key=secrets.token_hex(8),
-        bucket_bytes=collective.bucket_bytes,
-        stall=duration(collective.stall_seconds),
-        join=duration(collective.join_seconds),
-    )
-    instances = () if collective.host else await client.instances()
-    try:
-        host = collective.host or (local_address(instances[0].address) if instances else "127.0.0.1")
-        return await client.run_work(partial(Rendezvous.host, host, collective.port, described))
-    except ImportError as error:
-        text = f"a WeightCollective needs torch with gloo in the trainer: {error}; {how_to_install('collective')}"
-        raise no_rendezvous(text) from error
-    except OSError as error:
-        raise no_rendezvous(str(error)) from error
-
-
-class _Broadcast:
-    """One broadcast, in as many rounds as it takes."""
-
-    def __init__(
-        self,
-        client: GatewayCalls,
-        push: VersionPush,
-        collective: WeightCollective,
-        rendezvous: Rendezvous,
-        started: t.CollectiveStarted,
-    ) -> None:
-        self._client = client
-        self._push = push
-        self._collective = collective
-        self._rendezvous = rendezvous
-        self._started = started
-        self.left_out: dict[str, str] = {}
-        """Instances that take part no more, and why."""
-
-    async def send(self, tensors: safetensors.Tensors) -> str:
-        """Send all bytes, and return their checksum."""
-        pieces = cut(
-            safetensors.lay_out(tensors, self._collective.shard_bytes),
-            most_piece_bytes(self._collective.bucket_bytes),
-        )
-        sender = Broadcaster(self._rendezvous, pieces, self._collective.window_bytes)
-        number = lost = 0
-        before: object = None
-        try:
-            while ready := await self._ready(number, sender.kept_from):
-                ranks = RoundRanks(number, tuple(ready))
-                try:
-                    await self._client.run_work(partial(sender.send, ranks, min(ready.values())))
-                    return sender.checksum
-                except RankGone as gone:
-                    log.warning("round %d of the weight broadcast was lost: %s", number, gone)
-                    if isinstance(gone, SlowRanks):
-                        self._leave_out(
-                            gone.instance_ids, f"slower than {self._collective.stall_seconds:g} s"
-                        )
-                    state = (ranks.instance_ids, sender.kept_from)
-                    lost, before = (lost + 1 if state == before else 1), state
-                    if lost == _MOST_LOST:
-                        raise self._lost(str(gone)) from gone
-                    number += 1
-            # Whoever is left had all when the last round was lost.
-            return sender.checksum
-        except BaseException:
-            sender.stop()
-            raise
-
-    async def _ready(self, number: int, kept_from: int) -> dict[str, int]:
-        """Return the instances that are ready for a round, and the positions behind what they have.
-
-        All that take part and do not have all are waited for, within a limit; the others are left out from then on.
-        None is ready if all have all.
-        """
-        began, pause = time.monotonic(), _FIRST_PAUSE
-        limit = self._collective.join_seconds if not number else 2 * self._collective.stall_seconds
-        while True:
-            # Names those that live and have not failed, or raises the error with which all have.
-            self._started = await self._client.start_collective(
-                *(self._push.run_id, self._started.version, self._push.target),
-                *(self._rendezvous.described, self._push.push_id),
-            )
-            wanted = [each for each in self._started.instance_ids if each not in self.left_out]
-            try:
-                ready, complete, gone = await self._client.run_work(partial(self._look, number, wanted))
-            except RankGone as error:
-                raise rank_lost(str(error)) from error
-            for each, reason in gone.items():
-                self._leave_out([each], reason)
-            self._leave_out([each for each in ready if ready[each] < kept_from], "it began anew")
-            known = {*self.left_out, *ready, *complete}
-            waited_for = [each for each in wanted if each not in known]
-            over = time.monotonic() - began > limit
-            if over:
-                self._leave_out(waited_for, f"not ready for round {number} after {limit:g} s")
-            if over or not waited_for:
-                taken = {each: position for each, position in ready.items() if each not in self.left_out}
-                if not taken and not complete:
-                    raise self._lost("no instance is left")
-                return taken
-            if not await self._client.sleep(pause):
-                raise rank_lost("the client was closed")
-            pause = min(_LONGEST_PAUSE, 2 * pause)
-
-    def _look(self, number: int, wanted: list[str]) -> tuple[dict[str, int], set[str], dict[str, str]]:
-        here = self._rendezvous
-        return here.present(number, wanted), here.complete(wanted), here.gone(wanted)
-
-    def _leave_out(self, instance_ids: list[str] | tuple[str, ...], reason: str) -> None:
-        for each in instance_ids:
-            if self.left_out.setdefault(each, reason) is reason:
-                log.warning("instance %s is left out of the weight broadcast: %s", each, reason)
-
-    def _lost(self, reason: str) -> Exception:
-        others = "".join(f"; {each}: {why}" for each, why in sorted(self.left_out.items()))
-        return rank_lost(f"the weights could not be broadcast: {reason}{others}")

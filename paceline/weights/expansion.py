@@ -1,4 +1,4 @@
-"""Small folders that instances expand to a version of the weights, given another version that they hold."""
+"""Compact folders (deltas, adapters) that instances expand to a version of the weights, given a base version."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.files import open_regular, parse_object, read_regular
 from paceline.weights import safetensors
 
 MANIFEST = "expansion.json"
-"""File that makes a folder one that is to be expanded."""
+"""Manifest of a folder that must be expanded."""
 ADAPTER_CHECKSUM = "adapter-sha256:"
-"""How the checksum of an adapter begins."""
+"""Prefix of the checksum of an adapter."""
 _FORMAT = 1
 _READ_BYTES = 1 << 20
 
 
 class ExpansionKind(StrEnum):
-    """Kind of a folder that is to be expanded."""
+    """Kind of a folder that must be expanded."""
 
     DELTA = "delta"
     ADAPTER = "adapter"
@@ -30,13 +30,13 @@ class ExpansionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """A full version of the weights that others build on."""
+    """A full version of the weights, on which a delta or an adapter builds."""
 
     version: int
     checksum: str
-    """As of `safetensors.checksum`."""
+    """Result of `safetensors.checksum`."""
     path: str = ""
-    """Folder in which the trainer has it, or "", as for the model that the fleet started with."""
+    """Folder in which the trainer has it; "" if unknown, as for the model with which the fleet started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Content of `expansion.json`: what the folder is, against what it is expanded, and its other files."""
+    """Content of `expansion.json`: the kind of the folder, its base version, and its other files."""
 
     kind: ExpansionKind
     base: BaseWeights
@@ -57,12 +57,12 @@ class Expansion:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the files."""
+        """Total size of the files."""
         return sum(file.bytes for file in self.files.values())
 
 
 def describe(path: Path) -> StoredFile:
-    """Return size and SHA-256 of a file, which is read once."""
+    """Return the size and the SHA-256 of a file, reading it once."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         while chunk := file.read(_READ_BYTES):
@@ -71,7 +71,7 @@ def describe(path: Path) -> StoredFile:
 
 
 def write(folder: Path, kind: ExpansionKind, base: BaseWeights, names: Iterable[str]) -> Expansion:
-    """Describe the named files of a folder, make them durable, and write the manifest, which comes last."""
+    """Make the named files of a folder durable, describe them, and write the manifest last."""
     for name in names:
         safetensors.sync(folder / name)
     expansion = Expansion(kind, base, {name: describe(folder / name) for name in names})
@@ -86,40 +86,40 @@ def write(folder: Path, kind: ExpansionKind, base: BaseWeights, names: Iterable[
 
 
 def read(folder: Path) -> Expansion | None:
-    """Return what a folder says of itself; None if it is not to be expanded.
+    """Return the manifest of a folder; None if it has none.
 
-    ValueError: the manifest is corrupt, or of a later format.
+    ValueError: the manifest is corrupt, or of another format.
     """
     try:
         content = read_regular(folder / MANIFEST, safetensors.MOST_INDEX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        told = parse_object(content)
-        if told["format"] != _FORMAT:
-            raise ValueError(f"its format is {told['format']!r}, this program knows {_FORMAT}")
-        base, files = BaseWeights(**told["base"]), told["files"].items()
+        manifest = parse_object(content)
+        if manifest["format"] != _FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}; must be {_FORMAT}")
+        base, files = BaseWeights(**manifest["base"]), manifest["files"].items()
         if not (type(base.version) is int and isinstance(base.checksum, str) and isinstance(base.path, str)):
-            raise ValueError("its base is none")
+            raise ValueError("its base is not one")
         stored = {str(name): StoredFile(int(file["bytes"]), str(file["sha256"])) for name, file in files}
         if wrong := [name for name in stored if Path(name).name != name or name == MANIFEST]:
             raise ValueError(f"{wrong[0]!r} is no file name")
-        return Expansion(ExpansionKind(told["kind"]), base, stored)
+        return Expansion(ExpansionKind(manifest["kind"]), base, stored)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / MANIFEST} is corrupt: {error!r}") from error
 
 
-def is_one(folder: Path) -> bool:
-    """Return True if a folder is to be expanded."""
+def is_expansion(folder: Path) -> bool:
+    """Return True if a folder must be expanded."""
     return (folder / MANIFEST).is_file()
 
 
 def checksum(folder: Path, proceed: Callable[[], object] = lambda: None) -> str:
-    """Return the checksum of the weights of a folder, whether or not they are to be expanded.
+    """Return the checksum of the weights of a folder, which may be a delta or an adapter.
 
-    That of a delta is the checksum of the weights that it leads to: it has their index. An adapter's is
-    `adapter-sha256:<hex>` of its manifest, which has those of its files and of its base. `proceed` is called while
-    files are read; what it raises ends the work.
+    A delta has the index of the weights to which it leads, and so their checksum. The checksum of an adapter is
+    `adapter-sha256:<hex>` of its manifest, which contains the checksums of its files and of its base. `proceed` is
+    called while files are read; an exception that it raises ends the work.
 
     ValueError: the folder has no weights.
     """

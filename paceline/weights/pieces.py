@@ -1,7 +1,7 @@
-"""Pieces of a version's stream: cut from its files, kept until confirmed, and shared by several senders.
+"""Pieces of the stream of a version: cut from its files, kept until confirmed, and shared by several senders.
 
-The window keeps what may have to be sent again, to another instance. The tee reads the weights once for all
-shards. The log maps positions of the stream to places in files.
+`SendWindow` keeps the pieces that may have to be sent again, to another instance. `PieceTee` reads the weights
+once for all shards. `PieceLog` maps positions of the stream to places in files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.weights.safetensors import FileWrite
 
 
 def cut(writes: Iterable[FileWrite], piece_bytes: int) -> Iterator[WeightPiece]:
-    """Yield what is written as pieces, which hold the bytes of one file and are as large as may be."""
+    """Combine writes to pieces of up to `piece_bytes`; a piece has bytes of one file."""
     held, first, position = bytearray(), FileWrite(0, 0, b""), 0
 
     def piece(data: bytes | bytearray | memoryview, last: bool = False) -> WeightPiece:
@@ -55,33 +55,33 @@ def cut(writes: Iterable[FileWrite], piece_bytes: int) -> Iterator[WeightPiece]:
                 yield piece(data, last=index and start + len(data) == size)
             else:
                 held += data
-            # It keeps its tensor in memory.
+            # The slice keeps its tensor in memory.
             del data
         del write
-    # The index came last, and is not held.
+    # Nothing is held here: the index comes last, and is yielded at once.
 
 
 class SourceBehind(Exception):
-    """Raised when bytes are needed that are kept no more."""
+    """Raised when bytes are needed that are no longer kept."""
 
 
 class SendWindow:
-    """Pieces that are not confirmed, in order."""
+    """Unconfirmed pieces, in order."""
 
     def __init__(self) -> None:
         self.begin = 0
-        """Position before which nothing is kept."""
+        """Position before which no piece is kept."""
         self.end = 0
         """Position behind the last piece."""
         self._pieces: deque[WeightPiece] = deque()
 
     @property
     def bytes(self) -> int:
-        """Bytes that are kept."""
+        """Number of bytes that are kept."""
         return self.end - self.begin
 
     def add(self, piece: WeightPiece) -> None:
-        """Keep a piece, which is the next."""
+        """Keep the next piece."""
         self._pieces.append(piece)
         self.end = piece.position + len(piece.data)
 
@@ -92,38 +92,38 @@ class SendWindow:
         self.begin = self._pieces[0].position if self._pieces else self.end
 
     def since(self, position: int) -> Iterator[WeightPiece]:
-        """Yield what is kept from a position on. SourceBehind: that is before what is kept."""
+        """Yield the kept pieces from a position on. SourceBehind: the position is before the first of them."""
         if position < self.begin:
-            raise SourceBehind(f"position {position} is asked for; {self.begin} is the first that is kept")
+            raise SourceBehind(f"position {position} is needed; the first that is kept is {self.begin}")
         for piece in list(self._pieces):
-            # One that the other side has in part is whole again: it skips what it has.
+            # A partly received piece is resent whole: the receiver skips the bytes that it has.
             if piece.position + len(piece.data) > position:
                 yield piece
 
 
 class PieceTee:
-    """One pass over pieces for several readers, each in a thread of its own. The slowest sets the pace."""
+    """Distributor of pieces to several readers, each in its own thread. The slowest reader sets the pace."""
 
     def __init__(self, readers: int, most_bytes: int) -> None:
-        """Keep up to `most_bytes`, and one piece, that some reader has not taken."""
+        """Keep up to `most_bytes`, plus one piece, that some reader has not taken yet."""
         self._changed = threading.Condition()
         self._most_bytes = most_bytes
         self._queues: list[deque[WeightPiece] | None] = [deque() for _ in range(readers)]
-        """What each reader has not taken; None: it wants no more."""
+        """Pieces that each reader has not taken yet; None for a reader that wants no more."""
         self._bytes = [0] * readers
         self._over = False
         self._error: Exception | None = None
 
     def feed(self, pieces: Iterable[WeightPiece]) -> None:
-        """Give all pieces to the readers; return when they have room for the last, or want no more.
+        """Distribute all pieces; return when the last one is queued for the readers, or when they want no more.
 
-        An error of the pieces is raised here, and to the readers.
+        An error of the iterable is raised here, and to the readers.
         """
         try:
             for piece in pieces:
                 if not self._put(piece):
                     return
-                # It may be large, and is not needed while the next one is made.
+                # A piece may be large, and is not needed while the next one is made.
                 del piece
         except Exception as error:
             self._end(error)
@@ -134,12 +134,12 @@ class PieceTee:
         self._end(None)
 
     def stop(self) -> None:
-        """End the pass; readers get `CancelledError`."""
+        """Stop distributing; readers get `CancelledError`."""
         message = "the weights are not sent to the end, because another shard failed"
         self._end(CancelledError(grpc.StatusCode.CANCELLED, message))
 
     def pieces(self, reader: int) -> Iterator[WeightPiece]:
-        """Iterate over the pieces, as one reader; leaving it leaves the pass, which goes on for the others."""
+        """Iterate over the pieces as one reader; a reader that leaves early does not affect the others."""
         try:
             while (piece := self._take(reader)) is not None:
                 yield piece
@@ -161,14 +161,14 @@ class PieceTee:
             return True
 
     def _fullest(self) -> int:
-        """Return the most bytes that a reader has not taken."""
+        """Return the bytes that wait for the slowest reader."""
         reading = zip(self._bytes, self._queues, strict=True)
         return max((size for size, queue in reading if queue is not None), default=0)
 
     def _take(self, reader: int) -> WeightPiece | None:
         with self._changed:
             queue = self._queues[reader]
-            assert queue is not None, "a pass is read once"
+            assert queue is not None, "each reader reads once"
             self._changed.wait_for(lambda: queue or self._over)
             if self._error is not None:
                 raise self._error
@@ -188,7 +188,7 @@ class PieceTee:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of one file that follow each other in the stream, too. `position` is that of the first one."""
+    """Bytes of one file that are consecutive in the stream, too; `position` is where they begin there."""
 
     position: int
     file: int
@@ -202,7 +202,7 @@ class Segment:
 
 
 class PieceLog:
-    """Log of the bytes that are there, from position 0 on without holes. It has two or three segments a file."""
+    """Log of the received bytes, from position 0 on without holes. It has two or three segments per file."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -214,7 +214,7 @@ class PieceLog:
         return self._segments[-1].end if self._segments else 0
 
     def append(self, file: int, offset: int, size: int) -> None:
-        """Add bytes of a file; they are at the log's end."""
+        """Append bytes of a file to the log."""
         last = self._segments[-1] if self._segments else None
         if last is not None and last.file == file and last.offset + last.size == offset:
             self._segments[-1] = Segment(last.position, file, last.offset, last.size + size)
@@ -223,7 +223,7 @@ class PieceLog:
         self._segments.append(Segment(self.end, file, offset, size))
 
     def at(self, position: int, most: int) -> Segment:
-        """Return up to `most` bytes of one segment from a position on, which is before the end."""
+        """Return up to `most` bytes of one segment from a position on, which must be before the end."""
         segment = self._segments[bisect_right(self._starts, position) - 1]
         skipped = position - segment.position
         size = min(most, segment.size - skipped)

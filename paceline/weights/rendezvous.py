@@ -1,15 +1,10 @@
 """Protocol between the ranks of a weight broadcast: the rendezvous, and the buckets that they exchange.
 
-The rendezvous is a set of keys in a store (torch.distributed.TCPStore) of the trainer. A broadcast is done in
-rounds, each with a process group. A rank that is ready for a round reports the position behind the bytes that it
-has; the trainer, which is rank 0, then names the ranks of the round. When a rank fails, the round is lost for
-all, and the ranks that live meet for the next one. Every wait has a limit.
+A broadcast is done in rounds, each with its own process group. An instance that is ready for a round reports the
+position behind the bytes that it has; the trainer, which is rank 0, then names the ranks of the round. When a rank
+fails, the round is lost for all ranks, and the remaining ones meet for the next round. Every wait has a limit.
 
-A bucket holds the pieces of the stream that one broadcast carries. It begins with a request for acknowledgement
-(a number, 0 for none) and a mark of the last bucket. Pieces follow, each after its length; a length of zero ends
-them.
-
-Only `host`, `join` and the process groups import torch.
+Only `TrainerRendezvous.host`, `InstanceRendezvous.join` and the process groups import torch.
 """
 
 from __future__ import annotations
@@ -28,13 +23,23 @@ from paceline.files import parse_object
 from paceline.v1.weight_pb2 import CollectiveRendezvous
 from paceline.v1.weight_stream_pb2 import WeightPiece
 
+SMALLEST_BUCKET = 64 << 10
+"""Bytes of the smallest bucket."""
+_ACKNOWLEDGEMENT_POLL_SECONDS = 0.002
+# A bucket has the number by which ranks acknowledge it (0: not at all) and the mark of the last bucket, then each
+# piece of the stream after its length. A length of zero ends the pieces.
+_HEAD = struct.Struct("<QB")
+_LENGTH = struct.Struct("<I")
+# Most bytes that a piece needs in addition to its data.
+_FIELD_BYTES = 64
+
 
 class RankGone(Exception):
     """Raised when another rank failed, is gone, or is slower than the limit."""
 
 
 class TrainerGone(RankGone):
-    """Raised when the trainer, which has the store, is gone."""
+    """Raised when the trainer, which hosts the store, is gone."""
 
 
 class SlowRanks(RankGone):
@@ -46,34 +51,36 @@ class SlowRanks(RankGone):
 
 
 class NotOfRound(Exception):
-    """Raised on a rank that the trainer has left out, or whose broadcast the trainer has given up."""
-
-
-def local_address(peer: str) -> str:
-    """Return the address of this machine from which a host and port is reached. OSError: it cannot be."""
-    host, _, port = peer.rpartition(":")
-    family, _, _, _, to = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the kernel chooses the route.
-        probe.connect(to)
-        return str(probe.getsockname()[0])
+    """Raised on an instance that the trainer left out, or when the trainer has given up the broadcast."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRanks:
-    """Ranks of a round: the instances, in the order of their ranks from 1 on."""
+    """Instances that take part in a round, in the order of their ranks from 1 on."""
 
     number: int
     instance_ids: tuple[str, ...]
 
     @property
     def size(self) -> int:
-        """Number of ranks, that of the trainer included."""
+        """Number of ranks, including the trainer's rank 0."""
         return len(self.instance_ids) + 1
 
 
-class Rendezvous:
-    """Keys of one broadcast. The methods that raise RankGone take no longer than the limits."""
+class _Rendezvous:
+    """Keys of one broadcast in a store (torch.distributed.TCPStore) of the trainer.
+
+    Keys that instances write:
+
+        ready/<round>/<instance>  position behind the bytes that it has; it waits for the round
+        has/<round>/<instance>    position that it acknowledged last
+        acks/<round>/<number>     count of ranks that acknowledged this number
+        complete/<instance>       it has all bytes
+        gone/<instance>           reason why it takes no part any more
+
+    The trainer writes `round/<round>`: the ranks of the round, or the reason why there are no more rounds. Both
+    sides may write `lost/<round>`, the reason why a round is lost.
+    """
 
     def __init__(self, store: Any, keys: Any, host: str, described: CollectiveRendezvous) -> None:
         self.described = described
@@ -82,12 +89,36 @@ class Rendezvous:
         self._store = store
         self._keys = keys
         self._host = host
-        self._next = 0
-        """Number of the round that comes next, on the trainer."""
+
+    def lose_round(self, number: int, reason: str) -> None:
+        """Declare a round lost."""
+        with suppress(RuntimeError):
+            self._keys.set(f"lost/{number}", reason)
+
+    def _group(self, ranks: RoundRanks, rank: int) -> Any:
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()
+        # Use the interface of `host`, not the one to which this machine's name resolves. Connections are made when
+        # they are needed, because a mesh of all ranks would have a million.
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host, lazy_init=True)]
+        options._timeout = timedelta(seconds=self.stall_seconds)
+        with round_lives():
+            return ProcessGroupGloo(
+                PrefixStore(f"group/{ranks.number}", self._keys), rank, ranks.size, options
+            )
+
+
+class TrainerRendezvous(_Rendezvous):
+    """The trainer's side of a rendezvous. Methods that raise RankGone return within the limits."""
+
+    def __init__(self, store: Any, keys: Any, host: str, described: CollectiveRendezvous) -> None:
+        super().__init__(store, keys, host, described)
+        self._next_round = 0
 
     @classmethod
     def host(cls, address: str, port: int, described: CollectiveRendezvous) -> Self:
-        """Open the store, on the trainer. Its address is set in `described`.
+        """Open the store at an address of this machine, and set it in `described`.
 
         Raises:
             ImportError: torch is not installed, or has no gloo.
@@ -105,55 +136,42 @@ class Rendezvous:
         described.address = f"{shown}:{store.port}"
         return cls(store, PrefixStore(described.key, store), address, described)
 
-    @classmethod
-    def join(cls, described: CollectiveRendezvous) -> Self:
-        """Connect to the trainer's store, on an instance. RankGone: it cannot be reached."""
-        from torch.distributed import PrefixStore, TCPStore
-
-        host, _, port = described.address.rpartition(":")
-        host = host.strip("[]")
-        try:
-            own = local_address(described.address)
-            limit = described.stall.ToTimedelta()
-            store = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
-        except (RuntimeError, OSError) as error:
-            text = f"the store of the trainer at {described.address} cannot be reached"
-            raise RankGone(f"{text}: {_line(error)}") from error
-        return cls(store, PrefixStore(described.key, store), own, described)
-
-    # The trainer's side ---------------------------------------------------------------------------------
-
     def present(self, number: int, instance_ids: Iterable[str]) -> dict[str, int]:
-        """Return those that are ready for a round, with the positions behind what they have."""
+        """Return the instances that are ready for a round, with the positions behind the bytes that they have."""
         with _store_lives():
             keys = {each: f"ready/{number}/{each}" for each in instance_ids}
             return {each: int(self._keys.get(key)) for each, key in keys.items() if self._keys.check([key])}
 
     def gone(self, instance_ids: Iterable[str]) -> dict[str, str]:
-        """Return those that have ended with an error, with their reasons."""
+        """Return the instances that ended with an error, with their reasons."""
         with _store_lives():
             keys = {each: f"gone/{each}" for each in instance_ids}
             return {each: _text(self._keys.get(key)) for each, key in keys.items() if self._keys.check([key])}
 
     def complete(self, instance_ids: Iterable[str]) -> set[str]:
-        """Return those that have all, and are ready for no other round."""
+        """Return the instances that have all bytes and join no further round."""
         with _store_lives():
             return {each for each in instance_ids if self._keys.check([f"complete/{each}"])}
 
     def open_round(self, ranks: RoundRanks) -> Any:
-        """Name the ranks of a round, and return its process group, of which this is rank 0."""
+        """Name the ranks of a round, and return its process group, of which this process is rank 0."""
         with _store_lives():
             self._keys.set(f"round/{ranks.number}", json.dumps({"ranks": ranks.instance_ids}))
-        self._next = ranks.number + 1
+        self._next_round = ranks.number + 1
         return self._group(ranks, 0)
 
     def close(self, reason: str) -> None:
-        """Say that there will be no more rounds."""
+        """Announce that there are no more rounds."""
         with suppress(RuntimeError):
-            self._keys.set(f"round/{self._next}", json.dumps({"over": reason}))
+            self._keys.set(f"round/{self._next_round}", json.dumps({"over": reason}))
 
     def await_acknowledged(self, ranks: RoundRanks, acknowledgement: int, position: int) -> None:
-        """Wait until all ranks have the bytes before a position. RankGone names those that have not."""
+        """Wait until all ranks have the bytes before a position.
+
+        Raises:
+            SlowRanks: some ranks do not have them within the limit; it names them.
+            RankGone: the round is lost.
+        """
         deadline = time.monotonic() + self.stall_seconds
         key = f"acks/{ranks.number}/{acknowledgement}"
         while True:
@@ -165,10 +183,10 @@ class Rendezvous:
                 behind = [each for each in ranks.instance_ids if self._position(ranks, each) < position]
                 text = f"slower than {self.stall_seconds:g} s to acknowledge position {position}"
                 raise SlowRanks(f"{', '.join(behind)}: {text}", behind)
-            time.sleep(0.002)
+            time.sleep(_ACKNOWLEDGEMENT_POLL_SECONDS)
 
     def check(self, ranks: RoundRanks) -> None:
-        """Raise RankGone if a rank of this round has said that the round is lost."""
+        """Raise RankGone if a rank has declared this round lost."""
         with _store_lives():
             if self._keys.check([f"lost/{ranks.number}"]):
                 raise RankGone(_text(self._keys.get(f"lost/{ranks.number}")))
@@ -178,70 +196,86 @@ class Rendezvous:
         with _store_lives():
             return int(self._keys.get(key)) if self._keys.check([key]) else 0
 
-    # An instance's side ---------------------------------------------------------------------------------
 
-    def enter_round(self, number: int, instance_id: str, position: int) -> tuple[RoundRanks, Any]:
-        """Wait for the ranks of a round; return them and the process group, which this one is a rank of.
+class InstanceRendezvous(_Rendezvous):
+    """An instance's side of a rendezvous. Methods that raise RankGone return within the limits."""
+
+    def __init__(
+        self, store: Any, keys: Any, host: str, described: CollectiveRendezvous, instance_id: str
+    ) -> None:
+        super().__init__(store, keys, host, described)
+        self.instance_id = instance_id
+
+    @classmethod
+    def join(cls, described: CollectiveRendezvous, instance_id: str) -> Self:
+        """Connect to the trainer's store. RankGone: it cannot be reached."""
+        from torch.distributed import PrefixStore, TCPStore
+
+        host, _, port = described.address.rpartition(":")
+        host = host.strip("[]")
+        try:
+            own = local_address(described.address)
+            limit = described.stall.ToTimedelta()
+            store = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            text = f"the store of the trainer at {described.address} cannot be reached"
+            raise RankGone(f"{text}: {_first_line(error)}") from error
+        return cls(store, PrefixStore(described.key, store), own, described, instance_id)
+
+    def enter_round(self, number: int, position: int) -> tuple[RoundRanks, Any]:
+        """Report the position behind the bytes of this instance, and wait for a round.
+
+        Returns its ranks, and the process group in which this instance is one of them.
 
         Raises:
             TrainerGone: the trainer is gone.
             RankGone: the round was lost before it began.
-            NotOfRound: this instance is not one of them.
+            NotOfRound: this instance is not among the ranks.
         """
         with _store_lives():
-            self._keys.set(f"ready/{number}/{instance_id}", str(position))
+            self._keys.set(f"ready/{number}/{self.instance_id}", str(position))
             # The trainer waits for others meanwhile.
             self._keys.wait(
                 [f"round/{number}"], timedelta(seconds=self.join_seconds + 3 * self.stall_seconds)
             )
             content = self._keys.get(f"round/{number}")
         try:
-            told = parse_object(content)
-            if "over" in told:
-                raise NotOfRound(f"the trainer ended the broadcast: {told['over']}")
-            ranks = RoundRanks(number, tuple(map(str, told["ranks"])))
+            announced = parse_object(content)
+            if "over" in announced:
+                raise NotOfRound(f"the trainer ended the broadcast: {announced['over']}")
+            ranks = RoundRanks(number, tuple(map(str, announced["ranks"])))
         except (ValueError, KeyError, TypeError) as error:
-            raise NotOfRound(f"what the trainer says of round {number} cannot be read: {error!r}") from error
-        if instance_id not in ranks.instance_ids:
-            raise NotOfRound(f"{instance_id} was not ready in time, and was left out of round {number}")
-        return ranks, self._group(ranks, ranks.instance_ids.index(instance_id) + 1)
+            raise NotOfRound(f"the trainer's entry for round {number} cannot be read: {error!r}") from error
+        if self.instance_id not in ranks.instance_ids:
+            raise NotOfRound(f"{self.instance_id} was not ready in time, and was left out of round {number}")
+        return ranks, self._group(ranks, ranks.instance_ids.index(self.instance_id) + 1)
 
-    def acknowledge(self, ranks: RoundRanks, acknowledgement: int, instance_id: str, position: int) -> None:
-        """Say that this instance has the bytes before a position."""
+    def acknowledge(self, ranks: RoundRanks, acknowledgement: int, position: int) -> None:
+        """Report that this instance has the bytes before a position."""
         with _store_lives():
-            self._keys.set(f"has/{ranks.number}/{instance_id}", str(position))
+            self._keys.set(f"has/{ranks.number}/{self.instance_id}", str(position))
             self._keys.add(f"acks/{ranks.number}/{acknowledgement}", 1)
 
-    def finish(self, instance_id: str) -> None:
-        """Say that this instance has all."""
+    def finish(self) -> None:
+        """Report that this instance has all bytes."""
         with suppress(RuntimeError):
-            self._keys.set(f"complete/{instance_id}", "")
+            self._keys.set(f"complete/{self.instance_id}", "")
 
-    def lose_round(self, number: int, reason: str) -> None:
-        """Say that a round is lost."""
+    def leave(self, number: int, reason: str) -> None:
+        """Take no further part, so that no other rank waits for this instance; the current round is lost."""
         with suppress(RuntimeError):
-            self._keys.set(f"lost/{number}", reason)
+            self._keys.set(f"gone/{self.instance_id}", reason)
+        self.lose_round(number, f"{self.instance_id}: {reason}")
 
-    def leave(self, instance_id: str, number: int, reason: str) -> None:
-        """Say that this instance takes part no more, so that nobody waits for it."""
-        with suppress(RuntimeError):
-            self._keys.set(f"gone/{instance_id}", reason)
-        self.lose_round(number, f"{instance_id}: {reason}")
 
-    # Both -----------------------------------------------------------------------------------------------
-
-    def _group(self, ranks: RoundRanks, rank: int) -> Any:
-        from torch.distributed import PrefixStore, ProcessGroupGloo
-
-        options = ProcessGroupGloo._Options()
-        # Of the right interface, not of the one that this machine's name happens to mean; connections are made when
-        # they are needed, since a mesh of all ranks would have a million.
-        options._devices = [ProcessGroupGloo.create_device(hostname=self._host, lazy_init=True)]
-        options._timeout = timedelta(seconds=self.stall_seconds)
-        with round_lives():
-            return ProcessGroupGloo(
-                PrefixStore(f"group/{ranks.number}", self._keys), rank, ranks.size, options
-            )
+def local_address(peer: str) -> str:
+    """Return the address from which this machine reaches a peer, `host:port`. OSError: it cannot be reached."""
+    host, _, port = peer.rpartition(":")
+    family, _, _, _, to = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the kernel chooses the route.
+        probe.connect(to)
+        return str(probe.getsockname()[0])
 
 
 @contextmanager
@@ -250,19 +284,19 @@ def round_lives() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankGone(_line(error)) from error
+        raise RankGone(_first_line(error)) from error
 
 
 @contextmanager
 def _store_lives() -> Iterator[None]:
-    """Turn an error of the store into TrainerGone: the trainer has it."""
+    """Turn an error of the store into TrainerGone, because the trainer hosts it."""
     try:
         yield
     except RuntimeError as error:
-        raise TrainerGone(f"the trainer's store does not answer: {_line(error)}") from error
+        raise TrainerGone(f"the trainer's store does not answer: {_first_line(error)}") from error
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Return the first line of an error: torch appends its stack."""
     return (str(error).splitlines() or [repr(error)])[0][:300]
 
@@ -271,36 +305,27 @@ def _text(value: bytes) -> str:
     return value.decode(errors="replace")
 
 
-SMALLEST_BUCKET = 64 << 10
-"""Bytes of the smallest bucket."""
-_HEAD = struct.Struct("<QB")
-_LENGTH = struct.Struct("<I")
-# Most that the fields of a piece take beside its data.
-_FIELDS = 64
-
-
 def most_piece_bytes(bucket_bytes: int) -> int:
-    """Return the bytes of the pieces to cut for buckets of this size: a bucket has several."""
+    """Return the largest piece to cut for buckets of this size, so that several fit into one."""
     return min(1 << 20, bucket_bytes // 4)
 
 
 class BucketWriter:
-    """A bucket that is being filled."""
+    """Writer of one bucket into a buffer of bytes, from its beginning."""
 
     def __init__(self, buffer: memoryview) -> None:
-        """Fill this buffer of bytes from its beginning."""
         self._buffer = buffer
         self._end = _HEAD.size
         self._last = False
 
     @property
     def empty(self) -> bool:
-        """True while it has no piece."""
+        """True while the bucket has no piece."""
         return self._end == _HEAD.size
 
     def add(self, piece: WeightPiece) -> bool:
         """Add a piece; return False if there is no room for it."""
-        if self._end + len(piece.data) + _FIELDS + 2 * _LENGTH.size > len(self._buffer):
+        if self._end + len(piece.data) + _FIELD_BYTES + 2 * _LENGTH.size > len(self._buffer):
             if self.empty:
                 raise ValueError(f"a piece of {len(piece.data)} bytes is larger than a bucket")
             return False
@@ -313,19 +338,19 @@ class BucketWriter:
         return True
 
     def finish(self, acknowledge: int) -> None:
-        """End the bucket; every rank is to acknowledge it by this number, unless that is 0."""
+        """End the bucket. With a number other than 0 every rank must acknowledge the bucket by it."""
         _LENGTH.pack_into(self._buffer, self._end, 0)
         _HEAD.pack_into(self._buffer, 0, acknowledge, self._last)
 
 
 def head_of(buffer: memoryview) -> tuple[int, bool]:
-    """Return the number by which a bucket is to be acknowledged, and True if it is the last one."""
+    """Return the number by which ranks must acknowledge a bucket (0: not at all), and True for the last bucket."""
     acknowledge, last = _HEAD.unpack_from(buffer, 0)
     return acknowledge, bool(last)
 
 
 def pieces_of(buffer: memoryview) -> Iterator[WeightPiece]:
-    """Yield the pieces of a bucket. ValueError: it is none."""
+    """Yield the pieces of a bucket. ValueError: the buffer holds no valid bucket."""
     end = _HEAD.size
     while True:
         if end + _LENGTH.size > len(buffer):

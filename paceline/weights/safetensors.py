@@ -1,10 +1,10 @@
-"""Write safetensors folders in one pass with numpy alone, and name their content by a checksum.
+"""Write folders of safetensors files in one pass with numpy alone, and identify their content by a checksum.
 
-A shard is a safetensors file: 8 bytes little-endian length of the header, the header in JSON (`name -> dtype,
-shape, data_offsets`), padded with spaces, then the tensors' bytes one after the other. The header is known last
-and stands first, so a place of fixed size is left for it.
+A file has the length of its header (8 bytes, little-endian), the header in JSON (`name -> dtype, shape,
+data_offsets`), padded with spaces, and then the bytes of its tensors. The header is known last but stands first,
+so a place of fixed size is reserved for it.
 
-`model.safetensors.index.json`, which is written last, is the index that Hugging Face's loaders read. Its
+The index `model.safetensors.index.json`, which Hugging Face's loaders read, is written last. Its
 `metadata.shards` has the size of each file, and the SHA-256 of its tensors' bytes followed by its header.
 """
 
@@ -26,6 +26,21 @@ import numpy.typing as npt
 
 from paceline.files import open_regular, parse_object, read_regular
 
+Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Tensors (numpy arrays, or objects with torch's tensor methods) by name, or pairs of name and tensor."""
+
+SHARD_BYTES = 2 * 10**9
+"""Largest file, unless a single tensor is larger."""
+INDEX = "model.safetensors.index.json"
+"""Name of the index of a folder."""
+MOST_INDEX_BYTES = 64 << 20
+"""Largest index that is read, enough for 300,000 tensors."""
+_READ_BYTES = 1 << 20
+# A multiple of every page size, so that mapped tensors are aligned. Room for about a thousand tensors.
+_HEADER_BYTES = 128 << 10
+_HEADER_START = '{"__metadata__":{"format":"pt"}'
+# Waking a thread takes about as long as hashing this many bytes.
+_HASHED_AT_ONCE = 64 << 10
 _WANTED = "give tensors by name, or pairs of name and tensor"
 _DTYPES = {
     "float64": "F64",
@@ -43,21 +58,22 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Tensor as a safetensors header describes it."""
+    """Tensor to write, as a safetensors header describes it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
-    """Bytes."""
+    """Size in bytes."""
     load: Callable[[], npt.NDArray[Any]]
-    """Loads the values into memory; called for one tensor at a time."""
+    """Function that loads the values into memory; called for one tensor at a time."""
 
 
 def check(tensors: Any) -> None:
-    """Raise ValueError, which names the first tensor that cannot be sent, as far as it is known without reading.
+    """Raise ValueError for tensors that cannot be written, if that is known before any tensor is loaded.
 
-    Of anything but a dict or a list only the type is looked at: it may make each tensor when it is read.
+    Each tensor of a dict, list or tuple is checked; of any other object only its type is, because it may make each
+    tensor when it is read.
     """
     _pairs(tensors)
     if isinstance(tensors, dict | list | tuple):
@@ -66,9 +82,11 @@ def check(tensors: Any) -> None:
 
 
 def pairs_of(tensors: Any, *, in_parts: bool = False) -> Iterator[tuple[str, Any]]:
-    """Iterate over names and tensors of a mapping or of an iterable of pairs; ValueError: it is neither.
+    """Iterate over names and tensors of a mapping or of an iterable of pairs.
 
-    Only with `in_parts` may ranks hold parts of a tensor.
+    DTensors, of which each rank holds a part, are refused unless `in_parts` is set.
+
+    ValueError: `tensors` is neither, or has something else than pairs.
     """
     for pair in _pairs(tensors):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -77,14 +95,14 @@ def pairs_of(tensors: Any, *, in_parts: bool = False) -> Iterator[tuple[str, Any
             raise ValueError(
                 f"tensor {pair[0]!r} is a DTensor; give its full_tensor(), or push ShardedTensors"
             )
-        # Nothing is held here while the caller has the tensor, which may be large.
+        # Hold no reference here while the caller uses the tensor, which may be large.
         given = [(pair[0], pair[1])]
         del pair
         yield given.pop()
 
 
 def _pairs(tensors: Any) -> Iterable[Any]:
-    """Return what should give pairs. ValueError: it cannot."""
+    """Return an iterable that should yield pairs. ValueError: the tensors are of a wrong type."""
     if callable(getattr(tensors, "state_dict", None)):
         raise ValueError(f"the weights are a {type(tensors).__name__}; give what its state_dict() returns")
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -94,7 +112,7 @@ def _pairs(tensors: Any) -> Iterable[Any]:
 
 
 def entry_of(name: str, tensor: Any) -> Entry:
-    """Describe a tensor. ValueError names it: it is none, has no values, or a dtype that the format lacks."""
+    """Describe a tensor. ValueError: it is not a tensor, has no values, or a dtype that the format lacks."""
     if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
         raise ValueError(
             f"tensor {name!r} is a {type(tensor).__name__}; give a numpy array or a torch tensor"
@@ -104,14 +122,14 @@ def entry_of(name: str, tensor: Any) -> Entry:
         known = ", ".join(_DTYPES)
         raise ValueError(f"tensor {name!r} has dtype {kind}, which safetensors files cannot hold ({known})")
     if hasattr(tensor, "detach"):
-        _check(name, tensor)
+        _check_torch(name, tensor)
         size = tensor.numel() * tensor.element_size()
         return Entry(name, _DTYPES[kind], tuple(tensor.shape), size, lambda: _from_torch(name, tensor, kind))
     return Entry(name, _DTYPES[kind], tensor.shape, tensor.nbytes, lambda: _little_endian(tensor))
 
 
-def _check(name: str, tensor: Any) -> None:
-    """Raise ValueError for a torch tensor whose values are not all here, in order."""
+def _check_torch(name: str, tensor: Any) -> None:
+    """Raise ValueError for a torch tensor without values, or with a layout other than strided."""
     if str(tensor.device) == "meta":
         raise ValueError(f"tensor {name!r} is on the meta device: it has no values; load the model first")
     if str(tensor.layout) != "torch.strided":
@@ -119,7 +137,7 @@ def _check(name: str, tensor: Any) -> None:
 
 
 def _from_torch(name: str, tensor: Any, kind: str) -> npt.NDArray[Any]:
-    """Return the values of a torch tensor; numpy has no bfloat16, so its bits travel as int16."""
+    """Return the values of a torch tensor, of bfloat16 as int16 with the same bits, because numpy lacks it."""
     try:
         tensor = tensor.detach().cpu().resolve_neg().contiguous()
         if kind == "bfloat16":
@@ -136,14 +154,10 @@ def _little_endian(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return contiguous
 
 
-# Waking a thread takes about as long as hashing so many bytes.
-_AT_ONCE = 64 << 10
-
-
 class OverlappedSha256:
-    """SHA-256 of bytes that are given one after the other, of which the last ones may still be read.
+    """SHA-256 that hashes large data in a thread, while the caller prepares the next data.
 
-    One caller at a time. Its thread ends with it.
+    For one caller at a time. The thread ends with the object.
     """
 
     def __init__(self) -> None:
@@ -152,56 +166,40 @@ class OverlappedSha256:
         self._reading: Future[None] | None = None
 
     def update(self, data: memoryview | bytes) -> None:
-        """Add bytes, which must not change before `settle` or the next `update` has returned."""
+        """Add bytes, which must not change until `settle` or the next `update` has returned."""
         self.settle()
-        if len(data) < _AT_ONCE:
+        if len(data) < _HASHED_AT_ONCE:
             self._digest.update(data)
         else:
             self._reading = self._thread.submit(self._digest.update, data)
 
     def settle(self) -> None:
-        """Wait until the bytes given so far are not read any more."""
+        """Wait until the bytes that were added are hashed."""
         if self._reading is not None:
             self._reading.result()
             self._reading = None
 
     def hexdigest(self) -> str:
-        """Return the digest of the bytes given so far, in hexadecimal."""
+        """Return the digest of all bytes that were added, in hexadecimal."""
         self.settle()
         return self._digest.hexdigest()
 
 
-SHARD_BYTES = 2 * 10**9
-"""Largest file, unless a single tensor is larger."""
-INDEX = "model.safetensors.index.json"
-"""Name of a folder's index."""
-
-Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Tensors (numpy arrays, or objects with torch's tensor methods) by name, or pairs of name and tensor."""
-
-MOST_INDEX_BYTES = 64 << 20
-"""Largest index that is read: that of 300,000 tensors."""
-_READ_BYTES = 1 << 20
-# A multiple of every page size, so that mapped tensors are aligned. Room for about a thousand tensors.
-_HEADER_BYTES = 128 << 10
-_HEADER_START = '{"__metadata__":{"format":"pt"}'
-
-
 @dataclass(frozen=True, slots=True)
 class FileWrite:
-    """Bytes for a place of one of a version's files, which are numbered in the order in which they are written."""
+    """Bytes for a place of a file; the files of a version are numbered in the order in which they are written."""
 
     file: int
     offset: int
     content: memoryview | bytes
-    """Valid until the next is asked for."""
+    """Valid until the next `FileWrite` is requested."""
     index: bool = False
-    """True for the index, which is the last file and comes as a whole."""
+    """True for the index, which is the last file and comes in one write."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """Entry of the index about one file: its size, its SHA-256, and the names of its tensors."""
+    """Size, SHA-256 and tensor names of a file, for the index."""
 
     bytes: int
     sha256: str
@@ -209,7 +207,7 @@ class WrittenFile:
 
 
 class ShardLayout:
-    """Layout of one file, while its tensors are written one after the other."""
+    """Layout of a file whose tensors are written one after another."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -217,11 +215,11 @@ class ShardLayout:
         self.bytes = _HEADER_BYTES
         self.digest = OverlappedSha256()
         self._header = [_HEADER_START]
-        # The length in front, and the bracket at the end.
+        # Less the length in front and the bracket at the end.
         self._room = _HEADER_BYTES - 8 - len(_HEADER_START) - 1
 
     def add(self, entry: Entry, most_bytes: int) -> bool:
-        """Make room for a tensor; return False if it needs another shard."""
+        """Append a tensor to the layout; return False if it does not fit into this file."""
         begin = self.bytes - _HEADER_BYTES
         described = {
             "dtype": entry.dtype,
@@ -238,7 +236,7 @@ class ShardLayout:
         return True
 
     def content(self, entry: Entry) -> Iterator[FileWrite]:
-        """Return the bytes of the tensor that was added last."""
+        """Yield the bytes of the tensor that was added last."""
         if not entry.size:
             return
         content = entry.load().data.cast("B")
@@ -247,12 +245,12 @@ class ShardLayout:
             chunk = content[start : start + _READ_BYTES]
             self.digest.update(chunk)
             yield FileWrite(self.number, begin + start, chunk)
-        # Nobody reads the tensor any more: it may be changed, or its memory used for the next one.
+        # After this the caller may change the tensor, or use its memory for the next one.
         self.digest.settle()
 
     @property
     def written(self) -> WrittenFile:
-        """Return the entry of the index about the file, once its header was made."""
+        """Entry of the index about the file, valid after `header`."""
         return WrittenFile(self.bytes, self.digest.hexdigest(), tuple(self.names))
 
     def header(self) -> FileWrite:
@@ -264,13 +262,13 @@ class ShardLayout:
 
 
 def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Iterator[FileWrite]:
-    """Yield the bytes of the files that hold these tensors, with one tensor in memory at a time.
+    """Yield the writes of all files for these tensors, with one tensor in memory at a time.
 
-    Each file's tensors come in the order of their places, then its header, and after all files the index.
+    The tensors of a file come in the order of their places, then its header; after all files comes the index.
 
     Raises:
-        ValueError: there is no tensor, or one has a dtype that the format lacks, or a name that came before or that
-            no header has room for.
+        ValueError: there is no tensor, or one has a dtype that the format lacks, a name that another one has, or a
+            name that is too long for a header.
     """
     shards: list[ShardLayout] = []
     seen: set[str] = set()
@@ -282,7 +280,7 @@ def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Iterator[FileWr
         if _place(shards, entry, shard_bytes) and len(shards) > 1:
             yield shards[-2].header()
         yield from shards[-1].content(entry)
-        # Not in memory while an iterator makes the next one.
+        # Free the tensor while an iterator makes the next one.
         del tensor, entry
     if not shards:
         raise ValueError("there are no tensors to write")
@@ -291,7 +289,7 @@ def lay_out(tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Iterator[FileWr
 
 
 def plan(entries: Iterable[Entry], shard_bytes: int = SHARD_BYTES) -> list[list[Entry]]:
-    """Return the tensors of each file that `lay_out` would make of them."""
+    """Return the tensors of each file, divided as `lay_out` does."""
     shards: list[ShardLayout] = []
     files: list[list[Entry]] = []
     for entry in entries:
@@ -302,7 +300,7 @@ def plan(entries: Iterable[Entry], shard_bytes: int = SHARD_BYTES) -> list[list[
 
 
 def _place(shards: list[ShardLayout], entry: Entry, shard_bytes: int) -> bool:
-    """Make room for a tensor in the last file, or in a new one: then True."""
+    """Append a tensor to the last file, or to a new one; return True for a new one."""
     if shards and shards[-1].add(entry, shard_bytes):
         return False
     shards.append(ShardLayout(len(shards)))
@@ -312,9 +310,9 @@ def _place(shards: list[ShardLayout], entry: Entry, shard_bytes: int) -> bool:
 
 
 def write(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write tensors and their index into a folder that has none, with one of them in memory at a time.
+    """Write tensors and their index into a folder without either, with one tensor in memory at a time.
 
-    The index appears last: a folder without it is not whole.
+    The index appears last: a folder without it is incomplete.
 
     Raises:
         ValueError: as `lay_out`.
@@ -336,18 +334,18 @@ def write(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Non
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-            # It keeps its tensor in memory.
+            # Its content keeps the tensor in memory.
             del each
     finish_folder(folder, len(files), index)
 
 
 def unfinished_file(folder: Path, number: int) -> Path:
-    """Return the path of a file of a version that is not whole."""
+    """Return the path of a file of a version that is being written."""
     return folder / f"{number:05d}.unfinished"
 
 
 def finish_folder(folder: Path, files: int, index: bytes) -> None:
-    """Name files as Hugging Face does, now that their number is known, and write the index."""
+    """Rename the files as Hugging Face does, now that their number is known, and write the index."""
     for number in range(files):
         unfinished_file(folder, number).rename(folder / shard_name(number, files))
     unfinished = folder / f"{INDEX}.unfinished"
@@ -360,15 +358,17 @@ def finish_folder(folder: Path, files: int, index: bytes) -> None:
 
 
 def shard_name(number: int, files: int) -> str:
-    """Return the name of a file of a version that has so many."""
+    """Return the name of a file of a version with `files` files; `number` counts from 0."""
     return "model.safetensors" if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
 
 
 def checksum(folder: Path, proceed: Callable[[], object] = lambda: None) -> str:
-    """Return the checksum of a folder's weights: `index_checksum`, or without one `sha256:<hex>` of all files.
+    """Return the checksum of the weights of a folder.
 
-    The latter is of the safetensors files in name order. `proceed` is called after each chunk; what it raises ends
-    the work. ValueError: there are no files.
+    It is `index_checksum`, or, without such an index, `sha256:<hex>` of all safetensors files in the order of their
+    names. `proceed` is called after each chunk; an exception that it raises ends the work.
+
+    ValueError: there are no files.
     """
     if found := index_checksum(folder):
         return found
@@ -385,9 +385,9 @@ def checksum(folder: Path, proceed: Callable[[], object] = lambda: None) -> str:
 
 
 def index_checksum(folder: Path) -> str:
-    """Return `index-sha256:<hex>` of a folder's index, "" if it has none with the checksums of its files.
+    """Return `index-sha256:<hex>` of the index of a folder; "" without an index that has the files' checksums.
 
-    ValueError: the index is not one.
+    ValueError: the index cannot be parsed.
     """
     path = folder / INDEX
     if not path.is_file():
@@ -401,7 +401,7 @@ def index_checksum(folder: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the names in a folder."""
+    """Make a file durable, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

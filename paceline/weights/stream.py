@@ -1,9 +1,9 @@
-"""Push weights without a shared disk: to one instance, which passes them on to all others.
+"""Push weights without a shared disk: to one instance, which forwards them to all others.
 
     with client.run("run-1") as run:
         run.push_weights(model.state_dict())
 
-When an instance dies, the sender continues at another one.
+If that instance dies, the sender continues with another one.
 """
 
 from __future__ import annotations
@@ -33,155 +33,6 @@ from paceline.weights import safetensors
 from paceline.weights.pieces import PieceTee, SendWindow, SourceBehind, cut
 from paceline.weights.version_push import VersionPush
 
-
-class SendStalled(Exception):
-    """Raised when an instance says nothing any more."""
-
-
-class WeightSender:
-    """One pass over the pieces of a version. `send` is called in one thread at a time, until it returns."""
-
-    def __init__(self, pieces: Iterator[pb.WeightPiece], window_bytes: int, stall_seconds: float) -> None:
-        """Keep up to `window_bytes` that no second instance has, and wait so long for a sign of life."""
-        self.reached = 0
-        """Position behind the bytes that some instance has."""
-        self._pieces = pieces
-        self._window_bytes = window_bytes
-        self._stall_seconds = stall_seconds
-        self._window = SendWindow()
-        self._index = hashlib.sha256()
-        self._link: _Link | None = None
-        self._stopped = False
-
-    @property
-    def checksum(self) -> str:
-        """Checksum of what was sent (see `safetensors.checksum`), once all of it was."""
-        return f"index-sha256:{self._index.hexdigest()}"
-
-    def stop(self) -> None:
-        """End `send`, which raises; may be called in any thread."""
-        self._stopped = True
-        if self._link is not None:
-            self._link.cancel()
-
-    def send(self, channel: grpc.Channel, ticket: str) -> None:
-        """Send to an instance, from what it has on, until all need not be kept any more.
-
-        Raises:
-            grpc.RpcError: the instance refused or is lost; call it again with a channel to another one.
-            SendStalled: as well.
-            SourceBehind: the instance needs bytes that are kept no more.
-        """
-        with _Link(channel, ticket, self._stall_seconds) as self._link:
-            link = self._link
-            if self._stopped:
-                raise SendStalled("the weights are not to be sent any more")
-            position = link.begin()
-            for piece in self._window.since(position):
-                link.put(piece)
-            for piece in self._pieces:
-                if piece.index:
-                    self._index.update(piece.data)
-                self._window.add(piece)
-                end = piece.position + len(piece.data)
-                if end > position:
-                    link.put(piece)
-                del piece
-                self._drop(link, self._window_bytes)
-            link.finish()
-            self._drop(link, 0)
-
-    def _drop(self, link: _Link, most: int) -> None:
-        """Drop what is confirmed; wait until no more than `most` bytes are kept."""
-        while True:
-            self._window.confirm(link.confirmed())
-            self.reached = max(self.reached, link.received)
-            if self._window.bytes <= most:
-                return
-            link.wait()
-
-
-class _Link:
-    """One call of PushWeights; a thread of its own reads the answers."""
-
-    def __init__(self, channel: grpc.Channel, ticket: str, stall_seconds: float) -> None:
-        self.received = 0
-        self._confirmed = 0
-        self._stall_seconds = stall_seconds
-        self._changed = threading.Condition()
-        self._answers = 0
-        self._seen = 0
-        self._error: grpc.RpcError | None = None
-        self._over = False
-        self._queue: queue.SimpleQueue[pb.WeightPiece | None] = queue.SimpleQueue()
-        stub = WeightStreamServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._call: Any = stub.PushWeights(self._requests(), metadata=call_metadata(ticket))
-        self._reader = threading.Thread(target=self._read, name="paceline-weights", daemon=True)
-        self._reader.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._queue.put(None)
-        self._call.cancel()
-        self._reader.join()
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    def begin(self) -> int:
-        """Return the position from which on the instance wants bytes."""
-        self.wait()
-        return self.received
-
-    def put(self, piece: pb.WeightPiece) -> None:
-        self._queue.put(piece)
-
-    def finish(self) -> None:
-        """Say that nothing follows."""
-        self._queue.put(None)
-
-    def confirmed(self) -> int:
-        """Return the position before which nothing needs to be kept. Raises the call's error."""
-        if self._error is not None:
-            raise self._error
-        return self._confirmed
-
-    def wait(self) -> None:
-        """Wait for an answer that was not waited for yet. SendStalled: none comes; or raise the call's error."""
-        deadline = time.monotonic() + self._stall_seconds
-        with self._changed:
-            while self._answers == self._seen and self._error is None:
-                if self._over:
-                    raise SendStalled("the instance ended the call before all was confirmed")
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise SendStalled(f"the instance has not answered for {self._stall_seconds:g} s")
-            self._seen = self._answers
-        if self._error is not None:
-            raise self._error
-
-    def _requests(self) -> Iterator[pb.PushWeightsRequest]:
-        # A request copies its piece, so it is made when gRPC can send it: what waits is in memory once.
-        for piece in iter(self._queue.get, None):
-            yield pb.PushWeightsRequest(piece=piece)
-
-    def _read(self) -> None:
-        try:
-            for answer in self._call:
-                with self._changed:
-                    self.received, self._confirmed = answer.received, answer.confirmed
-                    self._answers += 1
-                    self._changed.notify_all()
-        except grpc.RpcError as error:
-            with self._changed:
-                self._error = error
-        finally:
-            with suppress(RuntimeError), self._changed:
-                self._over = True
-                self._changed.notify_all()
-
-
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 # Refusals that another attempt will not change.
 _FINAL = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED)
@@ -189,25 +40,25 @@ _FINAL = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT, grpc.
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Transport of weights over connections alone: nothing is written by the trainer, and no disk is shared.
+    """Transport of weights over connections alone: the trainer writes no file, and no disk is shared.
 
-    It is that of a run for which no other is named. The instances need `adopted_weights`, and the trainer must
-    reach them. It sends every byte once, whatever the number of instances. A folder that is pushed by its path is
-    read by the instances, as without a stream.
+    It is the default transport of a run. The instances need `adopted_weights`, and the trainer must reach them. It
+    sends every byte once, whatever the number of instances. A folder that is pushed by its path is read by the
+    instances themselves.
     """
 
     piece_bytes: int = 1 << 20
-    """Bytes that are sent at a time."""
+    """Size of a piece."""
     window_bytes: int = 64 << 20
-    """Bytes that are kept until a second instance has them, for the case that the first one dies."""
+    """Bytes that are kept until a second instance has them, in case the first one dies."""
     shard_bytes: int = 256 * 10**6
-    """Largest file of a version. Each is checked while the next one comes."""
+    """Largest file of a version. Each file is checked while the next one arrives."""
     stall_seconds: float = 10.0
-    """An instance that says nothing for so long is taken for lost."""
+    """Seconds without an answer after which an instance counts as lost."""
     give_up_seconds: float = 60.0
-    """Time for which sending is tried without any progress."""
+    """Seconds without progress after which the push fails."""
     tls: Tls | None = None
-    """TLS to the instances, where it differs from that to the gateway."""
+    """TLS to the instances, if it differs from the TLS settings of the gateway."""
 
 
 async def push_stream(
@@ -217,9 +68,9 @@ async def push_stream(
     tensors: safetensors.Tensors,
     in_flight: t.InFlight = t.InFlight.REFUSE,
 ) -> t.UpdateFinished:
-    """Push tensors, which are read once for all shards, in step with the slowest.
+    """Push tensors, reading them once for all shards, at the pace of the slowest shard.
 
-    An error aborts the update, except one for which `keeps_staged` is True.
+    An error aborts the update, unless `keeps_staged` is True for it.
 
     Raises:
         ValueError: tensors that cannot be written (see `safetensors.write`).
@@ -243,18 +94,18 @@ async def push_stream(
 
     tee = PieceTee(len(members), stream.window_bytes // 4)
 
-    async def stage_beside(member: OpenShard, started: t.StreamStarted) -> None:
+    async def stage_from_tee(member: OpenShard, started: t.StreamStarted) -> None:
         try:
             await stage(member, started, tee.pieces(members.index(member)))
         except BaseException:
-            # The others must not wait for what is not sent any more.
+            # The other shards must not wait for pieces that will not come.
             tee.stop()
             raise
 
     def feed() -> Coroutine[Any, Any, None]:
         return client.run_work(lambda: tee.feed(pieces()))
 
-    return await push.stage(start, stage_beside, in_flight, feed)
+    return await push.stage(start, stage_from_tee, in_flight, feed)
 
 
 async def _send(
@@ -265,9 +116,10 @@ async def _send(
     first: Iterator[WeightPiece],
     again: Callable[[], Iterator[WeightPiece]] | None,
 ) -> str:
-    """Send all bytes, to one instance after the other if need be; return their checksum.
+    """Send all bytes, to one instance after another if one is lost; return their checksum.
 
-    `first` are the pieces, and `again` begins another pass over them, if that is possible.
+    `first` yields the pieces. `again` starts reading them from the beginning; None if the source can be read once
+    only.
     """
 
     def begin(pieces: Iterator[WeightPiece]) -> WeightSender:
@@ -309,3 +161,152 @@ def _attempt(
             sender.send(channel, started.ticket)
     finally:
         channel.close()
+
+
+class SendStalled(Exception):
+    """Raised when an instance does not answer any more."""
+
+
+class WeightSender:
+    """Sender of the pieces of a version. Call `send`, in one thread at a time, until it returns."""
+
+    def __init__(self, pieces: Iterator[pb.WeightPiece], window_bytes: int, stall_seconds: float) -> None:
+        """Keep up to `window_bytes` that no second instance has; wait up to `stall_seconds` for an answer."""
+        self.reached = 0
+        """Position behind the bytes that at least one instance has."""
+        self._pieces = pieces
+        self._window_bytes = window_bytes
+        self._stall_seconds = stall_seconds
+        self._window = SendWindow()
+        self._index = hashlib.sha256()
+        self._call: _PushCall | None = None
+        self._stopped = False
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the version (see `safetensors.checksum`), valid once all pieces were sent."""
+        return f"index-sha256:{self._index.hexdigest()}"
+
+    def stop(self) -> None:
+        """Make `send` raise; may be called in any thread."""
+        self._stopped = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def send(self, channel: grpc.Channel, ticket: str) -> None:
+        """Send to an instance the bytes that it does not have yet, until all are confirmed.
+
+        Raises:
+            grpc.RpcError: the instance refused or is lost; call `send` again with a channel to another one.
+            SendStalled: as well.
+            SourceBehind: the instance needs bytes that are no longer kept.
+        """
+        with _PushCall(channel, ticket, self._stall_seconds) as self._call:
+            call = self._call
+            if self._stopped:
+                raise SendStalled("the push of the weights was stopped")
+            position = call.begin()
+            for piece in self._window.since(position):
+                call.put(piece)
+            for piece in self._pieces:
+                if piece.index:
+                    self._index.update(piece.data)
+                self._window.add(piece)
+                end = piece.position + len(piece.data)
+                if end > position:
+                    call.put(piece)
+                del piece
+                self._drop(call, self._window_bytes)
+            call.finish()
+            self._drop(call, 0)
+
+    def _drop(self, call: _PushCall, most: int) -> None:
+        """Drop confirmed pieces; wait until at most `most` bytes are kept."""
+        while True:
+            self._window.confirm(call.confirmed())
+            self.reached = max(self.reached, call.received)
+            if self._window.bytes <= most:
+                return
+            call.wait()
+
+
+class _PushCall:
+    """One call of PushWeights; a separate thread reads the answers."""
+
+    def __init__(self, channel: grpc.Channel, ticket: str, stall_seconds: float) -> None:
+        self.received = 0
+        self._confirmed = 0
+        self._stall_seconds = stall_seconds
+        self._changed = threading.Condition()
+        self._answers = 0
+        self._awaited = 0
+        self._error: grpc.RpcError | None = None
+        self._over = False
+        self._queue: queue.SimpleQueue[pb.WeightPiece | None] = queue.SimpleQueue()
+        stub = WeightStreamServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._call: Any = stub.PushWeights(self._requests(), metadata=call_metadata(ticket))
+        self._reader = threading.Thread(target=self._read, name="paceline-weights", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.put(None)
+        self._call.cancel()
+        self._reader.join()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def begin(self) -> int:
+        """Return the position from which the instance wants bytes."""
+        self.wait()
+        return self.received
+
+    def put(self, piece: pb.WeightPiece) -> None:
+        self._queue.put(piece)
+
+    def finish(self) -> None:
+        """End the requests: no piece follows."""
+        self._queue.put(None)
+
+    def confirmed(self) -> int:
+        """Return the position before which no piece needs to be kept. Raises the call's error."""
+        if self._error is not None:
+            raise self._error
+        return self._confirmed
+
+    def wait(self) -> None:
+        """Wait for the next answer. SendStalled: none comes in time; an error of the call is raised as it is."""
+        deadline = time.monotonic() + self._stall_seconds
+        with self._changed:
+            while self._answers == self._awaited and self._error is None:
+                if self._over:
+                    raise SendStalled("the instance ended the call before all was confirmed")
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise SendStalled(f"the instance has not answered for {self._stall_seconds:g} s")
+            self._awaited = self._answers
+        if self._error is not None:
+            raise self._error
+
+    def _requests(self) -> Iterator[pb.PushWeightsRequest]:
+        # A request copies its piece. It is made only when gRPC can send it, so that a waiting piece is not in
+        # memory twice.
+        for piece in iter(self._queue.get, None):
+            yield pb.PushWeightsRequest(piece=piece)
+
+    def _read(self) -> None:
+        try:
+            for answer in self._call:
+                with self._changed:
+                    self.received, self._confirmed = answer.received, answer.confirmed
+                    self._answers += 1
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            with self._changed:
+                self._error = error
+        finally:
+            with suppress(RuntimeError), self._changed:
+                self._over = True
+                self._changed.notify_all()

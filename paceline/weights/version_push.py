@@ -1,4 +1,4 @@
-"""Take one version of the weights to all shards: staged on every shard before it is applied on any."""
+"""Push one version of the weights to all shards: every shard stages it before any shard applies it."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.shards import OpenShard, Shards
 
 _STAGINGS = 3
-"""Times that weights are staged which instances lose before they are applied."""
+"""Attempts to stage weights, if the instances that have them are lost before the weights are applied."""
+
 Started = TypeVar("Started", t.UpdateStarted, t.StreamStarted, t.CollectiveStarted)
 
 
 @dataclass(slots=True)
 class VersionPush:
-    """A version on its way, and how far it has come on each shard.
+    """Push of one version, and its progress on each shard.
 
-    It is the version above the highest that any shard serves. So a push after one that broke while shards applied
-    it brings all of them to one version again, whatever each of them had.
+    The version is one above the highest that any shard serves. So after a push that failed while shards applied it,
+    the next push brings all shards to the same version again.
     """
 
     shards: Shards
     run_id: str
     target: t.WeightTarget
     published: Mapping[str, t.Versions]
-    """What each shard served when the push began."""
+    """Versions that each shard served when the push began."""
     version: int
     push_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Distinguishes this push from one of a trainer that died and was started again under the same run."""
+    """Distinguishes this push from a push of the same run by a trainer that died and was restarted."""
     _updates: dict[str, str] = field(default_factory=dict)
-    """The update of each shard on which one was started and is not applied."""
+    """Ids of the updates that were started and are not applied yet, by shard."""
     _finished: dict[str, t.UpdateFinished] = field(default_factory=dict)
 
     @classmethod
     async def begin(cls, client: GatewayCalls, run_id: str, target: t.WeightTarget) -> VersionPush:
-        """Read what the shards serve, and name the version above it."""
+        """Read the versions that the shards serve, and choose the one above them."""
         published = await client.shards.versions()
         version = 1 + max(version_of(each, target) for each in published.values())
         return cls(client.shards, run_id, target, published, version)
 
     @property
     def base(self) -> t.Versions | None:
-        """The published versions, if they are the same everywhere."""
+        """The published versions, if all shards have the same policy; else None."""
         first, *others = self.published.values()
         mark = (first.policy_version, first.policy_checksum)
         return first if all((each.policy_version, each.policy_checksum) == mark for each in others) else None
@@ -59,10 +60,10 @@ class VersionPush:
         in_flight: t.InFlight,
         feed: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> t.UpdateFinished:
-        """Start an update to a version on all shards, stage it on all by `work`, and finish it; an error aborts it.
+        """Start the update on all shards, stage it on all by `work`, and finish it.
 
-        Not so an error for which `keeps_staged` is True: `finish` can go on then. `feed` runs beside the work, in
-        the calling thread.
+        An error aborts the update, unless `keeps_staged` is True for it: then `finish` can be called again. `feed`
+        runs concurrently with `work`, in the calling thread.
         """
         async with self._aborting():
             started = await self._start(start)
@@ -74,19 +75,19 @@ class VersionPush:
                         lambda member: work(member, started[member.name]), members, feed=feed
                     )
                 except PacelineError as error:
-                    # The first error tells which shards have the version already.
+                    # `lost`, if there is one, names the shards that have the version already.
                     raise (lost or error) from error
                 try:
                     return await self.finish(in_flight)
                 except FailedPreconditionError as error:
-                    # The instances that had them are gone. What was fed cannot be fed again.
+                    # The instances that had the weights are gone. `feed` runs only once.
                     if error.reason != "WEIGHTS_NOT_STAGED" or feed is not None or not left:
                         raise
                     lost = error
             raise AssertionError("the last round returns or raises")
 
     async def _start(self, start: Callable[[OpenShard, int], Awaitable[Started]]) -> dict[str, Started]:
-        """Start the update on all shards; each that was started is known, so that it can be aborted."""
+        """Start the update on all shards, and record each that has started, so that it can be aborted."""
         started: dict[str, Started] = {}
 
         async def begin(member: OpenShard) -> None:
@@ -101,23 +102,23 @@ class VersionPush:
     async def _start_on(
         self, member: OpenShard, start: Callable[[OpenShard, int], Awaitable[Started]]
     ) -> Started:
-        """Start the update of a shard. One that an earlier push of this run left there gives way, among several."""
+        """Start the update of a shard; with several shards, abort one that an earlier push of this run left."""
         try:
             return await start(member, self.version)
         except FailedPreconditionError as error:
             left = error.metadata.get("version", "")
             if self.shards.alone or error.reason != "UPDATE_IN_PROGRESS" or left == str(self.version):
                 raise
-            # Only the update of the same run can be started again; any other refuses.
+            # Starting it again returns its id, for the same run only; the gateway refuses any other.
             with suppress(PacelineError):
                 await member.calls.abort_update((await start(member, int(left))).update_id)
             return await start(member, self.version)
 
     async def finish(self, in_flight: t.InFlight) -> t.UpdateFinished:
-        """Apply the staged weights on the shards that do not serve them yet; return what became of all.
+        """Apply the staged weights on the shards that do not serve them yet; return the outcome on all shards.
 
-        The error of several shards is that of one which failed otherwise than for unfinished samples, if there is
-        such a one; its `shard` has all their names.
+        If several shards fail, the error of one that failed for another reason than unfinished samples is raised
+        first. Its `shard` names all of them.
         """
         left = [member for member in self.shards.members if member.name in self._updates]
         outcomes = await self.shards.each(lambda member: self._finish_on(member, in_flight), left)
@@ -142,7 +143,7 @@ class VersionPush:
         )
 
     async def _finish_on(self, member: OpenShard, in_flight: t.InFlight) -> None:
-        """Finish the update of a shard. If the answer was lost, the published version decides whether it failed."""
+        """Finish the update of a shard. If the answer was lost, the published version decides if it succeeded."""
         try:
             finished = await member.calls.finish_update(self._updates[member.name], in_flight)
         except PacelineError:
@@ -155,7 +156,7 @@ class VersionPush:
 
     @asynccontextmanager
     async def _aborting(self) -> AsyncIterator[None]:
-        """Abort what was started where an error ends the block, unless it leaves the weights staged."""
+        """Abort the started updates if an error ends the block, unless the error keeps the weights staged."""
         try:
             yield
         except GeneratorExit:
@@ -165,14 +166,14 @@ class VersionPush:
                 raised.served = self._served()
             if not keeps_staged(raised):
                 left = [member for member in self.shards.members if member.name in self._updates]
-                # The error that led here is the one to report.
+                # Errors of aborting are dropped: `raised` is the one to report.
                 await self.shards.each(
                     lambda member: member.calls.abort_update(self._updates[member.name]), left
                 )
             raise
 
     def _served(self) -> dict[str, int]:
-        """Return the version that each shard serves, as far as this push knows."""
+        """Return the version that each shard serves, according to what this push has seen."""
         return {
             name: self.version if name in self._finished else version_of(each, self.target)
             for name, each in self.published.items()
@@ -180,10 +181,10 @@ class VersionPush:
 
 
 def keeps_staged(error: BaseException) -> bool:
-    """Return True if an update was refused because samples are unfinished, and its weights stay staged."""
+    """Return True for the refusal because of unfinished samples, after which the weights stay staged."""
     return isinstance(error, FailedPreconditionError) and error.reason == "SAMPLES_UNFINISHED"
 
 
 def version_of(versions: t.Versions, target: t.WeightTarget) -> int:
-    """Return the version of a target."""
+    """Return the version of the policy or of the drafter."""
     return versions.drafter_version if target is t.WeightTarget.DRAFTER else versions.policy_version

@@ -83,7 +83,7 @@ class WeightReader:
         for folder in filter(None, (given.folder, given.delta)):
             check_weight_folder(str(folder), self._root, follow_links=True)
         if self._adopted is None:
-            if given.folder is None or expansion.is_one(given.folder):
+            if given.folder is None or expansion.is_expansion(given.folder):
                 raise _base_not_held("adopted_weights is not set: this instance keeps no version", [])
             return stage(given.folder, version, self._manifest, given.checksum, proceed=proceed)
         if given.folder is not None and not given.checksum:
@@ -119,7 +119,7 @@ class WeightReader:
 
     def _checksum(self, folder: Path, proceed: Proceed) -> str:
         """Return the checksum of a folder whose sender gave none."""
-        if not expansion.is_one(folder):
+        if not expansion.is_expansion(folder):
             read_headers(folder, self._manifest)
         try:
             return expansion.checksum(folder, proceed)

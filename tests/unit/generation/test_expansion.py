@@ -12,7 +12,6 @@ import pytest
 
 from paceline import Adapter, WeightFolder
 from paceline.weights import delta, expansion, safetensors
-from paceline.weights import delta as delta_codec
 from paceline.weights.expansion import BaseWeights, ExpansionKind
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.weights.adoption import AdoptedWeights
@@ -328,7 +327,7 @@ def test_a_delta_to_more_than_the_model_has_is_refused_before_it_is_expanded(
     size = 1 << 40
     header = json.dumps({"layer.0": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     packed = zlib.compress(len(header).to_bytes(8, "little") + header)
-    code = delta_codec.encode_raw(np.zeros(delta.PIECE_BYTES, np.uint8))
+    code = delta.encode_raw(np.zeros(delta.PIECE_BYTES, np.uint8))
     pieces = (len(code).to_bytes(4, "little") + code) * 3
     file.write_bytes(b"PLDELTA1" + len(packed).to_bytes(4, "little") + packed + pieces)
     expansion.write(

@@ -17,7 +17,7 @@ from kernels.suffix_index import records
 from paceline.files import parse_json, parse_object, read_object
 from paceline.report import facts
 from paceline.weights import delta, expansion, safetensors
-from paceline.weights.rendezvous import NotOfRound, Rendezvous
+from paceline.weights.rendezvous import InstanceRendezvous, NotOfRound
 from services.contracts import drafter_checkpoint
 from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.contracts.schemas import schema_faults
@@ -75,10 +75,11 @@ class Keys:
 
 
 def round_of(_: Path, content: bytes) -> None:
-    rendezvous = object.__new__(Rendezvous)
+    rendezvous = object.__new__(InstanceRendezvous)
     rendezvous._keys = Keys(content)  # type: ignore[assignment]
     rendezvous.join_seconds = rendezvous.stall_seconds = 1.0
-    rendezvous.enter_round(1, "i0", 0)
+    rendezvous.instance_id = "i0"
+    rendezvous.enter_round(1, 0)
 
 
 def with_header(read: Callable[[Path], object]) -> Callable[[Path, bytes], object]:

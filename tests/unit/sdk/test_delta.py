@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from paceline import types as t
 from paceline.weights import delta, expansion, safetensors
-from paceline.weights import delta as delta_codec
 from paceline.weights.expansion import ExpansionKind
 from paceline.weights.folder import WeightFolder
 from tests.support.disks import largest_file
@@ -40,9 +39,9 @@ def pairs(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 @given(pairs())
 def test_any_bits_come_through(pair: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> None:
     base, new = pair
-    code = delta_codec.encode(base, new)
+    code = delta.encode(base, new)
     assert len(code) <= new.nbytes + 1, "no code is longer than the values themselves"
-    assert delta_codec.decode(code, base).tobytes() == new.tobytes()
+    assert delta.decode(code, base).tobytes() == new.tobytes()
 
 
 @given(pairs(), st.data())
@@ -51,13 +50,13 @@ def test_a_code_that_was_changed_or_cut_is_refused_or_has_the_same_length(
 ) -> None:
     """The checksums of files find what is left: nothing else may come of it than an error or as many values."""
     base, new = pair
-    code = bytearray(delta_codec.encode(base, new))
+    code = bytearray(delta.encode(base, new))
     if data.draw(st.booleans()):
         code[data.draw(st.integers(0, len(code) - 1))] ^= data.draw(st.integers(1, 255))
     else:
         del code[data.draw(st.integers(0, len(code) - 1)) :]
     with suppress(ValueError):
-        assert len(delta_codec.decode(bytes(code), base)) == len(base)
+        assert len(delta.decode(bytes(code), base)) == len(base)
 
 
 def test_few_changes_take_few_bytes() -> None:
@@ -65,7 +64,7 @@ def test_few_changes_take_few_bytes() -> None:
     chance = np.random.default_rng(0)
     base = chance.integers(0, 1 << 16, 1 << 20, np.uint16)
     step = np.where(chance.random(len(base)) < 0.02, chance.choice([-1, 1], len(base)), 0)
-    code = delta_codec.encode(base, base + step.astype(np.uint16))
+    code = delta.encode(base, base + step.astype(np.uint16))
     assert len(code) < 0.2 / 16 * base.nbytes
 
 
@@ -116,12 +115,14 @@ def expanded(base: Path, change: Path, target: Path) -> dict[str, bytes]:
 
 def test_a_version_comes_of_its_delta_byte_for_byte(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
     base, new, change = folders
-    told = expansion.read(change)
-    assert told is not None
-    assert told.kind is ExpansionKind.DELTA
-    assert (told.base.version, told.base.checksum) == (1, safetensors.checksum(base))
+    manifest = expansion.read(change)
+    assert manifest is not None
+    assert manifest.kind is ExpansionKind.DELTA
+    assert (manifest.base.version, manifest.base.checksum) == (1, safetensors.checksum(base))
     assert expansion.checksum(change) == safetensors.checksum(new)
-    assert told.bytes == sum(len(content) for name, content in contents(change).items() if name in told.files)
+    assert manifest.bytes == sum(
+        len(content) for name, content in contents(change).items() if name in manifest.files
+    )
     assert expanded(base, change, tmp_path / "made") == contents(new)
 
 

@@ -25,9 +25,9 @@ from torch.distributed import BroadcastOptions
 
 from paceline.v1.weight_pb2 import CollectiveRendezvous
 from paceline.weights.rendezvous import (
+    InstanceRendezvous,
     NotOfRound,
     RankGone,
-    Rendezvous,
     RoundRanks,
     TrainerGone,
     head_of,
@@ -65,7 +65,7 @@ class BroadcastReceiver:
         """
         number = 0
         try:
-            rendezvous = Rendezvous.join(self._described)
+            rendezvous = InstanceRendezvous.join(self._described, self._instance_id)
         except RankGone as error:
             raise Unavailable(str(error)) from error
         try:
@@ -74,17 +74,17 @@ class BroadcastReceiver:
         except (TrainerGone, NotOfRound) as error:
             raise Unavailable(f"the weights were not received: {error}") from error
         except ServiceError as error:
-            rendezvous.leave(self._instance_id, number, error.message)
+            rendezvous.leave(number, error.message)
             raise
-        rendezvous.finish(self._instance_id)
+        rendezvous.finish()
         return {"checksum": self._stored.checksum, "contents": self._contents.finish()}
 
-    def _round(self, rendezvous: Rendezvous, number: int) -> int:
+    def _round(self, rendezvous: InstanceRendezvous, number: int) -> int:
         """Take part in a round; return the number of the next one."""
         group = None
         try:
             self._report({"position": self._stored.log.end})
-            ranks, group = rendezvous.enter_round(number, self._instance_id, self._stored.log.end)
+            ranks, group = rendezvous.enter_round(number, self._stored.log.end)
             self._take(rendezvous, ranks, group)
         except TrainerGone:
             raise
@@ -95,7 +95,7 @@ class BroadcastReceiver:
             del group
         return number + 1
 
-    def _take(self, rendezvous: Rendezvous, ranks: RoundRanks, group: Any) -> None:
+    def _take(self, rendezvous: InstanceRendezvous, ranks: RoundRanks, group: Any) -> None:
         """Take buckets until the last. One is written while the next one comes."""
         limit = timedelta(seconds=rendezvous.stall_seconds)
         options = BroadcastOptions()
@@ -115,7 +115,7 @@ class BroadcastReceiver:
             self._write(bucket)
             if acknowledgement:
                 end = self._stored.log.end
-                rendezvous.acknowledge(ranks, acknowledgement, self._instance_id, end)
+                rendezvous.acknowledge(ranks, acknowledgement, end)
             self._report({"position": self._stored.log.end})
             if last:
                 return
