@@ -1,4 +1,4 @@
-"""A chart of the page: its drawing as SVG at two widths, its words, its table, and the colours. Pure."""
+"""Charts of the page: SVG elements, colours, and the parts of a chart (drawings, legend, table). Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+WIDE, NARROW = 840.0, 340.0
+"""Widths of drawings, in CSS pixels: on a desktop, and on a telephone."""
+MOST_STEPS = 60
+"""Most steps in a chart with one mark per step: the latest ones."""
+
+Draw = Callable[[float], tuple[str, float]]
+"""Function from a width to the markup of a drawing of that width, and its height."""
+
 
 def element(name: str, *children: str, **attributes: float | str) -> str:
-    """Return an element. Underscores of attribute names become hyphens, numbers have at most two decimals.
+    """Return an SVG element; `children` are markup.
 
-    Children are markup. `cls` is the attribute class.
+    Underscores of attribute names become hyphens, and `cls` becomes `class`. Numbers have at most two decimals.
     """
-    told = "".join(f' {_name(key)}="{_value(value)}"' for key, value in attributes.items())
+    written = "".join(f' {_name(key)}="{_value(value)}"' for key, value in attributes.items())
     inside = "".join(children)
-    return f"<{name}{told}>{inside}</{name}>" if inside else f"<{name}{told}/>"
+    return f"<{name}{written}>{inside}</{name}>" if inside else f"<{name}{written}/>"
 
 
 def text(x: float, y: float, words: str, **attributes: float | str) -> str:
@@ -24,7 +32,7 @@ def text(x: float, y: float, words: str, **attributes: float | str) -> str:
 
 
 def title(words: str) -> str:
-    """Return what a browser shows where the pointer rests on the parent."""
+    """Return a title element: a browser shows its words while the pointer rests on the parent."""
     return f"<title>{escape(words)}</title>"
 
 
@@ -40,7 +48,7 @@ def path(points: Iterable[tuple[float, float]], **attributes: float | str) -> st
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` + 1 round numbers from low to high; just `low` where there is nothing between."""
+    """Return at most `most` + 1 round numbers from low to high; only `low` if the range is empty."""
     if not high > low:
         return [low]
     raw = (high - low) / max(1, most)
@@ -51,7 +59,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Return a number of at most four digits or so."""
+    """Return a number with about three significant digits."""
     if value and abs(value) < 0.001:
         return f"{value:.0e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -68,7 +76,7 @@ def _value(value: float | str) -> str:
 
 
 SERIES = ("blue", "orange", "green", "red", "purple", "grey")
-"""Names of the colours of series."""
+"""Names of the colours for series."""
 LIGHT = {
     "page": "#f5f6f8",
     "card": "#ffffff",
@@ -83,7 +91,7 @@ LIGHT = {
     "purple": "#9c4f8f",
     "grey": "#6d7683",
 }
-"""Colours by name, as #rrggbb, where the reader prefers light."""
+"""Colours by name, as #rrggbb, for readers who prefer a light theme."""
 DARK = {
     "page": "#111418",
     "card": "#1a1f26",
@@ -98,42 +106,12 @@ DARK = {
     "purple": "#dc9ad0",
     "grey": "#99a4b3",
 }
-"""The same where the reader prefers dark."""
-
-
-def contrast(one: str, other: str) -> float:
-    """Return the contrast ratio of two colours, 1 to 21, as WCAG 2 defines it."""
-    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
+"""The same colours for readers who prefer a dark theme."""
 
 
 def css(colours: dict[str, str]) -> str:
     """Return the declarations of CSS variables."""
     return " ".join(f"--{name}: {value};" for name, value in colours.items())
-
-
-def _luminance(colour: str) -> float:
-    return sum(
-        weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), _linear(colour), strict=True)
-    )
-
-
-def _linear(colour: str) -> tuple[float, float, float]:
-    red, green, blue = (_channel(int(colour[place : place + 2], 16) / 255) for place in (1, 3, 5))
-    return red, green, blue
-
-
-def _channel(value: float) -> float:
-    return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-
-
-WIDE, NARROW = 840.0, 340.0
-"""Widths of drawings, in CSS pixels: on a desktop, and on a telephone."""
-MOST_STEPS = 60
-"""Most steps in a chart with one mark for each: the latest."""
-
-Draw = Callable[[float], tuple[str, float]]
-"""Returns markup of a drawing of this width, and its height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +133,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Entry of a legend: what this class of marks means."""
+    """Entry of a legend: the meaning of a class of marks."""
 
     cls: str
     words: str
@@ -163,7 +141,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class PageChart:
-    """A chart. `summary` says in words what it shows; `note` how it is to be read."""
+    """A chart. `summary` says in words what it shows, `note` how to read it."""
 
     name: str
     title: str
@@ -173,11 +151,11 @@ class PageChart:
     keys: Sequence[Key]
     table: Table
     heading: bool = False
-    """Its section has several charts, so it has a heading of its own."""
+    """True to show `title` as a heading, in a section of several charts."""
 
 
 def drawn(draw: Draw) -> tuple[tuple[str, Drawing], ...]:
-    """Return the drawing at both widths, each with the class that shows it where it fits."""
+    """Return the drawing at both widths, each with the CSS class that shows it where it fits."""
     return tuple(
         (cls, Drawing(markup, width, height))
         for cls, width in (("wide", WIDE), ("narrow", NARROW))
@@ -186,5 +164,5 @@ def drawn(draw: Draw) -> tuple[tuple[str, Drawing], ...]:
 
 
 def latest(count: int, most: int = MOST_STEPS) -> str:
-    """Return words that say how much of it is shown, where it is not all."""
+    """Return a note on the number of steps that are shown, if not all are."""
     return f" The latest {most} of {count:,} steps are shown." if count > most else ""

@@ -1,7 +1,7 @@
-"""Facts of a run, and their reading from entries of the decision log. Pure.
+"""Facts of a run, read from entries of the decision log. Pure.
 
-Times are unix seconds. A trainer that was started again, under the same run, does steps again: these are attempts
-of one step, and only the last of them counts.
+Times are unix seconds. A trainer that is restarted under the same run repeats steps: these are attempts of one
+step, of which only the last one counts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from paceline.files import parse_object
 from paceline.types import BatchStatus, Decision, Instance
 
 PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
-"""Parts of a sample's time, in order."""
+"""Parts of the time of a sample, in order."""
+MEASURED = ("step", "weights", "reward", "pregeneration")
+"""Kinds of entries that are measurements, not decisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceRow:
-    """Part of one instance in a step; begin and end are None where it had no sample. `counts`: samples by bin."""
+    """Share of one instance in a step; begin and end are None without a sample. `counts`: samples by time bin."""
 
     instance_id: str
     begin: float | None
@@ -35,7 +37,7 @@ class InstanceRow:
 
 @dataclass(frozen=True, slots=True)
 class InstancePart:
-    """Tokens of a sample that one instance generated, and when."""
+    """Tokens of a sample that one instance generated, with the time."""
 
     instance_id: str
     begin: float
@@ -45,7 +47,7 @@ class InstancePart:
 
 @dataclass(frozen=True, slots=True)
 class SamplePath:
-    """Way of a sample through its step, and the seconds of each part of its time."""
+    """Path of a sample through its step, and the seconds of each part of its time."""
 
     prompt_id: str
     slot: int
@@ -66,7 +68,7 @@ class SamplePath:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Verifications of one drafter: draft tokens, accepted ones, and counts by length (`drafted_lengths[n]`)."""
+    """Counts of one drafter: verifications, draft tokens, accepted tokens, and drafts by length."""
 
     verifications: int = 0
     drafted: int = 0
@@ -85,7 +87,7 @@ class DraftCounts:
                 mine[place] += int(count)
 
     def positions(self) -> list[tuple[int, int]]:
-        """Return, for each position from the first on, the tokens drafted and accepted there."""
+        """Return the drafted and the accepted tokens at each position of a draft, from the first on."""
         found = []
         for place in range(1, len(self.drafted_lengths)):
             drafted, accepted = sum(self.drafted_lengths[place:]), sum(self.accepted_lengths[place:])
@@ -97,7 +99,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class RunStep:
-    """One step of the run. Sums of rewards and plans are of all their entries."""
+    """One step of the run. Rewards and step times are summed over their entries."""
 
     step: int
     version: int
@@ -120,13 +122,13 @@ class RunStep:
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
     attempt: int = 1
-    """Which start of the trainer did it, from 1 on."""
+    """Number of the trainer's start that did the step, from 1 on."""
     replaced: bool = False
-    """A later attempt did it again, or came back before it."""
+    """True if a later attempt repeated the step, or began at an earlier one."""
 
     @property
     def name(self) -> str:
-        """Words for it: `step 3`, and later `step 3, attempt 2`."""
+        """`step 3`, or for a later attempt `step 3, attempt 2`."""
         return f"step {self.step}" + (f", attempt {self.attempt}" if self.attempt > 1 else "")
 
     @property
@@ -136,7 +138,7 @@ class RunStep:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward; None where none was reported."""
+        """Mean reward; None if none was reported."""
         return self.reward_sum / self.rewards if self.rewards else None
 
 
@@ -170,7 +172,7 @@ class MoveFact:
 
 @dataclass(frozen=True, slots=True)
 class FleetNow:
-    """State of the platform while the run goes on."""
+    """Present state of the platform, for a live report."""
 
     time: float
     instances: tuple[Instance, ...]
@@ -179,7 +181,7 @@ class FleetNow:
 
 @dataclass(slots=True)
 class RunFacts:
-    """Everything that a report shows. Steps are in order of their ends; `unread` entries could not be read."""
+    """All data of a report. Steps are in order of their ends; `unread` counts entries that could not be read."""
 
     run_id: str
     steps: list[RunStep] = field(default_factory=list)
@@ -191,15 +193,15 @@ class RunFacts:
     unread: int = 0
     now: FleetNow | None = None
     trouble: str = ""
-    """Sentence on why the platform could not be asked for what goes on."""
+    """Sentence on why the present state of the platform is unknown, or empty."""
 
 
 def number_attempts(steps: Sequence[RunStep]) -> None:
     """Set `attempt` and `replaced` of each step; they are in order of their ends.
 
-    An attempt begins with a step whose number, or a higher one, was over before. Steps that overlap are of one
-    attempt, in whatever order they end, and so are several batches of a step under one policy version. An attempt
-    replaces the steps of earlier ones from its lowest number on.
+    An attempt begins with a step whose number, or a higher one, had ended before. Overlapping steps belong to one
+    attempt, whatever the order of their ends, and so do several batches of a step under one policy version. An
+    attempt replaces the steps of earlier attempts from its lowest number on.
     """
     attempt, ends, highest = 1, list[float](), list[tuple[int, int]]()
     for step in steps:
@@ -227,14 +229,10 @@ def _goes_back(step: RunStep, number: int, version: int) -> bool:
     return step.step < number or (step.step == number and step.version != version)
 
 
-MEASURED = ("step", "weights", "reward", "pregeneration")
-"""Kinds of entries that measure and decide nothing."""
-
-
 def parsed(lines: Iterable[str]) -> list[Decision]:
-    """Return entries from lines of JSON, as `paceline policy watch --json` prints them.
+    """Parse entries from lines of JSON, as `paceline policy watch --json` prints them.
 
-    ValueError names a bad line.
+    ValueError: a line is not an entry; it is named.
     """
     found = []
     for number, line in enumerate(lines, 1):
@@ -248,13 +246,13 @@ def parsed(lines: Iterable[str]) -> list[Decision]:
 
 
 def newest_run(entries: Iterable[Decision]) -> str:
-    """Return the run of which a step ended last; empty if there is none."""
+    """Return the run whose step ended last; empty if there is none."""
     steps = [entry for entry in entries if entry.kind == "step"]
     return max(steps, key=lambda entry: entry.time).run_id if steps else ""
 
 
 def read_facts(entries: Sequence[Decision], run_id: str = "") -> RunFacts:
-    """Return the facts of a run, and of the whole fleet in its time; of the newest run if none is named."""
+    """Return the facts of a run, by default the newest one, and of the fleet during that run."""
     facts = RunFacts(run_id or newest_run(entries))
     mine = sorted(
         (entry for entry in entries if entry.run_id in ("", facts.run_id)), key=lambda each: each.time
@@ -281,76 +279,76 @@ def _read(facts: RunFacts, entries: Iterable[Decision]) -> None:
 
 
 def _read_step(facts: RunFacts, entry: Decision) -> None:
-    told = entry.details
+    details = entry.details
     rows = tuple(
         InstanceRow(name, begin, end, int(samples), int(tokens), float(bubble), tuple(map(int, counts)))
-        for name, begin, end, samples, tokens, bubble, counts in told["rows"]
+        for name, begin, end, samples, tokens, bubble, counts in details["rows"]
     )
-    pregenerated = told["pregenerated"]
+    pregenerated = details["pregenerated"]
     facts.steps.append(
         RunStep(
-            step=int(told["step"]),
-            version=int(told["version"]),
-            begun=float(told["begun"]),
-            ended=float(told["ended"]),
-            samples=int(told["samples"]),
-            tokens=int(told["tokens"]),
+            step=int(details["step"]),
+            version=int(details["version"]),
+            begun=float(details["begun"]),
+            ended=float(details["ended"]),
+            samples=int(details["samples"]),
+            tokens=int(details["tokens"]),
             pregenerated=None if pregenerated is None else int(pregenerated),
-            instances=int(told["instances"]),
-            bubble_seconds=float(told["bubble_seconds"]),
-            bin=float(told["bin"]),
+            instances=int(details["instances"]),
+            bubble_seconds=float(details["bubble_seconds"]),
+            bin=float(details["bin"]),
             rows=rows,
-            all=tuple(map(int, told["all"])),
-            last=tuple(map(_path, told["last"])),
+            all=tuple(map(int, details["all"])),
+            last=tuple(map(_path, details["last"])),
         )
     )
 
 
-def _path(told: Mapping[str, Any]) -> SamplePath:
+def _path(details: Mapping[str, Any]) -> SamplePath:
     return SamplePath(
-        prompt_id=str(told["prompt"]),
-        slot=int(told["slot"]),
-        tokens=int(told["tokens"]),
-        accepted_at=float(told["accepted"]),
-        ended_at=float(told["ended"]),
-        parts={part: float(told["parts"][part]) for part in PARTS},
-        decode_steps=int(told["decode_steps"]),
-        verify_steps=int(told["verify_steps"]),
-        restarts=int(told["restarts"]),
+        prompt_id=str(details["prompt"]),
+        slot=int(details["slot"]),
+        tokens=int(details["tokens"]),
+        accepted_at=float(details["accepted"]),
+        ended_at=float(details["ended"]),
+        parts={part: float(details["parts"][part]) for part in PARTS},
+        decode_steps=int(details["decode_steps"]),
+        verify_steps=int(details["verify_steps"]),
+        restarts=int(details["restarts"]),
         spans=tuple(
-            InstancePart(name, begin, end, int(tokens)) for name, begin, end, tokens in told["spans"]
+            InstancePart(name, begin, end, int(tokens)) for name, begin, end, tokens in details["spans"]
         ),
     )
 
 
 def _read_reward(facts: RunFacts, entry: Decision) -> None:
-    told, step = entry.details, _step_of(facts, entry)
+    details, step = entry.details, _step_of(facts, entry)
     if step is None:
         return
-    low, high = float(told["low"]), float(told["high"])
+    low, high = float(details["low"]), float(details["high"])
     if not math.isfinite(high - low):
-        raise ValueError("rewards without bounds have no place in a chart")
+        raise ValueError("a chart cannot show rewards without bounds")
     step.reward_low = min(step.reward_low, low) if step.rewards else low
     step.reward_high = max(step.reward_high, high) if step.rewards else high
-    step.rewards += int(told["count"])
-    step.reward_sum += float(told["sum"])
+    step.rewards += int(details["count"])
+    step.reward_sum += float(details["sum"])
 
 
 def _read_plan(facts: RunFacts, entry: Decision) -> None:
-    told, step = entry.details, _step_of(facts, entry)
+    details, step = entry.details, _step_of(facts, entry)
     if step is not None:
-        step.engine_steps += int(told["engine_steps"])
-        step.predicted_seconds += float(told["predicted_seconds"])
-        step.measured_seconds += float(told["measured_seconds"])
-    lengths = told.get("lengths", {})
-    for name, sums in told["drafts"].items():
+        step.engine_steps += int(details["engine_steps"])
+        step.predicted_seconds += float(details["predicted_seconds"])
+        step.measured_seconds += float(details["measured_seconds"])
+    lengths = details.get("lengths", {})
+    for name, sums in details["drafts"].items():
         facts.drafts.setdefault(name, DraftCounts()).add(sums, lengths.get(name, ()))
 
 
 def _step_of(facts: RunFacts, entry: Decision) -> RunStep | None:
-    """Return the step that an entry is about: of several with its number the one that had begun last by then.
+    """Return the step to which an entry belongs; None if the step has not ended.
 
-    None if it is not over.
+    Of several steps with the entry's number it is the one that had begun last at the time of the entry.
     """
     number = int(entry.details["step"])
     found = [step for step in facts.steps if step.step == number]
@@ -358,9 +356,9 @@ def _step_of(facts: RunFacts, entry: Decision) -> RunStep | None:
 
 
 def _read_weights(facts: RunFacts, entry: Decision) -> None:
-    told = entry.details
-    end = float(told["published"])
-    facts.published.append(Published(int(told["version"]), float(told.get("started", end)), end))
+    details = entry.details
+    end = float(details["published"])
+    facts.published.append(Published(int(details["version"]), float(details.get("started", end)), end))
 
 
 def _read_filled(facts: RunFacts, entry: Decision) -> None:
@@ -370,10 +368,10 @@ def _read_filled(facts: RunFacts, entry: Decision) -> None:
 
 
 def _read_move(facts: RunFacts, entry: Decision) -> None:
-    told = entry.details
-    samples = int(told.get("moved", told["samples"]))
+    details = entry.details
+    samples = int(details.get("moved", details["samples"]))
     if samples:
-        facts.moves.append(MoveFact(entry.time, str(told["donor"]), str(told["receiver"]), samples))
+        facts.moves.append(MoveFact(entry.time, str(details["donor"]), str(details["receiver"]), samples))
 
 
 _READERS = {

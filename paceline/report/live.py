@@ -1,4 +1,4 @@
-"""Report of a run that goes on: a web server on this machine whose page brings itself up to date."""
+"""Live report of a run: a web server on this machine whose page updates itself."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from paceline.report.page import render
 from paceline.types import Decision
 
 MOST_ENTRIES = 20_000
-"""Most entries of the decision log that are kept: the latest."""
-_PAUSE = 1.0
+"""Most entries of the decision log that are kept: the latest ones."""
+_RETRY_SECONDS = 1.0
 _COMPARED = 64
-# Nothing but what is in the page, and the page itself again.
+"""Latest entries among which a repeated one is looked for."""
+# The page may use only what is in it, and load itself again.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 class LiveReport:
-    """Reader of a platform's decision log, from `__enter__` to `__exit__`, and the page of what it has read.
+    """Reader of a platform's decision log, from `__enter__` to `__exit__`, with the page of its entries.
 
-    It begins with the entries from `since` on, in unix seconds. However many ask for the page, the platform is
-    asked once in `refresh` seconds.
+    It reads the entries from `since` on, in unix seconds. The platform is asked for its state at most once in
+    `refresh` seconds, whatever the number of readers of the page.
     """
 
     def __init__(self, client: Client, run_id: str, since: float, refresh: float) -> None:
@@ -54,12 +55,12 @@ class LiveReport:
 
     @property
     def entries(self) -> list[Decision]:
-        """All entries so far, in the order in which they came."""
+        """All entries so far, in order of arrival."""
         with self._lock:
             return list(self._entries)
 
     def page(self) -> str:
-        """Return the document as of now, or of less than `refresh` seconds ago."""
+        """Return the document, made less than `refresh` seconds ago."""
         with self._making:
             text, made_at = self._made
             if time.monotonic() - made_at >= self._refresh:
@@ -82,22 +83,22 @@ class LiveReport:
                 for entry in self._client.watch_decisions(self._run_id, self._since):
                     self._take(entry)
             except PacelineError:
-                # The page says so, and what is known stays.
-                self._ending.wait(_PAUSE)
+                # `_facts` reports the error on the page; the entries so far stay.
+                self._ending.wait(_RETRY_SECONDS)
             except ValueError:
                 return  # the client was closed
 
     def _take(self, entry: Decision) -> None:
         with self._lock:
             known = islice(reversed(self._entries), _COMPARED)
-            # A stream that is opened again begins with the entries of the time where it was cut.
+            # A stream that is opened again repeats entries of the time at which it was cut.
             if entry not in known:
                 self._entries.append(entry)
                 self._since = max(self._since, entry.time)
 
 
 def server(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """Return a server of one page for this machine alone; `serve_forever` runs it. OSError: the port is taken."""
+    """Return a server of one page, for this machine only; `serve_forever` runs it. OSError: the port is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         """Handler of requests for the page."""
@@ -105,8 +106,8 @@ def server(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             """Answer with the page."""
             if self.headers.get("Host", "").rpartition(":")[0] not in _HOSTS:
-                # A page of another site that has its name point here must not read this one.
-                self.send_error(HTTPStatus.FORBIDDEN, "asked for by a name that is not this machine's")
+                # A page of another site whose name resolves to this machine must not read this one.
+                self.send_error(HTTPStatus.FORBIDDEN, "requested by a name that is not this machine's")
             elif self.path.partition("?")[0] != "/":
                 self.send_error(HTTPStatus.NOT_FOUND)
             else:
@@ -123,6 +124,6 @@ def server(page: Callable[[], str], port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing: the terminal is the user's."""
+            """Log nothing: the terminal is the user's."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -1,6 +1,6 @@
-"""The page: facts in, one HTML document out, which needs nothing else. Pure.
+"""Render a report as one HTML document that loads nothing else. Pure.
 
-The same function makes the document of a finished run and what a browser sees while one goes on.
+`render` makes the document of a finished run, and also the page of a live report, which reloads itself.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from paceline.report import plots, timeline
-from paceline.report import plots as bars
 from paceline.report.chart import DARK, LIGHT, SERIES, PageChart, Table, css
 from paceline.report.facts import RunFacts, RunStep, SamplePath, counted
 
 MOST_DECISIONS = 200
-"""Most decisions in the page: the latest."""
+"""Most decisions on the page: the latest ones."""
 MOST_INSTANCES = 32
-"""Most instances in the table of a run that goes on."""
+"""Most instances in the table of a live report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Tile:
 
 
 def render(facts: RunFacts, refresh: float = 0.0) -> str:
-    """Return the document. With `refresh` seconds it asks where it came from for a newer one, so often."""
+    """Return the document. With `refresh` other than 0 it reloads itself every `refresh` seconds."""
     loader = PackageLoader("paceline.report", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.globals["mark"] = lambda shape: plots.marker(shape, 7, 7)
@@ -56,7 +55,7 @@ def render(facts: RunFacts, refresh: float = 0.0) -> str:
 
 
 def tiles(facts: RunFacts) -> list[Tile]:
-    """Return the figures at the top; those that are not known are not there."""
+    """Return the figures at the top of the page, without unknown ones."""
     steps = facts.steps
     if not steps:
         return []
@@ -92,7 +91,7 @@ def tiles(facts: RunFacts) -> list[Tile]:
 def _generated_ahead(steps: Sequence[RunStep], filled: float | None) -> Tile:
     """Return the share of the tokens of these steps that existed when their step began.
 
-    `filled` is the share of the bubbles in which something was generated ahead; None: there were none.
+    `filled` is the share of the bubbles in which something was generated ahead; None: there were no bubbles.
     """
     announced = sum(step.pregenerated is not None for step in steps)
     tokens = sum(step.tokens for step in steps)
@@ -109,12 +108,12 @@ def _generated_ahead(steps: Sequence[RunStep], filled: float | None) -> Tile:
 
 
 def _sections(facts: RunFacts) -> list[dict[str, object]]:
-    """Return the sections in order, each with its charts, or with a sentence on why there is none."""
+    """Return the sections in order, each with its charts, and a sentence to show if there is none."""
     return [
         _section("reward", "Reward", [plots.rewards(facts)], "No reward was reported (run.report_rewards)."),
-        _section("time", "Where the time goes", [bars.where_time_goes(facts)], "No step is over yet."),
+        _section("time", "Where the time goes", [plots.where_time_goes(facts)], "No step is over yet."),
         _section("instances", "Timeline of instances", timeline.timelines(facts), "No step is over yet."),
-        _section("path", "Critical path", [bars.critical_path(facts)], "No step is over yet."),
+        _section("path", "Critical path", [plots.critical_path(facts)], "No step is over yet."),
         _section(
             "acceptance",
             "Acceptance by drafter and position",
@@ -154,7 +153,7 @@ def _subtitle(facts: RunFacts) -> str:
 
 
 def _paths(facts: RunFacts) -> Table | None:
-    """Return the samples that ended last in the latest step, and where they were."""
+    """Return a table of the samples that ended last in the latest step, with the instances that ran them."""
     if not facts.steps or not facts.steps[-1].last:
         return None
     step = facts.steps[-1]

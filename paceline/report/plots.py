@@ -1,4 +1,4 @@
-"""Plots of the page: rewards, acceptance and step times over two axes, and stacked bars of seconds. Pure."""
+"""Plots of the page: stacked bars of seconds, and rewards, acceptance and step times over two axes. Pure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from paceline.report.chart import (
 from paceline.report.facts import PARTS, RunFacts, RunStep
 
 Bar = tuple[RunStep, Mapping[str, float]]
-"""Step, and seconds by part."""
+"""A step, and its seconds by part."""
 PHASES = {"rollout": "blue", "trainer": "orange hatch", "weights": "green dots"}
 PHASE_WORDS = {
     "rollout": "rollout: from the batch's acceptance to the end of its last sample",
-    "trainer": "trainer: from there until its weights came, or the next batch",
-    "weights": "weights: from the begin of their update until they serve",
+    "trainer": "trainer: from there until its weights arrive, or the next batch",
+    "weights": "weights: from the begin of their update until they are served",
 }
 PART_CLASSES = {
     "queue": "grey hatch",
@@ -43,17 +43,27 @@ PART_CLASSES = {
 }
 PART_WORDS = {
     "queue": "queue: until its first engine step",
-    "prefill": "prefill: the step that brought the first token",
-    "plain": "plain: engine steps without a draft of it",
-    "verified": "verified: engine steps that verified a draft of it",
-    "moves": "moves: off any instance, after a move or the loss of one",
+    "prefill": "prefill: the engine step of its first token",
+    "plain": "plain: engine steps without a draft for it",
+    "verified": "verified: engine steps that verified a draft for it",
+    "moves": "moves: on no instance, during a move or after losing one",
     "between": "between: between engine steps, and until its end was known",
 }
 _BAR_HEIGHT, _BAR_GAP, _BAR_AXIS = 20.0, 6.0, 34.0
 _BAR_LEFT, _BAR_RIGHT = 64.0, 62.0
 _LETTER = 6.5
-# A bar is cut where it is so many times as long as nine of ten others.
-_MOST = 3.0
+# A bar is cut if it is longer than this multiple of the length that nine of ten bars do not exceed.
+_LONGEST_BAR = 3.0
+
+_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 260.0, 54.0, 14.0, 10.0, 40.0
+_CORNERS: dict[str, list[tuple[float, float]]] = {
+    "square": [(-1, -1), (1, -1), (1, 1), (-1, 1)],
+    "triangle": [(0, -1.2), (1.2, 1), (-1.2, 1)],
+    "diamond": [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
+    "bar": [(-1.4, -0.5), (1.4, -0.5), (1.4, 0.5), (-1.4, 0.5)],
+    "pillar": [(-0.5, -1.4), (0.5, -1.4), (0.5, 1.4), (-0.5, 1.4)],
+}
+_SHAPES = ("circle", "square", "triangle", "diamond", "pillar", "bar")
 
 
 def where_time_goes(facts: RunFacts) -> PageChart | None:
@@ -76,7 +86,7 @@ def where_time_goes(facts: RunFacts) -> PageChart | None:
 
 
 def critical_path(facts: RunFacts) -> PageChart | None:
-    """Return the chart of where the time of each step's last sample went; None if there is none."""
+    """Return the chart of the time of the last sample of each step, by part; None without such a sample."""
     steps = [step for step in facts.steps if step.last][-MOST_STEPS:]
     if not steps:
         return None
@@ -87,8 +97,8 @@ def critical_path(facts: RunFacts) -> PageChart | None:
     return _bar_chart(
         "path",
         "Critical path",
-        "Where the time of the sample that ended last in each step went, from acceptance to its end: "
-        f"nothing else could have made the step shorter.{latest(len(facts.steps))}",
+        "Time of the sample that ended last in each step, from its acceptance to its end: nothing else could have "
+        f"made the step shorter.{latest(len(facts.steps))}",
         f"Of {total:.1f} seconds of last samples {whole[longest] / total:.0%} is {longest}.",
         bars,
         PART_CLASSES,
@@ -102,9 +112,9 @@ def phases(facts: RunFacts) -> list[dict[str, float]]:
 
 
 def following(facts: RunFacts, place: int) -> float:
-    """Return when a step is over: when the next one begins, or else new weights serve, or with its last sample.
+    """Return the end of a step: when the next one begins, or else when new weights serve or its last sample ends.
 
-    Between the last step of a trainer and the first one of the trainer that was started again nobody trains.
+    The time between the last step before a restart of the trainer and the first step after it belongs to no step.
     """
     step = facts.steps[place]
     until = float("inf")
@@ -155,10 +165,10 @@ def _bar_chart(
 
 
 def longest_drawn(lengths: Sequence[float]) -> float:
-    """Return the length above which bars are cut, so that a few long ones leave the others to be seen."""
+    """Return the length above which bars are cut, so that a few long ones do not hide the others."""
     ordered = sorted(lengths)
     longest, usual = ordered[-1], ordered[(len(ordered) - 1) * 9 // 10]
-    return max(1e-9, min(longest, _MOST * usual) if usual > 0 else longest)
+    return max(1e-9, min(longest, _LONGEST_BAR * usual) if usual > 0 else longest)
 
 
 def _draw_bars(bars: Sequence[Bar], classes: Mapping[str, str]) -> Draw:
@@ -182,13 +192,13 @@ def _draw_bars(bars: Sequence[Bar], classes: Mapping[str, str]) -> Draw:
             for part, cls in classes.items():
                 size = parts.get(part, 0.0) * scale
                 if size > 0:
-                    told = f"{step.name}, {part}: {parts[part]:.3f} s"
-                    marks.append(block(x, top, size, _BAR_HEIGHT, cls, told))
+                    label = f"{step.name}, {part}: {parts[part]:.3f} s"
+                    marks.append(block(x, top, size, _BAR_HEIGHT, cls, label))
                     x += size
             if seconds > limit:
                 marks += [_break(_BAR_LEFT + inner - 14 + each, top) for each in (0, 5)]
             words = f"{short(seconds)} s"
-            # The label of a cut bar may be longer than the room beside it.
+            # The label of a cut bar may be longer than the space to its right.
             after = min(x + 5, width - _LETTER * len(words))
             marks.append(text(after, top + 14, words, cls="value halo"))
         return "".join(marks), height + _BAR_AXIS
@@ -202,7 +212,7 @@ def _break(x: float, top: float) -> str:
 
 
 def block(x: float, y: float, width: float, height: float, cls: str, words: str) -> str:
-    """Return an area of a class such as "green rise": a colour, and the pattern over it if it has one."""
+    """Return a bar of a class such as "green rise": a colour, and optionally a pattern over it."""
     colour, _, pattern = cls.partition(" ")
     area: dict[str, float | str] = {"x": x, "y": y, "width": max(0.5, width), "height": height}
     marks = [title(words), element("rect", cls=f"f-{colour} edge", **area)]
@@ -221,39 +231,28 @@ def _bar_grid(left: float, inner: float, height: float, longest: float, most: in
     return "".join(marks)
 
 
-_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 260.0, 54.0, 14.0, 10.0, 40.0
-_CORNERS: dict[str, list[tuple[float, float]]] = {
-    "square": [(-1, -1), (1, -1), (1, 1), (-1, 1)],
-    "triangle": [(0, -1.2), (1.2, 1), (-1.2, 1)],
-    "diamond": [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
-    "bar": [(-1.4, -0.5), (1.4, -0.5), (1.4, 0.5), (-1.4, 0.5)],
-    "pillar": [(-0.5, -1.4), (0.5, -1.4), (0.5, 1.4), (-0.5, 1.4)],
-}
-_SHAPES = ("circle", "square", "triangle", "diamond", "pillar", "bar")
-
-
 Places = Callable[[float, float, int], list[float]]
-"""Returns places for at most so many grid lines from low to high."""
+"""Function from `low`, `high` and `most` to the places of at most about `most` grid lines."""
 
 
 class Axes:
-    """Linear axes of a plot of this width: from data to CSS pixels, and the grid with its labels."""
+    """Linear axes of a plot: the mapping from data to CSS pixels, and the grid with its labels."""
 
     def __init__(
         self, width: float, across: tuple[float, float], up: tuple[float, float], names: tuple[str, str]
     ) -> None:
-        """`across` and `up` are ranges of the data; a range of one value is widened."""
+        """Fit axes into `width`. `across` and `up` are ranges of the data; a range of one value is widened."""
         self.width = width
         self.across, self.up = _wide(across), _wide(up)
         self._names = names
 
     def x(self, value: float) -> float:
-        """Return the place of a value across."""
+        """Return the horizontal place of a value."""
         low, high = self.across
         return _LEFT + (value - low) / (high - low) * (self.width - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the place of a value upwards."""
+        """Return the vertical place of a value."""
         low, high = self.up
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
 
@@ -264,9 +263,10 @@ class Axes:
         places: Places = ticks,
         across: Callable[[float], str] = "{:.0f}".format,
     ) -> str:
-        """Return lines and labels.
+        """Return grid lines and labels.
 
-        `whole`: only whole numbers across, for which `across` has words. `label` makes the words of other values.
+        With `whole` only whole numbers are marked on the horizontal axis, labelled by `across`. `label` makes all
+        other labels.
         """
         marks, most = [], 4 if self.width < 500 else 9
         for value in places(*self.up, 5):
@@ -290,7 +290,7 @@ def rewards(facts: RunFacts) -> PageChart | None:
     shown = rewarded[-MOST_STEPS:]
     if not shown:
         return None
-    # Of a trainer that has just been started again no reward may be known yet.
+    # All may be replaced: a trainer that has just been restarted has not reported rewards yet.
     valid = [(step, mean) for step, mean in shown if not step.replaced] or shown
     (first, before), (last, after) = valid[0], valid[-1]
     summary = f"Mean reward {before:.3f} in step {first.step}, {after:.3f} in step {last.step}."
@@ -301,7 +301,7 @@ def rewards(facts: RunFacts) -> PageChart | None:
         "reward",
         "Reward",
         "Mean of the rewards that the trainer reported, over the samples of a step, in the order of the steps; the "
-        f"shaded range is from the lowest to the highest.{latest(len(rewarded))}",
+        f"shaded range is from the lowest to the highest reward.{latest(len(rewarded))}",
         summary,
         drawn(_draw_rewards(shown)),
         [],

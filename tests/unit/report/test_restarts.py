@@ -17,7 +17,6 @@ from paceline import Decision
 from paceline.cli import options
 from paceline.cli import report as command
 from paceline.report import plots
-from paceline.report import plots as bars
 from paceline.report.chart import PageChart
 from paceline.report.facts import RunFacts, counted, number_attempts, read_facts
 from paceline.report.page import render
@@ -147,13 +146,13 @@ def test_rewards_go_from_left_to_right_and_no_bar_flattens_the_others(plan: list
         assert len(places) == len(plan)
         assert places == sorted(places)
         assert len(plan) == 1 or places[-1] - places[0] > drawing.width / 2
-    lengths = [sum(parts.values()) for parts in bars.phases(facts)]
-    limit = bars.longest_drawn(lengths)
+    lengths = [sum(parts.values()) for parts in plots.phases(facts)]
+    limit = plots.longest_drawn(lengths)
     assert limit <= max(lengths)
     if len(lengths) > 1:
         assert limit <= 3 * sorted(lengths)[-2]
     cut = sum(length > limit for length in lengths)
-    chart = bars.where_time_goes(facts)
+    chart = plots.where_time_goes(facts)
     assert chart is not None
     assert chart.drawings[0][1].markup.count('class="cut"') == 2 * cut
     assert (f"({cut} of them)" in chart.note) is (cut > 0)
@@ -162,14 +161,14 @@ def test_rewards_go_from_left_to_right_and_no_bar_flattens_the_others(plan: list
 @settings(max_examples=25, deadline=None)
 @given(plans())
 def test_a_pause_between_two_trainers_is_no_time_of_a_trainer(plan: list[Planned]) -> None:
-    steps = bars.phases(read_facts(entries_of(plan)))
+    steps = plots.phases(read_facts(entries_of(plan)))
     for place, (step, parts) in enumerate(zip(plan, steps, strict=True)):
         followed = place + 1 < len(plan) and plan[place + 1].attempt == step.attempt
         assert parts["trainer"] == pytest.approx(step.after if followed else 0.0, rel=1e-4, abs=1e-4)
 
 
 def _charts(facts: RunFacts) -> list[PageChart]:
-    found = plots.rewards(facts), bars.where_time_goes(facts), bars.critical_path(facts)
+    found = plots.rewards(facts), plots.where_time_goes(facts), plots.critical_path(facts)
     return [chart for chart in found if chart is not None]
 
 
