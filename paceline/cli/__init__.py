@@ -1,6 +1,6 @@
 """The command line: `paceline status | policy | drafter | report | token`, and commands of other packages.
 
-Needs the extra `cli`, unlike the SDK.
+Unlike the SDK it needs the extra `cli`.
 """
 
 from __future__ import annotations

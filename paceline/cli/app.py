@@ -1,4 +1,4 @@
-"""The `paceline` command line, with the commands that other packages add to it."""
+"""The `paceline` command line: its own commands, and the ones that other packages register."""
 
 from __future__ import annotations
 
@@ -18,23 +18,36 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from paceline.cli import operations, policy, report
-from paceline.cli import policy as drafter
 from paceline.errors import PacelineError
 from paceline.installation import CHECKOUT, how_to_install
 
 GROUP = "paceline.commands"
+"""Entry points of commands that other packages register."""
 SECTIONS = {
     "Steps and runs": ("status", "batches", "cancel", "end-run", "report"),
     "Fleet": ("pause", "resume", "drain", "policy", "drafter", "weights"),
     "Server": ("up", "doctor", "demo", "download", "calibrate", "simulate", "token"),
 }
-"""Commands as `--help` lists them; those of other packages come last."""
+"""Commands in the order of `--help`; any others come last."""
+
+
+DEBUG = "PACELINE_DEBUG"
+"""Environment variable that makes errors show their traceback."""
+_INTERRUPTED = 130
+_EXAMPLES = """\b
+Examples:
+  paceline doctor                          what this machine lacks
+  paceline up --instances 2                a platform on this machine
+  paceline status --watch                  its instances, at each change
+  paceline report --run my-run             a page on how a run went
+  paceline status --address gateway:7400   a platform elsewhere
+"""
 
 
 class CommandGroup(TyperGroup):
-    """The SDK's own commands and the registered ones."""
+    """Group of the SDK's own commands and of registered ones."""
 
-    # Contexts and commands are Any: their classes are click's in some versions of Typer, and its own in others.
+    # Contexts and commands are Any: some versions of Typer take their classes from click, others have their own.
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, the SDK's own first."""
@@ -42,7 +55,7 @@ class CommandGroup(TyperGroup):
         return [*own, *sorted(entry_points(group=GROUP).names - set(own))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; None when there is none of that name."""
+        """Return a command; None if there is none of that name."""
         own = super().get_command(ctx, cmd_name)
         found = tuple(entry_points(group=GROUP, name=cmd_name))
         return _load(found[0]) if own is None and found else own
@@ -68,7 +81,7 @@ class CommandGroup(TyperGroup):
 
 
 def brief(entry: EntryPoint) -> str:
-    """Return the first sentence about a registered command, without importing its module if its source is there."""
+    """Return the summary of a registered command; if its source is there, without importing its module."""
     _find_server()
     top, *path = entry.module.split(".")
     spec = find_spec(top)
@@ -81,7 +94,7 @@ def brief(entry: EntryPoint) -> str:
 
 
 def _documented(module: ast.Module) -> str:
-    """Return the first sentence of the docstring of the one function that is decorated as a command."""
+    """Return the first sentence of the docstring of the function that is decorated as a command, or ""."""
     for each in module.body:
         if isinstance(each, ast.FunctionDef) and any(
             "app.command" in ast.unparse(by) for by in each.decorator_list
@@ -91,7 +104,7 @@ def _documented(module: ast.Module) -> str:
 
 
 def _find_server() -> None:
-    # Not needed in a checkout, where the folders of the server are on the path already.
+    # In a checkout the folders of the server are on the path already.
     with suppress(ModuleNotFoundError):
         import_module("paceline_server")
 
@@ -105,7 +118,7 @@ def _load(entry: EntryPoint) -> Any:
 
 
 def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Any:
-    """Return a command that says which installation it needs, and ends with status 2."""
+    """Return a command that reports the installation that it needs, and ends with status 2."""
     if entry.module.partition(".")[0] == "examples":
         # No installation has the examples, except an editable one, which is in a checkout.
         needed = f"`make setup` in {CHECKOUT}; then run `make demo` there"
@@ -126,18 +139,6 @@ def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Any:
     return get_command(app)
 
 
-DEBUG = "PACELINE_DEBUG"
-"""Variable with which errors come with their traceback."""
-_INTERRUPTED = 130
-_EXAMPLES = """\b
-Examples:
-  paceline doctor                          what this machine lacks
-  paceline up --instances 2                a platform on this machine
-  paceline status --watch                  its instances, again and again
-  paceline report --run my-run             a page on how a run went
-  paceline status --address gateway:7400   a platform elsewhere
-"""
-
 app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
@@ -153,9 +154,11 @@ app.command("end-run")(operations.end_run)
 app.command("pause")(operations.pause)
 app.command("resume")(operations.resume)
 app.command("drain")(operations.drain)
-app.add_typer(policy.app, name="policy", help="Show and change the knobs of speculation; show decisions.")
 app.add_typer(
-    drafter.drafter_app, name="drafter", help="Show and roll back the drafter that is trained online."
+    policy.policy_app, name="policy", help="Show and change the knobs of speculation; show decisions."
+)
+app.add_typer(
+    policy.drafter_app, name="drafter", help="Show and roll back the drafter that is trained online."
 )
 app.add_typer(
     operations.weights_app, name="weights", help="Show the published versions; abort an update that hangs."
@@ -185,8 +188,8 @@ def paceline(
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit status.
 
-    An error of a service, of a file or of a value becomes a message and status 1, and Ctrl-C status 130. With
-    PACELINE_DEBUG in the environment the error is raised.
+    An error of a service, of a file or of a value becomes a message and status 1; Ctrl-C gives status 130. If
+    PACELINE_DEBUG is set in the environment, the error is raised.
     """
     try:
         app(list(arguments), prog_name="paceline")
@@ -197,12 +200,12 @@ def run(arguments: Sequence[str]) -> int:
     except (PacelineError, OSError, ValueError) as error:
         if os.environ.get(DEBUG):
             raise
-        print(f"paceline: {_said(error)}", file=sys.stderr)
+        print(f"paceline: {_message(error)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -27,6 +27,11 @@ from paceline.client import Client
 from paceline.tokens import TokenEntry, new_token
 from paceline.types import BatchStatus, Instance, InstanceState, Versions
 
+Instances = Annotated[
+    list[str] | None, typer.Argument(help="Instances, as `paceline status` names them. Default: all.")
+]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run, as its trainer names it.")]
+
 _STYLES = {
     InstanceState.SERVING: "green",
     InstanceState.STALE: "yellow",
@@ -34,8 +39,6 @@ _STYLES = {
     InstanceState.DRAINING: "yellow",
     InstanceState.DEAD: "red",
 }
-
-
 _STATE: dict[str, Callable[[Instance], str]] = {
     "version": lambda each: str(each.policy_version),
     "running": lambda each: f"{each.load.running}/{each.max_running}",
@@ -70,14 +73,14 @@ def status(
 
 
 def _watch_fleet(client: Client, *, as_json: bool) -> None:
-    """Show the fleet at each change, without end."""
+    """Show the fleet at each change, until interrupted."""
     console = Console()
     for instances in client.watch_fleet():
         versions = client.versions()
         if as_json:
             print_json({"instances": instances, "versions": versions}, indent=None)
             continue
-        console.clear()  # nothing where there is no terminal
+        console.clear()  # no effect without a terminal
         _print_fleet(console, instances, versions)
 
 
@@ -90,7 +93,7 @@ def _print_fleet(console: Console, instances: Sequence[Instance], versions: Vers
 
 
 def load_tables(instances: Sequence[Instance], console: Console) -> list[Table]:
-    """Return the state and the load of each instance: one table, or two where names are too long for one."""
+    """Return the state and the load of each instance: one table, or two if one is wider than the console."""
     whole = _numbers(instances, _STATE | _LOAD)
     if least_width(console, whole) <= console.width:
         return [whole]
@@ -130,7 +133,7 @@ def short_count(number: int) -> str:
 
 
 def versions_line(versions: Versions) -> str:
-    """Return the published versions in words."""
+    """Return the published versions as a sentence."""
     policy = f"Policy version {versions.policy_version}"
     if versions.policy_path:
         policy += f" from {versions.policy_path}"
@@ -139,23 +142,18 @@ def versions_line(versions: Versions) -> str:
     return policy + drafter + update
 
 
-Instances = Annotated[
-    list[str] | None, typer.Argument(help="Instances, as `paceline status` names them. Default: all.")
-]
-
-
 @connected
 def pause(gateway: GatewayOptions, instances: Instances = None) -> None:
-    """Pause the steps of instances. No sample is lost: they go on with `paceline resume`."""
+    """Pause the steps of instances. No sample is lost: `paceline resume` continues them."""
     with gateway.open(leaders_only=True) as client:
-        _tell("paused", client.pause(instances or ()))
+        _echo_instances("paused", client.pause(instances or ()))
 
 
 @connected
 def resume(gateway: GatewayOptions, instances: Instances = None) -> None:
-    """Let paused instances go on."""
+    """Resume paused instances."""
     with gateway.open(leaders_only=True) as client:
-        _tell("resumed", client.resume(instances or ()))
+        _echo_instances("resumed", client.resume(instances or ()))
 
 
 @connected
@@ -163,16 +161,17 @@ def drain(
     gateway: GatewayOptions,
     instance: Annotated[str, typer.Argument(help="Instance, as `paceline status` names it.")],
 ) -> None:
-    """Drain an instance for good: its samples go on elsewhere.
+    """Drain an instance permanently: its samples continue elsewhere.
 
-    It gets no others, and can be stopped then. It takes as long as its samples take to move.
+    It gets no new samples, and can be stopped after the command. Draining takes as long as its samples take to
+    move.
     """
     with gateway.open(leaders_only=True) as client:
         moved = client.drain(instance)
-    typer.echo(f"{instance} is drained; {moved} samples go on elsewhere")
+    typer.echo(f"{instance} is drained; {moved} samples continue elsewhere")
 
 
-def _tell(done: str, instances: Sequence[str]) -> None:
+def _echo_instances(done: str, instances: Sequence[str]) -> None:
     typer.echo(f"{done}: {', '.join(instances)}" if instances else f"no instance is {done}")
 
 
@@ -204,10 +203,10 @@ def abort_update(
         str, typer.Option("--update", show_default=False, help="Update to abort, if it is still in progress.")
     ] = "",
 ) -> None:
-    """Abort the weight update in progress, whoever waits for it.
+    """Abort the weight update in progress, even if a trainer waits for it.
 
-    Instances discard what they have of it and go on serving the published version; the trainer's push fails with
-    ABORTED. Refused once instances have begun to apply the weights.
+    Instances discard its data and keep serving the published version; the trainer's push fails with ABORTED.
+    Refused once instances have begun to apply the weights.
     """
     with gateway.open(leaders_only=True) as client:
         found = client.versions()
@@ -219,16 +218,13 @@ def abort_update(
     typer.echo(f"update {wanted} is aborted; version {served} is served")
 
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run, as its trainer names it.")]
-
-
 @connected
 def batches(
     gateway: GatewayOptions,
     run: Annotated[str, typer.Option(help="Batches of this run. Default: of all.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Show the batches in work, and the last ones that have finished."""
+    """Show the unfinished batches, and the last finished ones."""
     with gateway.open(leaders_only=True) as client:
         found = list(client.batches(run))
     if as_json:
@@ -253,7 +249,7 @@ def cancel(
 
 @connected
 def end_run(gateway: GatewayOptions, run: RunId) -> None:
-    """End a run, and let go of all that is kept for it.
+    """End a run, and release everything that is kept for it.
 
     Its unfinished samples are cancelled. Samples that its trainer has not read are lost. The run may begin again.
     """
@@ -296,23 +292,23 @@ def token(
     run: Annotated[
         list[str] | None,
         typer.Option(
-            help="Runs that it may name, such as 'team-a-*': * is any characters, ? one. May be given several "
+            help="Runs that it may use, such as 'team-a-*': * is any characters, ? one. May be given several "
             "times. Default: any run."
         ),
     ] = None,
     max_queued_samples: Annotated[
-        int | None, typer.Option(help="Most unfinished samples at once. Default: no limit of its own.")
+        int | None, typer.Option(help="Most unfinished samples at once. Default: no separate limit.")
     ] = None,
     max_queued_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens that these may come to: prompt and max_tokens. Default: no limit."),
+        typer.Option(help="Most tokens of these samples together: prompt and max_tokens. Default: no limit."),
     ] = None,
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Hash a token from standard input instead of making one.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a token. Prints it, and the entry with its hash for the gateway's tokens_file."""
+    """Make a token. Print it, and the entry with its hash for the gateway's tokens_file."""
     secret = sys.stdin.readline().strip() if stdin else new_token()
     if not secret:
         _refuse("there is no token on standard input")
@@ -334,7 +330,7 @@ def token(
 
 def entry_yaml(entry: TokenEntry) -> str:
     """Return an entry as an item of a YAML list."""
-    # JSON values are YAML values; quoted, a name or a hash of digits alone stays text.
+    # JSON values are YAML values. Quotes keep a name or a hash of digits alone a text.
     return "- " + "\n  ".join(
         f"{field}: {json.dumps(value)}" for field, value in _entry_fields(entry).items()
     )
@@ -356,6 +352,6 @@ def _entry_fields(entry: TokenEntry) -> dict[str, str | float | Sequence[str]]:
 
 
 def _refuse(problem: str) -> None:
-    """End the command with status 2: an option is wrong."""
+    """End the command with status 2, because of a wrong option."""
     typer.echo(f"paceline: {problem}", err=True)
     raise typer.Exit(2)

@@ -1,7 +1,7 @@
 """Options and output that commands share.
 
-The connection options make a client; their defaults come from a profile, in a file of the user. Output is JSON,
-or tables that fit 80 columns where names do.
+`connected` gives a command the options of a connection; their defaults come from a profile in a file of the user.
+Output is JSON, or tables that fit into 80 columns unless names are too long.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from paceline.transport.channel import Tls, TlsFileError
 from paceline.transport.options import TOKEN_FILE, read_token
 
 CONFIG, PROFILE = "PACELINE_CONFIG", "PACELINE_PROFILE"
+ADDRESS = "127.0.0.1:7400"
 _MOST_NAMED = 20
+_PADDING = 2
+_FOLDED_WIDTH = 10
+"""Least width of a column with folded cells."""
 
 
 class ProfileError(ValueError):
-    """Raised for a profile that cannot be used; the message names the file."""
+    """Raised for an unusable profile; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Options of a connection, each None where the profile leaves it out."""
+    """Options of a connection; None for each that the profile leaves out."""
 
     address: str | None = None
     ca_file: Path | None = None
@@ -48,10 +52,10 @@ class Profile:
 
     @classmethod
     def of(cls, values: dict[str, Any], folder: Path) -> Self:
-        """Make a profile of a table of the file, which is in `folder`. ProfileError: a wrong name or type."""
+        """Make a profile from a table of a file in `folder`. ProfileError: a wrong name or type."""
         names = [field.name for field in fields(cls)]
         if unknown := sorted(values.keys() - set(names)):
-            raise ProfileError(f"{unknown[0]!r} is no option; options are {', '.join(names)}")
+            raise ProfileError(f"{unknown[0]!r} is not an option; options are {', '.join(names)}")
         for name, value in values.items():
             wanted, allowed = (bool, "true or false") if name == "insecure" else (str, "text")
             if type(value) is not wanted:
@@ -61,7 +65,7 @@ class Profile:
 
 
 def config_file() -> Path:
-    """Return the path of the file with profiles. RuntimeError: this user has no home folder."""
+    """Return the path of the file with profiles. RuntimeError: the user has no home folder."""
     if named := os.environ.get(CONFIG):
         return Path(named)
     folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
@@ -85,7 +89,6 @@ def read_profile(name: str) -> Profile:
         raise ProfileError(f"{path}: profile {name!r}: {error}") from error
 
 
-ADDRESS = "127.0.0.1:7400"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -93,7 +96,7 @@ Token = Annotated[
     str | None,
     typer.Option(
         help="Bearer token, which others see in the list of processes. Default: PACELINE_TOKEN, the file "
-        "PACELINE_TOKEN_FILE, or that of one's own platform on this machine."
+        "PACELINE_TOKEN_FILE, or the token of your own platform on this machine."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -121,8 +124,8 @@ _OPTIONS: dict[str, Any] = {
     "server_name": Annotated[
         str | None,
         typer.Option(
-            help="Name that the gateway's certificate has, if another one is dialled, as localhost of a "
-            "forwarded port.",
+            help="Name in the gateway's certificate, if it differs from the dialled one, such as localhost for "
+            "a forwarded port.",
             envvar="PACELINE_SERVER_NAME",
         ),
     ],
@@ -138,17 +141,16 @@ _OPTIONS: dict[str, Any] = {
     "profile": Annotated[
         str | None,
         typer.Option(
-            help="Profile of ~/.config/paceline/config.toml with the options that are not given.",
-            envvar=PROFILE,
+            help="Profile of ~/.config/paceline/config.toml, for options that are not given.", envvar=PROFILE
         ),
     ],
 }
-"""Options of a connection: None where they are not given."""
+"""Options of a connection, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Options of a connection, as a command was given them. The profile has those that are None."""
+    """Options of a connection on the command line. Options that are None come from the profile."""
 
     address: str | None = None
     ca_file: Path | None = None
@@ -162,9 +164,10 @@ class GatewayOptions:
     def open(self, *, leaders_only: bool = False) -> Client:
         """Return a client that gives up within seconds, because a person waits at the terminal.
 
-        It asks any gateway, so that the kill switch works while none leads, or `leaders_only`.
+        It calls any gateway, so that the kill switch works without a leader; with `leaders_only` it calls leaders.
 
-        typer.BadParameter: an option is wrong.
+        Raises:
+            typer.BadParameter: an option is wrong.
         """
         found = self._profile()
         ca_file, cert_file = self.ca_file or found.ca_file, self.cert_file or found.cert_file
@@ -184,13 +187,13 @@ class GatewayOptions:
         except TlsFileError as error:
             raise typer.BadParameter(str(error), param_hint="--ca-file, --cert-file, --key-file") from error
         except ValueError as error:
-            said = (
+            message = (
                 str(error)
                 .replace("tls=paceline.Tls(...)", "--ca-file")
                 .replace("insecure=True", "--insecure")
             )
-            hint = TOKEN_FILE if said.startswith(TOKEN_FILE) else "--address"
-            raise typer.BadParameter(said, param_hint=hint) from error
+            hint = TOKEN_FILE if message.startswith(TOKEN_FILE) else "--address"
+            raise typer.BadParameter(message, param_hint=hint) from error
 
     def _profile(self) -> Profile:
         if not self.profile:
@@ -210,7 +213,7 @@ class GatewayOptions:
 
 
 def connected(command: Callable[Concatenate[GatewayOptions, P], R]) -> Callable[..., R]:
-    """Give a command the options of a connection in place of its first parameter."""
+    """Replace the first parameter of a command by the options of a connection."""
     signature = inspect.signature(command, eval_str=True)
     own = [each.replace(kind=each.KEYWORD_ONLY) for each in list(signature.parameters.values())[1:]]
     added = [
@@ -229,18 +232,13 @@ def connected(command: Callable[Concatenate[GatewayOptions, P], R]) -> Callable[
     return with_options
 
 
-_PADDING = 2
-_FOLDED = 10
-"""Width to which a column may shrink whose cells are folded."""
-
-
 def plain_table() -> Table:
-    """Return a table without lines. Long cells fold into several lines instead of being cut."""
+    """Return a table without lines. Long cells fold into several lines and are not cut."""
     return Table(box=None, padding=(0, _PADDING, 0, 0), header_style="bold")
 
 
 def add_columns(table: Table, *names: str, number: bool = False, whole: bool = False) -> None:
-    """Add columns. Columns of a `number` are right-aligned; these and `whole` columns are never folded."""
+    """Add columns. `number` columns are right-aligned; `number` and `whole` columns are never folded."""
     for name in names:
         if number or whole:
             table.add_column(name, justify="right" if number else "left", no_wrap=True)
@@ -249,25 +247,25 @@ def add_columns(table: Table, *names: str, number: bool = False, whole: bool = F
 
 
 def least_width(console: Console, table: Table) -> int:
-    """Return the width that a table of `plain_table` needs, with all of what is never folded."""
+    """Return the least width of a table of `plain_table` that shows columns without folding in full."""
     options = console.options.update(width=10_000)
 
     def width(column: Column) -> int:
         cells = (column.header, *column.cells)
         widest = max(Measurement.get(console, options, cell).maximum for cell in cells)
-        return (widest if column.no_wrap else min(widest, _FOLDED)) + _PADDING
+        return (widest if column.no_wrap else min(widest, _FOLDED_WIDTH)) + _PADDING
 
     return sum(map(width, table.columns))
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table, on lines longer than the terminal's where names are too long for these."""
+    """Print a table in full, on lines longer than the terminal's if necessary."""
     console.width = max(console.width, least_width(console, table))
     console.print(table)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print dataclasses, and containers of them, as JSON. Without an indent on one line."""
+    """Print dataclasses, and containers of them, as JSON; with `indent` None on one line."""
     typer.echo(json.dumps(value, indent=indent, default=_plain))
 
 

@@ -21,7 +21,8 @@ from paceline.cli.options import (
 )
 from paceline.types import Decision, Drafter, EffectiveKnobs, KnobSetting
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+drafter_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 _FEW = 5
 """Most instances that are named one by one."""
@@ -30,12 +31,12 @@ Model = Annotated[str, typer.Option(help="Knobs of a model, as `paceline status`
 Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances.")]
 
 
-@app.command("get")
+@policy_app.command("get")
 @connected
 def get(
     gateway: GatewayOptions, run: Run = "", model: Model = "", pool: Pool = "", as_json: Json = False
 ) -> None:
-    """Show the knobs that are set and those in use. Of the fleet, unless a run, a model or a pool is named."""
+    """Show the knobs that are set and the knobs in use, of the fleet or of a run, a model or a pool."""
     with gateway.open() as client:
         setting = client.knobs(run, model=model, pool=pool)
     if as_json:
@@ -47,7 +48,7 @@ def get(
         typer.echo(line)
 
 
-@app.command("set")
+@policy_app.command("set")
 @connected
 def set_(
     gateway: GatewayOptions,
@@ -77,7 +78,7 @@ def set_(
         typer.echo(f"not reached yet, will be retried: {', '.join(change.pending)}")
 
 
-@app.command("watch")
+@policy_app.command("watch")
 @connected
 def watch(
     gateway: GatewayOptions,
@@ -107,7 +108,7 @@ def decision_line(decision: Decision) -> str:
 
 
 def _print_knobs(setting: KnobSetting) -> None:
-    """Print each knob with what is set and what instances use."""
+    """Print each knob with its set value and the values in use."""
     given = dict(knob_values(setting.knobs))
     used = [(each, dict(knob_values(each.knobs))) for each in setting.effective]
     table = plain_table()
@@ -121,7 +122,7 @@ def _print_knobs(setting: KnobSetting) -> None:
 
 
 def _in_use(values: Sequence[tuple[EffectiveKnobs, str]]) -> str:
-    """Return the value of a knob; where instances differ, each value and who uses it."""
+    """Return the value of a knob, or, if instances differ, each value with the instances that use it."""
     by_value: dict[str, list[str]] = {}
     for entry, value in values:
         by_value.setdefault(value, []).extend(entry.instance_ids)
@@ -134,10 +135,12 @@ def _about_instances(setting: KnobSetting) -> list[str]:
     known = [each for entry in setting.effective for each in entry.instance_ids]
     lines = [f"in use: on {_named(known)}"] if known else []
     if setting.effective and not known:
-        lines.append("in use: on no instance; the values are those of one without configuration of its own")
+        lines.append(
+            "in use: on no instance; shown are the values of an instance without its own configuration"
+        )
     if setting.pending:
         few = ", ".join(setting.pending[:_FEW]) + (", ..." if setting.pending[_FEW:] else "")
-        lines.append(f"not known of instances that have not confirmed the latest change: {few}")
+        lines.append(f"unknown on instances that have not confirmed the latest change: {few}")
     return lines
 
 
@@ -146,7 +149,7 @@ def _named(instance_ids: Sequence[str]) -> str:
 
 
 def knob_values(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the knobs with their values, by dotted name, as `paceline policy set` takes them."""
+    """Yield dotted names and values of knobs, as `paceline policy set` takes them."""
     for name, value in sorted(knobs.items()):
         if isinstance(value, Mapping):
             yield from knob_values(value, f"{prefix}{name}.")
@@ -156,7 +159,7 @@ def knob_values(knobs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def with_changes(knobs: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return the knobs after `name=value` assignments; nested names have dots, an empty value unsets.
+    """Return the knobs after `name=value` assignments; nested names have dots, an empty value unsets a knob.
 
     Raises:
         typer.BadParameter: an assignment cannot be parsed.
@@ -181,20 +184,17 @@ def with_changes(knobs: Mapping[str, Any], assignments: Sequence[str]) -> dict[s
 
 
 def _value(text: str) -> Any:
-    """Return the JSON value of a text; the text itself if it is not JSON."""
+    """Parse a text as JSON; return the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-drafter_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-
 @drafter_app.command("show")
 @connected
 def show_drafter(gateway: GatewayOptions, as_json: Json = False) -> None:
-    """Show the published drafter. Includes its acceptance length and the samples that it was trained on."""
+    """Show the published drafter, with its acceptance length and the samples on which it was trained."""
     with gateway.open() as client:
         drafter = client.drafter()
     if as_json:
@@ -212,10 +212,10 @@ def roll_back(
     ] = 0,
     reason: Annotated[str, typer.Option(help="Reason to record in the decision log.")] = "",
 ) -> None:
-    """Publish the drafter before the current one again.
+    """Publish the previous drafter again.
 
-    Instances load it between two steps and no sample changes. The learner continues from that version.
-    The decision log has an entry: paceline policy watch
+    Instances load it between two steps, and no sample changes. The learner continues from that version. The
+    decision log gets an entry (`paceline policy watch`).
     """
     with gateway.open() as client:
         # The call names the version, so that a retry after a lost answer does not roll back twice.

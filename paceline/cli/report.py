@@ -1,4 +1,4 @@
-"""`paceline report`: one HTML page on a run, from a platform's decision log or from a file of its entries."""
+"""`paceline report`: an HTML page on a run, from the decision log of a platform or from a file of its entries."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ _MOST_RUNS = 20
 @connected
 def report(
     gateway: GatewayOptions,
-    run: Annotated[str, typer.Option(help="Run to report on. Default: the one that ended a step last.")] = "",
+    run: Annotated[str, typer.Option(help="Run to report on. Default: the run that ended a step last.")] = "",
     output: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
     live: Annotated[
         bool,
-        typer.Option("--live", help="Serve the page on this machine while the run goes on, until Ctrl-C."),
+        typer.Option("--live", help="Serve the page on this machine, for a run in progress, until Ctrl-C."),
     ] = False,
     port: Annotated[int, typer.Option(help="Port of --live; 0 picks a free one.", min=0, max=65535)] = 7480,
     refresh: Annotated[float, typer.Option(help="Seconds between updates of --live.", min=0.5)] = 2.0,
     entries: Annotated[
-        Path | None, typer.Option(help="Read this file of entries, one JSON object a line, and no platform.")
+        Path | None,
+        typer.Option(help="Read this file of entries, one JSON object per line, instead of a platform."),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the entries, for --entries.")] = None,
     last: Annotated[
         float, typer.Option(min=0, help="Entries of this many past seconds.", show_default="a day")
     ] = _DAY,
 ) -> None:
-    """Write one HTML page on a run.
+    """Write an HTML page on a run.
 
     It shows reward, time, instances, the critical path, acceptance and decisions.
     """
@@ -57,23 +58,23 @@ def report(
             if live:
                 from paceline.report.live import LiveReport
 
-                client.versions()  # a mistake in the address or the token is told here, not in the page
+                client.versions()  # reports a wrong address or token here instead of on the page
                 with LiveReport(client, run, since, refresh) as watched:
                     _serve(watched, port)
                     read = watched.entries
             else:
                 read = list(client.watch_decisions(run, since, kept=True))
                 if run not in ("", *runs_of(read)):
-                    read = list(client.watch_decisions("", since, kept=True))  # to say which runs there are
+                    read = list(client.watch_decisions("", since, kept=True))  # for the list of known runs
     write_report(read, output, run, save)
     typer.echo(f"Report: {output}")
 
 
 def write_report(entries: Sequence[Decision], output: Path, run: str = "", save: Path | None = None) -> None:
-    """Write the page of a run, and the entries that it was made from where `save` names a file.
+    """Write the page of a run to `output`, and its entries to `save` if that is given.
 
     Raises:
-        typer.BadParameter: there is no step of the run that is named.
+        typer.BadParameter: the entries have no finished step of the run.
     """
     from paceline.report.facts import read_facts
     from paceline.report.page import render
@@ -83,7 +84,7 @@ def write_report(entries: Sequence[Decision], output: Path, run: str = "", save:
         named = ", ".join(map(repr, runs[:_MOST_RUNS])) or "none"
         more = f" and {len(runs) - _MOST_RUNS} others" if len(runs) > _MOST_RUNS else ""
         raise typer.BadParameter(
-            f"no step of {run!r} is over in the time of --last; runs with steps: {named}{more}",
+            f"no step of {run!r} has ended in the time of --last; runs with steps: {named}{more}",
             param_hint="--run",
         )
     facts = read_facts(entries, run)
@@ -93,7 +94,7 @@ def write_report(entries: Sequence[Decision], output: Path, run: str = "", save:
 
 
 def runs_of(entries: Iterable[Decision]) -> list[str]:
-    """Return the runs of which a step is over, the one that ended a step last first."""
+    """Return the runs with a finished step, ordered by their last step, the latest first."""
     ends = {entry.run_id: entry.time for entry in entries if entry.kind == "step"}
     return sorted(ends, key=lambda run: -ends[run])
 
@@ -105,7 +106,7 @@ def _serve(watched: LiveReport, port: int) -> None:
         served = server(watched.page, port)
     except OSError as error:
         raise typer.BadParameter(f"{port} cannot be used: {error}", param_hint="--port") from error
-    # A shell's background jobs ignore Ctrl-C unless told otherwise; SIGTERM leaves the report, too.
+    # Background jobs of a shell ignore SIGINT by default. SIGTERM also ends with a written report.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with served:

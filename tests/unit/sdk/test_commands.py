@@ -342,7 +342,7 @@ def test_knobs_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
         "ladder.on true true",
         "mode toggle toggle",
         "in use: on 3 instances",
-        "not known of instances that have not confirmed the latest change: i7",
+        "unknown on instances that have not confirmed the latest change: i7",
     ]
     lines = [f"{name}={value}" for name, value in policy.knob_values(KNOBS.knobs)]
     assert policy.with_changes({}, lines) == KNOBS.knobs
@@ -361,7 +361,7 @@ def test_knobs_of_a_fleet_without_instances_are_not_said_to_be_in_use(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["mode", "planner"] in rows
     assert rows[0][-4:] == ["no", "knob", "is", "set"]
-    assert rows[-1][:6] == ["in", "use:", "on", "no", "instance;", "the"]
+    assert rows[-1][:5] == ["in", "use:", "on", "no", "instance;"]
 
 
 @pytest.mark.usefixtures("connected")
@@ -472,7 +472,7 @@ def test_batches_in_words_and_in_json(capsys: pytest.CaptureFixture[str]) -> Non
         (["pause"], f"paused: i1, {LONG}"),
         (["pause", "i1"], "paused: i1"),
         (["resume"], "no instance is resumed"),
-        (["drain", "i1"], "i1 is drained; 7 samples go on elsewhere"),
+        (["drain", "i1"], "i1 is drained; 7 samples continue elsewhere"),
         (["weights", "show"], "Policy version 5 from /weights/5, drafter version 2"),
     ],
 )
