@@ -1,1 +1,1 @@
-"""Integrations with trainers. Each needs the trainer's own packages, which `import paceline` does not."""
+"""Integrations with trainers. Each needs the packages of its trainer, unlike `import paceline`."""

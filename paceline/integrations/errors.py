@@ -1,9 +1,9 @@
-"""Errors that integrations raise themselves; those of calls are `PacelineError`."""
+"""Errors of integrations themselves; errors of calls to the platform are `PacelineError`."""
 
 
 class UnsupportedTrainerError(ValueError):
-    """Raised when a trainer is configured for something that its rollouts cannot do."""
+    """Raised for a trainer with a configuration that its rollouts do not support."""
 
 
 class RolloutFailedError(RuntimeError):
-    """Raised when samples of a step could not be had, on every process of the trainer."""
+    """Raised when samples of a step could not be generated, in every process of the trainer."""

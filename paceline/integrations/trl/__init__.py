@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 _MODULES = {"PacelineGRPOTrainer": "trainer", "PacelineRolloutWorker": "async_worker"}
-"""Modules that import TRL, by what they are named for."""
+"""Modules that import TRL, by the class that they define."""
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs TRL, and with it TRL, when it is named."""
+    """Import a class that needs TRL, and with it TRL, on first use."""
     if name in _MODULES:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The parts of asynchronous GRPO that do not need TRL: continuous generation, scores, and weight transfer.
+"""Parts of asynchronous GRPO that do not need TRL: continuous generation, scores, and weight transfer.
 
 A bounded number of groups is generated continuously, across updates of the weights. `async_worker` connects these
 parts to TRL's AsyncGRPOTrainer.
@@ -29,22 +29,30 @@ if TYPE_CHECKING:
     from paceline.client import OpenBatch, Run
 
 
+_log = logging.getLogger("paceline")
+
+# Samples of one open batch. A batch keeps its prompts, here and in the gateway, until it has ended.
+_MOST_SAMPLES = 16_384
+# Samples after which rewards are reported and read samples are acknowledged.
+_SETTLE_EVERY = 256
+
+
 @dataclass(frozen=True, slots=True)
 class GroupScores:
-    """Rewards and advantages of a group's samples, as TRL's AsyncGRPOTrainer has them from a worker of its own."""
+    """Rewards and advantages of the samples of a group, computed as by TRL's own asynchronous worker."""
 
     rewards: npt.NDArray[np.float64]
-    """[samples], summed over the functions; NaN where none of them gave one."""
+    """[samples], summed over the functions; NaN if no function gave one."""
     advantages: npt.NDArray[np.float64]
-    """[samples], in units of the group's standard deviation; 0 where there is no reward."""
+    """[samples], in units of the group's standard deviation; 0 without a reward."""
     metrics: tuple[dict[str, float], ...]
-    """[samples], what the trainer logs of each."""
+    """[samples], metrics that the trainer logs for each sample."""
 
 
 def score(by_function: Mapping[str, Sequence[float | None]], samples: int) -> GroupScores:
-    """Sum up what the reward functions gave, [samples] each; None is no reward.
+    """Combine the rewards of several functions, [samples] each; None is no reward.
 
-    ValueError: a function gave another number of rewards; it is named.
+    ValueError: a function gave a wrong number of rewards; it is named.
     """
     for name, given in by_function.items():
         if len(given) != samples:
@@ -58,7 +66,7 @@ def score(by_function: Mapping[str, Sequence[float | None]], samples: int) -> Gr
     mean = deviation = float("nan")
     if known.any():
         mean, deviation = float(rewards[known].mean()), float(rewards[known].std())
-        # Where all rewards are equal nothing is learned, and nothing is divided by zero.
+        # If all rewards are equal, all advantages are 0; the constant avoids a division by zero.
         advantages[known] = (rewards[known] - mean) / (deviation + 1e-8)
     metrics = tuple(
         {"reward": float(rewards[sample]), "reward_std": deviation}
@@ -71,15 +79,16 @@ def score(by_function: Mapping[str, Sequence[float | None]], samples: int) -> Gr
 class PacelineWeightTransfer:
     """The `weight_transfer` of an AsyncGRPOTrainer: each synchronisation is a push of the run.
 
-    Samples go on under the old weights while the new ones are sent, and from their next token under the new ones:
-    so `pause` and `resume` have nothing to do. Of a PEFT model the trainer sends weights with the adapter merged.
+    Samples continue under the old weights while the new ones are sent, and use the new ones from their next token
+    on, so `pause` and `resume` have nothing to do. For a PEFT model the trainer sends weights with the adapter
+    merged.
     """
 
     def __init__(self, run: Run, *, in_flight: t.InFlight = t.InFlight.CONTINUE) -> None:
         """Push by a run, which the caller closes after training.
 
-        `in_flight` is what becomes of unfinished samples of any run. A worker always has some, so that REFUSE
-        would refuse every push but the first.
+        `in_flight` is the treatment of unfinished samples of any run. A worker always has some, so REFUSE would
+        refuse every push but the first.
         """
         self._run = run
         self._in_flight = in_flight
@@ -92,15 +101,15 @@ class PacelineWeightTransfer:
         return len(self._pushed)
 
     def push_of(self, policy_version: int) -> int:
-        """Return the number of the push, from 1, that brought a policy version; 0: it was there before.
+        """Return the number of the push, from 1, that brought a policy version; 0 for a version before all pushes.
 
-        One that is newer than all pushes is that of the push which is just ending.
+        A version that is newer than all pushes belongs to the push that is just ending.
         """
         newer = bool(self._pushed) and policy_version > self._pushed[-1]
         return bisect_right(self._pushed, policy_version) + newer
 
     def init_weight_transfer(self) -> None:
-        """Do nothing: the push that follows connects."""
+        """Do nothing: each push connects by itself."""
 
     def pause(self) -> None:
         """Do nothing."""
@@ -108,8 +117,10 @@ class PacelineWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Push the tensors as the next version. When this returns, the fleet serves them.
 
-        They are read to their end also when that fails, so that other processes, which gather them too, do not
-        wait indefinitely. PacelineError: the push was refused; the fleet serves what it served.
+        The iterator is read to its end even if the push fails, so that other processes, which gather the tensors,
+        too, do not wait indefinitely.
+
+        PacelineError: the push was refused; the fleet serves the same version as before.
         """
         try:
             finished = self._run.push_weights(iterator, in_flight=self._in_flight)
@@ -125,20 +136,12 @@ class PacelineWeightTransfer:
         """Do nothing: the run is the caller's."""
 
 
-_log = logging.getLogger("paceline")
-
-# Samples of one open batch, which keeps its prompts, here and in the gateway, until it has ended.
-_MOST_SAMPLES = 16_384
-# Samples after which rewards are reported, and what was read is acknowledged.
-_SETTLE_EVERY = 256
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of a data set, of which one group is wanted."""
+    """Prompt of a data set, for one group."""
 
     number: int
-    """Of the group, from 0."""
+    """Number of the group, from 0."""
     token_ids: Sequence[int]
     row: Mapping[str, Any]
     """Columns of the data set."""
@@ -146,37 +149,37 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """The way in which groups are generated."""
+    """Parameters of the generation of groups."""
 
     sampling: t.SamplingParams
     samples: int
     """Samples of a group."""
     most_groups: int
-    """Groups that are generated, or wait to be taken, at once."""
+    """Most groups that are generated, or wait to be taken, at once."""
     max_staleness: int
-    """Versions by which a sample's first token may be behind before the sample is generated anew."""
+    """Most versions by which a sample's first token may be behind; else the sample is regenerated."""
     exactness: t.Exactness | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """An open batch, and its groups that are not whole."""
+    """An open batch with its incomplete groups."""
 
     opening: Future[OpenBatch] = field(default_factory=Future)
     known: set[str] = field(default_factory=set)
-    """Ids of all its prompts."""
+    """Ids of all prompts of the batch."""
     waiting: dict[str, Prompt] = field(default_factory=dict)
-    """Prompts by id that are not added yet."""
+    """Prompts that are not added yet, by id."""
     running: dict[str, Prompt] = field(default_factory=dict)
     gathered: dict[str, list[t.Sample]] = field(default_factory=dict)
-    """Samples of each running prompt."""
+    """Samples of each running prompt so far."""
     rewards: list[t.Reward] = field(default_factory=list)
-    """Those that are not reported."""
+    """Rewards that are not reported yet."""
     unsettled: int = 0
-    """Samples of whole groups that are not acknowledged."""
+    """Number of samples of complete groups that are not acknowledged yet."""
 
     def add(self, samples: int) -> None:
-        """Send what waits. Where that is refused, it still waits."""
+        """Add the waiting prompts to the batch. They keep waiting if that is refused."""
         # Samples may come before the gateway's answer.
         self.running |= self.waiting
         self.known |= self.waiting.keys()
@@ -192,11 +195,11 @@ class _Batch:
 
 
 class ContinuousGroups:
-    """Open batches of a run, one after another, to which a group is added for each that was taken.
+    """Generator of groups in consecutive open batches of a run; a group is added for each that was taken.
 
-    `take` gets every whole group, its samples by slot, one group at a time; while it waits, none is added instead.
-    It returns a reward for each sample, NaN for none. The number of a batch is the step of its samples, so that a
-    prompt that comes again, which is another batch's, has other samples.
+    `take` is called with every complete group, its samples ordered by slot, one group at a time. While it blocks,
+    no group is added in its place. It returns a reward for each sample, NaN for none. The number of a batch is
+    the step of its samples, so a repeated prompt, which gets into another batch, has different samples.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class ContinuousGroups:
         request: GroupRequest,
         take: Callable[[Prompt, list[t.Sample]], Sequence[float]],
     ) -> None:
-        """Use a run, and prompts that never end."""
+        """Use a run, and an endless iterator of prompts."""
         self._run = run
         self._prompts = prompts
         self._request = request
@@ -221,20 +224,20 @@ class ContinuousGroups:
         self._filler = threading.Thread(target=self._fill, name="paceline-groups", daemon=True)
         self.stopped = threading.Event()
         self.error: Exception | None = None
-        """What ended it."""
-        self.heard = time.monotonic()
-        """Time of the last sample, or of the last group that was taken, on that clock."""
+        """Error that ended the generation."""
+        self.last_activity = time.monotonic()
+        """Time of the last sample or of the last taken group, on the monotonic clock."""
 
     def start(self) -> None:
-        """Begin to generate."""
-        self.heard = time.monotonic()
+        """Start generating."""
+        self.last_activity = time.monotonic()
         self._filler.start()
 
     def stop(self, seconds: float) -> bool:
-        """End all samples. Return False if that was not done after so many seconds, as without a gateway."""
+        """Cancel all samples. Return False if that took more than `seconds`, for example without a gateway."""
         self._end()
         deadline = time.monotonic() + seconds
-        # It begins the others, and cancels their batches at its end.
+        # It starts the readers, and cancels their batches when it ends.
         self._filler.join(seconds)
         readers = self._readers().values()
         for reader in readers:
@@ -242,7 +245,7 @@ class ContinuousGroups:
         return not (self._filler.is_alive() or any(reader.is_alive() for reader in readers))
 
     def _fill(self) -> None:
-        """Add groups where there is room for them, until the end; then end what runs."""
+        """Add groups whenever there is room, until the end; then cancel the running batches."""
         try:
             self._add_until_the_end()
         except Exception as error:
@@ -251,7 +254,7 @@ class ContinuousGroups:
             try:
                 batch.opening.result().cancel()
             except Exception as error:
-                _log.warning("samples that nobody waits for could not be cancelled: %s", error)
+                _log.warning("unneeded samples could not be cancelled: %s", error)
 
     def _add_until_the_end(self) -> None:
         current = None
@@ -267,20 +270,20 @@ class ContinuousGroups:
                 current = self._send(current)
 
     def _wait_for_room(self) -> int:
-        """Return the number of groups to add, or 0 at the end."""
+        """Wait for room, and return the number of groups to add; 0 at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._room or self.stopped.is_set())
             room, self._room = self._room, 0
             return 0 if self.stopped.is_set() else room
 
     def _fits(self, batch: _Batch, prompt_id: str) -> bool:
-        """Return True if a batch may have one more prompt, which it has not."""
+        """Return True if a prompt can be added to a batch: there is room, and the batch does not have it."""
         if prompt_id in batch.known or prompt_id in batch.waiting:
             return False
         return len(batch.known) + len(batch.waiting) < self._most
 
     def _send(self, batch: _Batch) -> _Batch:
-        """Add what waits; return the batch that has it: another, where the gateway has closed this one."""
+        """Add the waiting prompts; return their batch, which is a new one if the gateway has closed this one."""
         if not batch.waiting:
             return batch
         try:
@@ -288,7 +291,7 @@ class ContinuousGroups:
             return batch
         except (FailedPreconditionError, ResourceExhaustedError) as error:
             if batch.known == batch.waiting.keys():
-                # Another would be refused as well.
+                # A new batch would be refused as well.
                 raise
             _log.info("groups are added to another batch: %s", error)
         another = self._open()
@@ -309,13 +312,13 @@ class ContinuousGroups:
         return batch
 
     def _read(self, batch: _Batch, step: int) -> None:
-        """Open a batch, and take its groups until it has ended."""
+        """Open a batch, and take its groups until it ends."""
         try:
             with ExitStack() as leaving:
                 opened = self._enter(leaving, step)
                 batch.opening.set_result(opened)
                 for sample in opened:
-                    self.heard = time.monotonic()
+                    self.last_activity = time.monotonic()
                     if self._collect(batch, sample) and batch.unsettled >= _SETTLE_EVERY:
                         self._settle(batch, opened)
                 self._settle(batch, opened)
@@ -328,7 +331,7 @@ class ContinuousGroups:
                 del self._reading[batch]
 
     def _enter(self, leaving: ExitStack, step: int) -> OpenBatch:
-        """Open a batch, which goes on under every version that is served."""
+        """Open a batch that continues across versions of the policy."""
         request = self._request
         return leaving.enter_context(
             self._run.open_batch(
@@ -341,7 +344,7 @@ class ContinuousGroups:
         )
 
     def _collect(self, batch: _Batch, sample: t.Sample) -> bool:
-        """Keep a sample; return True if its group is whole, and was taken."""
+        """Keep a sample; return True if it completed its group, which was then taken."""
         prompt = batch.running.get(sample.prompt_id)
         if prompt is None or self.stopped.is_set():
             return False
@@ -353,7 +356,7 @@ class ContinuousGroups:
         group.sort(key=lambda each: each.slot)
         with self._taking:
             rewards = self._take(prompt, group)
-        self.heard = time.monotonic()
+        self.last_activity = time.monotonic()
         batch.rewards += [
             t.Reward(each.prompt_id, each.slot, reward)
             for each, reward in zip(group, rewards, strict=True)
@@ -366,7 +369,7 @@ class ContinuousGroups:
         return True
 
     def _settle(self, batch: _Batch, opened: OpenBatch) -> None:
-        """Report rewards, and let the gateway forget what was read."""
+        """Report rewards, and acknowledge the samples that were read, so that the gateway drops them."""
         rewards, batch.rewards, batch.unsettled = batch.rewards, [], 0
         if rewards and self._reports:
             try:

@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("paceline")
 
 RewardFunction = Callable[..., Any]
-# TRL gives its own worker as long.
+# The limit of TRL for its own worker.
 _STOP_SECONDS = 15.0
 _MOST_METRICS = 4096
 
 
 class PacelineRolloutWorker:
-    """The `rollout_worker` of an AsyncGRPOTrainer: samples on Paceline, and scores, while the trainer trains.
+    """The `rollout_worker` of an AsyncGRPOTrainer: it samples on Paceline and scores while the trainer trains.
 
         weights = PacelineWeightTransfer(run)
         worker = PacelineRolloutWorker(run, weights, args, data, reward, tokenizer)
         AsyncGRPOTrainer(model, args=args, train_dataset=data, rollout_worker=worker, weight_transfer=weights)
 
-    It reads the data set in its order, over and over. Reward functions are called in threads of this process, one
-    group at a time.
+    It reads the data set in order, repeatedly. Reward functions are called in threads of this process, one group
+    at a time.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class PacelineRolloutWorker:
         exactness: t.Exactness | None = None,
         first_group: int = 0,
     ) -> None:
-        """Take what the trainer gets, beside a run that the caller closes after training.
+        """Take the arguments of the trainer, and a run that the caller closes after training.
 
         Args:
-            run: a training job, whose seed makes the samples.
-            weights: the trainer's `weight_transfer`, which knows of which push a version is.
-            args: the trainer's AsyncGRPOConfig itself: the trainer fills in what it leaves open.
+            run: a training job; its seed determines the samples.
+            weights: the trainer's `weight_transfer`, which maps versions to pushes.
+            args: the trainer's AsyncGRPOConfig object itself, because the trainer completes it.
             train_dataset: rows with a `prompt`, text or messages; reward functions get the other columns.
-            reward_funcs: as TRL has them; they need not be picklable.
+            reward_funcs: reward functions as for TRL, but they need not be picklable.
             processing_class: the trainer's tokenizer.
-            exactness: how samples may use earlier rollouts; exact unless told otherwise.
-            first_group: prompts to pass over, as many as were trained before where training goes on from a
-                checkpoint.
+            exactness: how samples may use earlier rollouts; default: exact.
+            first_group: number of prompts to skip: the groups that were trained before the checkpoint from which
+                training resumes.
         """
         self._run = run
         self._weights = weights
@@ -82,32 +82,32 @@ class PacelineRolloutWorker:
         self._exactness = exactness
         self._first = first_group
         self._ahead = 0
-        """Model version of the trainer, less the number of pushes."""
+        """Model version of the trainer minus the number of pushes."""
         self._groups: ContinuousGroups | None = None
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(_MOST_METRICS)
 
     def start(self) -> None:
-        """Begin to generate. UnsupportedTrainerError: there is no reward function."""
+        """Start generating. UnsupportedTrainerError: there is no reward function."""
         if not self._functions:
             raise UnsupportedTrainerError("the rollout worker has no reward function: give it reward_funcs")
         self._groups = ContinuousGroups(self._run, self._prompts(), self._request(), self._take)
         self._groups.start()
 
     def stop(self) -> None:
-        """End all samples, and the threads."""
+        """Cancel all samples, and end the threads."""
         if self._groups is not None and not self._groups.stop(_STOP_SECONDS):
             _log.warning("the rollout worker has not ended after %g s", _STOP_SECONDS)
 
     def update_model_version(self, model_version: int) -> None:
-        """Note the trainer's number of the version that was pushed last."""
+        """Set the trainer's number of the last pushed version."""
         self._ahead = model_version - self._weights.pushes
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if the worker has ended, or if no sample has ended for so many seconds.
+        """Raise if the worker has ended, or if no sample has ended for `stale_after_s` seconds.
 
         Raises:
-            RolloutFailedError: its cause is what ended the worker.
+            RolloutFailedError: its cause is the error that ended the worker.
         """
         if self._groups is None:
             raise RolloutFailedError("the rollout worker was not started")
@@ -115,11 +115,11 @@ class PacelineRolloutWorker:
             raise RolloutFailedError(
                 f"the rollout worker has failed: {self._groups.error}"
             ) from self._groups.error
-        silent = time.monotonic() - self._groups.heard
+        silent = time.monotonic() - self._groups.last_activity
         if silent > stale_after_s:
             raise RolloutFailedError(
-                f"no sample has ended for {silent:.0f} s; where they take so long, "
-                f"heartbeat_stale_after_s={stale_after_s:g} must be longer"
+                f"no sample has ended for {silent:.0f} s; if samples take that long, raise "
+                f"heartbeat_stale_after_s={stale_after_s:g}"
             )
 
     def _request(self) -> GroupRequest:
@@ -127,7 +127,7 @@ class PacelineRolloutWorker:
         most = args.max_inflight_tasks
         if most < 0:
             raise UnsupportedTrainerError(
-                "max_inflight_tasks is open: give the rollout worker the args object of the trainer, which sets it"
+                "max_inflight_tasks is not set: give the rollout worker the args object that the trainer completes"
             )
         sampling = t.SamplingParams(
             temperature=args.temperature,
@@ -136,7 +136,7 @@ class PacelineRolloutWorker:
             min_p=args.min_p,
             repetition_penalty=args.repetition_penalty,
             max_tokens=args.max_completion_length,
-            # The engine's own end of sequence is that of the model's folder, which knows nothing of the tokenizer.
+            # The engine takes its end of sequence from the model folder, which may differ from the tokenizer.
             stop_token_ids=(self._tokenizer.eos_token_id,),
             logprobs_mode=t.LogprobsMode.PROCESSED,
         )
@@ -144,13 +144,13 @@ class PacelineRolloutWorker:
         return GroupRequest(sampling, args.num_generations, groups, args.max_staleness, self._exactness)
 
     def _prompts(self) -> Iterator[Prompt]:
-        """Read the data set over and over."""
+        """Read the data set repeatedly."""
         rows = (row for _ in count() for row in self._rows())
         for number, row in enumerate(islice(rows, self._first, None)):
             yield Prompt(number, self._tokens(row["prompt"]), row)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """Read it once. UnsupportedTrainerError: it is empty, and so would all readings be."""
+        """Read the data set once. UnsupportedTrainerError: it is empty, so reading it again would not help."""
         found = False
         for row in self._data:
             found = True
@@ -173,20 +173,20 @@ class PacelineRolloutWorker:
         return [int(token) for token in tokens]
 
     def _take(self, prompt: Prompt, samples: list[t.Sample]) -> Sequence[float]:
-        """Score a group and hand it to the trainer, waiting while that has enough; return the rewards."""
+        """Score a group and queue it for the trainer, waiting while the queue is full; return the rewards."""
         failed = next((each for each in samples if each.status is t.SampleStatus.FAILED), None)
         if failed is not None:
             raise RolloutFailedError(f"sample {failed.prompt_id}/{failed.slot} failed: {failed.error}")
         if any(each.status is t.SampleStatus.ABORTED for each in samples):
-            # Somebody else has ended all that ran, as a push with ABORT does.
-            _log.warning("group %d was cancelled by others and is left out", prompt.number)
-            self._tell({"rollout/cancelled_groups_total": 1.0})
+            # Another client cancelled the running samples, for example by a push with ABORT.
+            _log.warning("group %d was cancelled by another client and is left out", prompt.number)
+            self._put_metrics({"rollout/cancelled_groups_total": 1.0})
             return [float("nan")] * len(samples)
         scores, completions = self._score(prompt, samples)
         figures = StepStats()
         for each in samples:
             figures.add(each)
-        self._tell(figures.figures())
+        self._put_metrics(figures.figures())
         for nth, sample in enumerate(samples):
             self._put(self._row(prompt, sample, scores, nth, completions[nth]))
         return scores.rewards.tolist()
@@ -213,7 +213,7 @@ class PacelineRolloutWorker:
             completion_mask=np.repeat(np.array([0, 1], np.int64), [known, new]),
             old_log_probs=np.concatenate([np.zeros(known, np.float32), sample.logprobs]),
             advantage=float(scores.advantages[nth]),
-            # That of the first token, by which the trainer and the fleet judge whether a sample is stale.
+            # The version of the first token decides, for the trainer and the fleet, whether a sample is stale.
             model_version=self._ahead + self._weights.push_of(sample.version_spans[0].policy_version),
             group_id=prompt.number,
             metrics=scores.metrics[nth],
@@ -227,14 +227,14 @@ class PacelineRolloutWorker:
                 self.rollout_buffer.put(row, timeout=0.1)
                 return
             except queue.Full:
-                # A trainer that has enough is no sign of a fleet that is silent.
-                self._groups.heard = time.monotonic()
+                # A full queue must not count as a silent fleet.
+                self._groups.last_activity = time.monotonic()
 
-    def _tell(self, figures: dict[str, float]) -> None:
+    def _put_metrics(self, figures: dict[str, float]) -> None:
         try:
             self.metrics_queue.put_nowait(figures)
         except queue.Full:
-            _log.debug("nobody reads the figures of the rollout worker")
+            _log.debug("the metrics queue of the rollout worker is full")
 
 
 def _rewards(function: RewardFunction, given: dict[str, Any]) -> list[float | None]:

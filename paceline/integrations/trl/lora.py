@@ -1,4 +1,4 @@
-"""Weights of a trainer's policy as the fleet loads them, with a LoRA adapter merged or separate."""
+"""Weights of a trainer's policy in the form that the fleet loads, with a LoRA adapter merged or separate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HALF_OR_FULL = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def check_for_fleet(model: Any) -> str:
-    """Return the name of the adapter that is trained, which instances are to merge.
+    """Return the name of the trained adapter, which instances must be able to merge.
 
     Raises:
-        UnsupportedTrainerError: they cannot, or it is not all that is trained; the option or layer is named.
+        UnsupportedTrainerError: they cannot, or other parameters are trained, too; it names the option or layer.
     """
     from peft.tuners import lora
 
@@ -27,17 +27,17 @@ def check_for_fleet(model: Any) -> str:
         if type(layer) is not lora.Linear
     ]
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    wrong += [f"{name} is trained beside it" for name in trained if model.prefix not in name]
+    wrong += [f"{name} is trained, too" for name in trained if model.prefix not in name]
     if wrong:
         raise UnsupportedTrainerError(
-            f"the adapter has more than instances merge, which are linear layers alone: {', '.join(wrong[:16])}. "
+            f"instances merge adapters of linear layers alone, but {', '.join(wrong[:16])}. "
             "Leave it out, or use lora='merged'"
         )
     return adapter
 
 
 def _check_options(model: Any, allowed: Mapping[str, tuple[Any, ...] | None], other_way: str = "") -> str:
-    """Return the name of the adapter that is trained; refuse several, and options that are not allowed."""
+    """Return the name of the trained adapter; refuse several adapters, and options that are not allowed."""
     active = list(model.active_adapters)
     if len(active) != 1:
         raise UnsupportedTrainerError(
@@ -46,21 +46,21 @@ def _check_options(model: Any, allowed: Mapping[str, tuple[Any, ...] | None], ot
     wrong = refused(model.peft_config[active[0]].to_dict(), allowed)
     if not wrong:
         return active[0]
-    told = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+    options = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
     raise UnsupportedTrainerError(
-        f"the adapter's LoraConfig has {told}, which cannot be merged: leave it out{other_way}"
+        f"the adapter's LoraConfig has {options}, which cannot be merged: leave it out{other_way}"
     )
 
 
 class MergedWeights(Mapping[str, Any]):
-    """Tensors by the names that the model has without PEFT. One of them is merged, in memory, at a time."""
+    """Tensors under the names of the model without PEFT. They are merged in memory, one at a time."""
 
     def __init__(self, model: Any) -> None:
-        """Look at all layers of a PEFT model, but merge nothing yet.
+        """Check all layers of a PEFT model, without merging any.
 
         Raises:
             UnsupportedTrainerError: an option or a layer of the adapter cannot be merged, or gives tied tensors
-                different values; the option is named.
+                different values; it names the option.
         """
         self._adapter = _check_options(model, BY_TRAINER)
         self._tensors: dict[str, _Tensor] = {}
@@ -78,7 +78,7 @@ class MergedWeights(Mapping[str, Any]):
                 )
 
     def __getitem__(self, name: str) -> Any:
-        """Return a tensor, merged anew; one without an adapter is the model's own."""
+        """Return a newly merged tensor; one without an adapter is the model's own."""
         return self._tensors[name].value(self._adapter)
 
     def __iter__(self) -> Iterator[str]:
@@ -90,21 +90,21 @@ class MergedWeights(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of the model without PEFT, and what of PEFT stands around it."""
+    """Tensor of the model without PEFT, and the layers of PEFT around it."""
 
     module: Any
-    """What it belongs to; None: a tensor that PEFT has nothing to do with."""
+    """Module of the tensor; None if PEFT does not affect it."""
     local: str
     own: Any
     """The tensor that is in the module."""
     place: object
-    """Where the tensor without PEFT is: equal for tied ones."""
+    """Place of the tensor without PEFT; equal for tied tensors."""
     policy: object
-    """Equal for tensors whose merged values are equal, if their places are."""
+    """For tensors of equal places: equal if their merged values are."""
     layers: tuple[Any, ...] = ()
-    """Layers of PEFT that add to it, the outermost first."""
+    """Layers of PEFT that add to the tensor, the outermost first."""
     option: str = ""
-    """Option of LoraConfig that put PEFT there."""
+    """Option of LoraConfig that added PEFT here."""
 
     def value(self, adapter: str) -> Any:
         if not self.layers:
@@ -129,7 +129,7 @@ class _Tensor:
 
 
 def _tensors(base: Any, adapter: str) -> Iterator[tuple[str, _Tensor]]:
-    """Yield all tensors of a model by their names without PEFT, in the model's order."""
+    """Yield all tensors of a model under their names without PEFT, in the order of the model."""
     wrappers = dict(_outermost(base))
     state = base.state_dict(keep_vars=True)
     seen = set()
@@ -144,7 +144,7 @@ def _tensors(base: Any, adapter: str) -> Iterator[tuple[str, _Tensor]]:
 
 
 def _inside(name: str, wrapper: Any, adapter: str) -> Iterator[tuple[str, _Tensor]]:
-    """Yield the tensors of the module that a wrapper of PEFT stands around."""
+    """Yield the tensors of the module inside a wrapper of PEFT."""
     option, layers, before, module = _opened(name, wrapper, adapter)
     if next(_outermost(module), None) is not None:
         raise UnsupportedTrainerError(
@@ -160,9 +160,9 @@ def _inside(name: str, wrapper: Any, adapter: str) -> Iterator[tuple[str, _Tenso
 
 
 def _opened(name: str, wrapper: Any, adapter: str) -> tuple[str, tuple[Any, ...], Any, Any]:
-    """Return option, layers, the module without PEFT, and the one whose tensors are trained or added to.
+    """Return option, layers, the module without PEFT, and the module whose tensors are trained or added to.
 
-    Exact classes: one that inherits from these may merge in another way.
+    Classes must match exactly, because a subclass may merge in another way.
     """
     from peft.tuners import lora
     from peft.tuners.lora.layer import ParamWrapper
@@ -206,24 +206,24 @@ def _check_layer(name: str, option: str, layer: Any, module: Any, adapter: str) 
 
 
 def _policy(layer: Any, adapter: str) -> object:
-    """Return what is equal for layers of PEFT that add the same: PEFT may tie adapters as models tie weights."""
+    """Return a value that is equal for layers of PEFT that add the same, because PEFT may tie adapters, too."""
     places = set()
     for name in layer.adapter_layer_names:
         held = dict(getattr(layer, name, {}).items()).get(adapter)
         if held is not None:
-            # One is the other transposed, so that they share the memory and not the shape.
+            # Tied adapters may be transposed: they share the memory, not the shape.
             tensors = held.parameters() if hasattr(held, "parameters") else [held]
             places |= {each.untyped_storage().data_ptr() for each in tensors}
     return frozenset(places), getattr(layer, "scaling", {}).get(adapter)
 
 
 def _place(tensor: Any) -> object:
-    """Return what is equal for tensors that are the same memory; one without memory is equal to itself alone."""
+    """Return a value that is equal for tensors in the same memory, and unique for a tensor without memory."""
     return (tensor.data_ptr(), tuple(tensor.shape)) if tensor.data_ptr() else id(tensor)
 
 
 def _outermost(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield PEFT's modules within one, by name, but none that are within another of PEFT's."""
+    """Yield the modules of PEFT within a module, with their names, but no module of PEFT inside another one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -242,13 +242,13 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def weights_of(trainer: Any) -> Mapping[str, Any]:
-    """Gather the weights, a LoRA adapter merged into them; all processes take part.
+    """Gather the weights, with a LoRA adapter merged into them; all processes take part.
 
-    Returns tensors by the names that the model has without PEFT. They are whole in the main process; elsewhere
-    some may be missing.
+    Returns tensors under the names of the model without PEFT: all of them in the main process, possibly fewer in
+    others.
 
     Raises:
-        UnsupportedTrainerError: an adapter cannot be merged, or not with weights that are spread over processes.
+        UnsupportedTrainerError: an adapter cannot be merged, or the weights are sharded over processes.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not is_peft(model):
@@ -260,9 +260,9 @@ def weights_of(trainer: Any) -> Mapping[str, Any]:
 
 
 def adapter_of(trainer: Any) -> tuple[Adapter, dict[str, Any]]:
-    """Gather the trained LoRA adapter and the weights below it; all processes take part.
+    """Gather the trained LoRA adapter and the base weights; all processes take part.
 
-    In the main process both are whole.
+    Both are complete in the main process.
 
     Raises:
         UnsupportedTrainerError: instances cannot merge the adapter.
@@ -272,10 +272,10 @@ def adapter_of(trainer: Any) -> tuple[Adapter, dict[str, Any]]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     name = check_for_fleet(model)
     if not _is_sharded(trainer):
-        # It finds adapters of tied tensors.
+        # Only for its check of tied tensors.
         MergedWeights(model)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    # Otherwise PEFT has the weights of an output layer beside its adapter, which the fleet has already.
+    # Without `save_embedding_layers=False` PEFT adds the weights of an output layer, which the fleet has already.
     tensors = get_peft_model_state_dict(
         model, state_dict=state, adapter_name=name, save_embedding_layers=False
     )
@@ -288,7 +288,7 @@ def adapter_of(trainer: Any) -> tuple[Adapter, dict[str, Any]]:
 
 
 def is_peft(model: Any) -> bool:
-    """Return True for a model of PEFT, without importing PEFT."""
+    """Return True for a model of PEFT; does not import PEFT."""
     return any(base.__module__.partition(".")[0] == "peft" for base in type(model).__mro__)
 
 

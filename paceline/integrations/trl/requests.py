@@ -1,4 +1,4 @@
-"""Requests for rollouts, read from a TRL trainer: sampling, groups, and the steps and prompts to come."""
+"""Requests for rollouts, read from a TRL trainer: sampling parameters, groups, and the next steps and prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline import types as t
 from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
 from paceline.prompts import prompt_id_of
 
-_NAMES = {field.name for field in fields(t.SamplingParams)} - {"logprobs_mode"}
+_SAMPLING_FIELDS = {field.name for field in fields(t.SamplingParams)} - {"logprobs_mode"}
 
 
 def check(trainer: Any) -> None:
-    """Refuse a trainer that wants what its rollouts cannot do.
+    """Refuse a trainer with a configuration that rollouts do not support.
 
     Raises:
-        UnsupportedTrainerError: it says what, and what to do.
+        UnsupportedTrainerError: names the setting, and what to do.
     """
     if getattr(trainer, "processing_class", None) is None:
         raise UnsupportedTrainerError("the trainer has no tokenizer: give it a processing_class")
@@ -34,7 +34,7 @@ def check(trainer: Any) -> None:
 
 
 def tokenize(trainer: Any, prompts: list[Any]) -> list[list[int]]:
-    """Return the token ids of prompts, [prompts][prompt_len], as the trainer itself makes them.
+    """Return the token ids of prompts, [prompts][prompt_len], tokenized by the trainer itself.
 
     Raises:
         UnsupportedTrainerError: a prompt has images, or is empty.
@@ -51,10 +51,10 @@ def tokenize(trainer: Any, prompts: list[Any]) -> list[list[int]]:
 
 
 def sampling_of(trainer: Any, mode: t.LogprobsMode) -> t.SamplingParams:
-    """Return the sampling parameters that a trainer's configuration asks for.
+    """Return the sampling parameters of a trainer's configuration.
 
     Raises:
-        UnsupportedTrainerError: `generation_kwargs` has something that is no field of `SamplingParams`.
+        UnsupportedTrainerError: `generation_kwargs` has a name that is not a field of `SamplingParams`.
     """
     given: dict[str, Any] = {
         "temperature": trainer.temperature,
@@ -63,11 +63,11 @@ def sampling_of(trainer: Any, mode: t.LogprobsMode) -> t.SamplingParams:
         "min_p": trainer.min_p,
         "repetition_penalty": trainer.repetition_penalty,
         "max_tokens": trainer.max_completion_length,
-        # The engine's own end of sequence is that of the model's folder, which knows nothing of the tokenizer.
+        # The engine takes its end of sequence from the model folder, which may differ from the trainer's tokenizer.
         "stop_token_ids": tuple(trainer.eos_token_ids),
     }
     given.update(trainer.args.generation_kwargs or {})
-    unknown = sorted(given.keys() - _NAMES)
+    unknown = sorted(given.keys() - _SAMPLING_FIELDS)
     if unknown:
         raise UnsupportedTrainerError(f"generation_kwargs has {', '.join(unknown)}, which is not supported")
     given["stop_token_ids"] = tuple(given["stop_token_ids"])
@@ -76,20 +76,20 @@ def sampling_of(trainer: Any, mode: t.LogprobsMode) -> t.SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedPrompts:
-    """Prompts, in which one that is repeated G times stands for G samples."""
+    """Prompts of which one that is repeated G times stands for G samples."""
 
     groups: tuple[t.Group, ...]
-    """One for each different prompt, in the order in which they first come."""
+    """One group for each distinct prompt, in order of first occurrence."""
     keys: tuple[t.SampleKey, ...]
-    """[prompts], the sample that answers each."""
+    """[prompts], key of the sample for each prompt."""
 
 
 def group_repeated(prompt_ids: Sequence[Sequence[int]], prefix: str = "") -> RepeatedPrompts:
-    """Make one group of all prompts with the same tokens, wherever they stand.
+    """Make one group of all prompts with the same tokens, whether or not they are adjacent.
 
     Args:
         prompt_ids: token ids of each prompt, [prompts][prompt_len].
-        prefix: beginning of the prompts' ids. Other prefixes give other seeds and histories.
+        prefix: prefix of the prompts' ids. Different prefixes have different seeds and histories.
     """
     slots: Counter[str] = Counter()
     tokens: dict[str, Sequence[int]] = {}
@@ -111,12 +111,12 @@ def in_order(keys: Sequence[t.SampleKey], samples: Iterable[t.Sample]) -> list[t
     by_key = {sample.key: sample for sample in samples}
     missing = [key for key in keys if key not in by_key]
     if missing:
-        raise RolloutFailedError(f"{len(missing)} of {len(keys)} samples did not come")
+        raise RolloutFailedError(f"{len(missing)} of {len(keys)} samples are missing")
     found = [by_key[key] for key in keys]
     for sample in found:
         if sample.status in (t.SampleStatus.FAILED, t.SampleStatus.ABORTED):
-            told = sample.error or "it was cancelled"
-            raise RolloutFailedError(f"sample {sample.prompt_id}/{sample.slot} {sample.status}: {told}")
+            reason = sample.error or "it was cancelled"
+            raise RolloutFailedError(f"sample {sample.prompt_id}/{sample.slot} {sample.status}: {reason}")
         if not len(sample.token_ids):
             raise RolloutFailedError(f"sample {sample.prompt_id}/{sample.slot} has no tokens")
     return found
@@ -130,29 +130,35 @@ class Cadence:
     update_every: int
 
     def step(self, global_step: int, nth: int) -> int:
-        """Return the index of a rollout: the nth one, from 0, after `global_step` updates.
+        """Return the index of a rollout: the `nth`, from 0, after `global_step` updates.
 
-        It depends on nothing else, so that a trainer that goes on from a checkpoint has the steps that it would
-        have had.
+        It depends on nothing else, so a trainer that resumes from a checkpoint has the same steps as without the
+        interruption.
         """
         return -(-global_step * self.update_every // self.rollout_every) + nth
 
     def updates_before(self, step: int) -> int:
-        """Return how many updates come before a rollout."""
+        """Return the number of updates before a rollout."""
         return step * self.rollout_every // self.update_every
 
 
+def cadence_of(trainer: Any) -> Cadence:
+    """Return the cadence of a trainer's configuration."""
+    args = trainer.args
+    return Cadence(args.steps_per_generation * trainer.num_iterations, args.gradient_accumulation_steps)
+
+
 class Lookahead:
-    """The batch after the present one, read from a repetition of the data loader's order."""
+    """Reader of the batch after the present one, from a repetition of the data loader's order."""
 
     def __init__(self, batches: Iterator[Sequence[int]], window: int) -> None:
-        """`batches` are indices of the data set, [prompts] each; of these `window` are searched for a batch."""
+        """Read `batches`, indices of the data set, [prompts] each; search at most `window` of them at a time."""
         self._batches = batches
         self._window = window
         self._next: Sequence[int] | None = next(batches, None)
 
     def after(self, is_present: Callable[[Sequence[int]], bool]) -> Sequence[int] | None:
-        """Return the batch after the present one, or None once that is not found, and from then on."""
+        """Return the batch after the present one; None if that is not found, and from then on."""
         for _ in range(self._window):
             if self._next is None:
                 break
@@ -161,3 +167,33 @@ class Lookahead:
                 return self._next
         self._next = None
         return None
+
+
+def lookahead_of(trainer: Any) -> Lookahead:
+    """Return a reader that repeats the order of the trainer's data loader: TRL's sampler with the same seed."""
+    data = trainer.train_dataset
+    size = trainer.args.generation_batch_size // trainer.num_generations
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) < size:
+        return Lookahead(iter(()), 0)
+    from trl.trainer.utils import RepeatSampler
+
+    sampler = RepeatSampler(
+        data_source=data,
+        mini_repeat_count=1,
+        batch_size=size,
+        shuffle=trainer.shuffle_dataset,
+        seed=trainer.args.seed,
+    )
+
+    def batches() -> Iterator[Sequence[int]]:
+        while True:
+            indices = list(sampler)
+            yield from (indices[first : first + size] for first in range(0, len(indices), size))
+
+    return Lookahead(batches(), 2 * (len(data) // size))
+
+
+def prompts_of(trainer: Any, batch: Sequence[int]) -> list[list[int]]:
+    """Return the tokenized prompts of a batch of indices of the data set."""
+    data = trainer.train_dataset
+    return tokenize(trainer, [data[index]["prompt"] for index in batch])

@@ -1,6 +1,6 @@
 """A `rollout_func` for TRL's GRPOTrainer.
 
-One process of the trainer submits and pushes for all of them. After a push the fleet's log-probabilities are
+The main process of the trainer submits and pushes for all processes. After a push the fleet's log-probabilities are
 compared with the log-probabilities of the trainer's live model.
 """
 
@@ -9,15 +9,22 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline import types as t
 from paceline.errors import PacelineError, UnimplementedError
 from paceline.integrations.errors import RolloutFailedError
-from paceline.integrations.trl import lora as policy
 from paceline.integrations.trl import requests
-from paceline.integrations.trl.requests import Cadence, Lookahead, RepeatedPrompts, group_repeated, in_order
+from paceline.integrations.trl.lora import adapter_of, is_peft, weights_of
+from paceline.integrations.trl.requests import (
+    Lookahead,
+    RepeatedPrompts,
+    cadence_of,
+    group_repeated,
+    in_order,
+    lookahead_of,
+)
 from paceline.policy_check import TOLERANCE, require_agreement, sample_for_check
 from paceline.weights.adapters import Adapter
 
@@ -27,85 +34,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-def gathered(accelerator: Any, own: Sequence[Any]) -> list[list[Any]]:
-    """Return the lists of all processes, by rank."""
-    if accelerator.num_processes == 1:
-        return [list(own)]
-    from accelerate.utils import gather_object
-
-    return [list(each) for each in gather_object([list(own)])]
-
-
-def on_main(accelerator: Any, work: Callable[[], T]) -> T:
-    """Do work in the main process and return its result in all. An error is raised in all.
-
-    Raises:
-        RolloutFailedError: in another process, when the main one has raised an error, whose text it has.
-    """
-    if accelerator.num_processes == 1:
-        return work()
-    from accelerate.utils import broadcast_object_list
-
-    told: list[Any] = [None, None]
-    raised: Exception | None = None
-    if accelerator.is_main_process:
-        try:
-            told[0] = work()
-        except Exception as error:
-            raised, told[1] = error, f"{type(error).__name__}: {error}"
-    broadcast_object_list(told, from_process=0)
-    if raised is not None:
-        raise raised
-    if told[1] is not None:
-        raise RolloutFailedError(f"the main process failed: {told[1]}")
-    result: T = told[0]
-    return result
-
-
-def log_probabilities(
-    trainer: Any, prompt: Sequence[int], responses: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    """Return natural logarithms of the probabilities of responses of equal length, [samples][tokens].
-
-    One forward at temperature 1, without dropout and gradients. All processes call it with the same tokens: where
-    the weights are spread over them, each layer is gathered as in training.
-    """
-    import torch
-
-    model, accelerator = trainer.model, trainer.accelerator
-    length = len(responses[0])
-    ids = torch.tensor([[*prompt, *response] for response in responses], device=accelerator.device)
-    options: dict[str, Any] = {"use_cache": False}
-    bare = accelerator.unwrap_model(model)
-    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
-    if "logits_to_keep" in inspect.signature(bare.forward).parameters:
-        # Those of a long prompt would take more memory than all else.
-        options["logits_to_keep"] = length + 1
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), accelerator.autocast():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options).logits
-    finally:
-        model.train(training)
-    chosen = ids[:, -length:, None]
-    logprobs = logits[:, -length - 1 : -1].float().log_softmax(dim=-1).gather(-1, chosen)
-    found: list[list[float]] = logprobs[..., 0].tolist()
-    return found
-
-
 _log = logging.getLogger("paceline")
 _EVALUATION = "eval."
 
 
 class PacelineRollout:
-    """Samples a trainer's completions on Paceline; one object for one trainer.
+    """Rollout function that samples a trainer's completions on Paceline; one object for one trainer.
 
         GRPOTrainer(model, reward, args, data, rollout_func=PacelineRollout(run))
 
-    Prompts that TRL repeats become groups. Before the first rollout after each update the policy's weights are
-    pushed. With several processes the main one does both for all, and only its `run` is called.
+    Prompts that TRL repeats become groups. The policy's weights are pushed before the first rollout after each
+    update. With several processes the main one does both for all, and only its `run` is used.
     """
 
     def __init__(
@@ -122,15 +61,15 @@ class PacelineRollout:
         """Use a run, which the caller closes after training.
 
         Args:
-            run: a training job, whose seed makes the samples.
-            logprobs_mode: the kind of log-probabilities given to TRL, whose own are PROCESSED ones.
-            exactness: how samples may use earlier rollouts; exact unless told otherwise.
-            lora: of a model with a LoRA adapter, what is pushed: the full weights with the adapter merged, or
-                the adapter alone, after the weights below it once, for which the run needs a `WeightFolder`.
-            in_flight: what becomes of unfinished samples, of any run, when weights are pushed.
-            hints: announce the next prompts, for idle instances to pre-generate, where their order is known.
-            policy_tolerance: largest gap, in nats, between log-probabilities of the fleet and of the trainer's
-                model that is taken for rounding, as of `paceline.check_policy`; None: they are not compared.
+            run: a training job; its seed determines the samples.
+            logprobs_mode: kind of the log-probabilities for TRL, whose own are PROCESSED.
+            exactness: how samples may use earlier rollouts; default: exact.
+            lora: for a model with a LoRA adapter: push the full weights with the adapter merged, or push the base
+                weights once and then the adapter alone, for which the run needs a `WeightFolder`.
+            in_flight: treatment of unfinished samples, of any run, when weights are pushed. hints: announce the
+            next prompts if their order is known, so that idle instances pre-generate them. policy_tolerance:
+            largest gap, in nats, between log-probabilities of the fleet and of the trainer's model
+                that counts as rounding (see `paceline.check_policy`); None: they are not compared.
         """
         self._run = run
         self._mode = logprobs_mode
@@ -141,10 +80,10 @@ class PacelineRollout:
         self._tolerance = policy_tolerance
         self._checked = False
         self._pushed_at: int | None = None
-        """Global step of the weights that the fleet has."""
+        """Global step of the weights that were pushed last."""
         self._pushes = 0
         self._compared = 0
-        """Number of the push whose weights were compared with the trainer's last."""
+        """Number of the last push after which the policies were compared."""
         self._last = (-1, -1, -1)
         """Global step, number after it, and index of the last rollout in training."""
         self._lookahead: Lookahead | None = None
@@ -156,13 +95,13 @@ class PacelineRollout:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return the prompts' tokens, and a completion of each with its log-probabilities, in their order.
 
-        Lists of [prompts] each: `prompt_ids` [prompt_len], `completion_ids` [completion_len] with the token that
-        ended it, and `logprobs` [completion_len].
+        Lists of [prompts] each: `prompt_ids` [prompt_len], `completion_ids` [completion_len] including the token
+        that ended it, and `logprobs` [completion_len].
 
         Raises:
-            UnsupportedTrainerError: the trainer or a prompt wants what this cannot do.
-            RolloutFailedError: a sample could not be had; or, not in the main process, that one failed.
-            PolicyMismatchError: the fleet samples another policy than the trainer's.
+            UnsupportedTrainerError: the trainer or a prompt needs something that is not supported.
+            RolloutFailedError: a sample could not be generated; in other processes, the main process failed.
+            PolicyMismatchError: the fleet samples from another policy than the trainer's.
             PacelineError: a call was refused.
         """
         if not self._checked:
@@ -186,9 +125,9 @@ class PacelineRollout:
         }
 
     def push(self, trainer: Any) -> None:
-        """Push the policy's weights, unless the fleet has those of this global step; all processes call it.
+        """Push the policy's weights if this global step's were not pushed yet; all processes call it.
 
-        Rollouts do it by themselves. After training it gives the fleet the last weights.
+        Rollouts call it themselves. After training, call it to push the last weights.
 
         Raises:
             UnsupportedTrainerError: an adapter cannot be merged here.
@@ -197,21 +136,22 @@ class PacelineRollout:
         step = trainer.state.global_step
         if step == self._pushed_at:
             return
-        if self._lora == "adapter" and policy.is_peft(trainer.accelerator.unwrap_model(trainer.model)):
-            adapter, base = policy.adapter_of(trainer)
+        if self._lora == "adapter" and is_peft(trainer.accelerator.unwrap_model(trainer.model)):
+            adapter, base = adapter_of(trainer)
             on_main(trainer.accelerator, lambda: self._push_adapter(adapter, base))
         else:
-            weights = policy.weights_of(trainer)
+            weights = weights_of(trainer)
             on_main(trainer.accelerator, lambda: self._push_weights(weights))
         self._pushed_at = step
         self._pushes += 1
 
     def report_rewards(self, rewards: Sequence[float]) -> int:
-        """Report the rewards of the last rollout in training; return how many samples were known.
+        """Report the rewards of the last rollout in training; return the number of known samples.
 
-        For the main process. `rewards` are those of all processes' prompts, in order of rank; what is not finite is
-        left out.
-        ValueError: they are not as many as the samples.
+        For the main process. `rewards` has one value for each prompt of all processes, in order of rank; values
+        that are not finite are left out.
+
+        ValueError: the number of rewards is not the number of samples.
         """
         if self._rewarded is None:
             return 0
@@ -224,9 +164,9 @@ class PacelineRollout:
             return 0
 
     def _compare(self, trainer: Any, prompt: list[int] | None) -> None:
-        """Check that the fleet samples the trainer's policy, after the pushes 1, 2, 4, 8 and so on.
+        """Check that the fleet samples from the trainer's policy, after the pushes 1, 2, 4, 8 and so on.
 
-        An adapter that starts at zero tells nothing at first, and little after a step; so once is not enough.
+        One check is not enough: an adapter that starts at zero changes nothing at first, and little after one step.
         """
         due = self._pushes > self._compared and self._pushes & (self._pushes - 1) == 0
         if self._tolerance is None or prompt is None or not due:
@@ -239,7 +179,7 @@ class PacelineRollout:
         try:
             own = log_probabilities(trainer, found.prompt, found.responses)
         except Exception as error:
-            # A model whose forward is another is trained as well.
+            # Training can continue with a model whose forward has another interface.
             _log.warning("the policy is not compared with the fleet's: %s: %s", type(error).__name__, error)
             return
         gap = on_main(accelerator, lambda: require_agreement(found, own, tolerance))
@@ -247,7 +187,7 @@ class PacelineRollout:
 
     def _push_adapter(self, adapter: Adapter, base: Any) -> None:
         if self._pushed_at is None:
-            # An adapter builds on the last full version, which may be another trainer's.
+            # An adapter builds on the last full version, which may belong to another trainer.
             self._push_weights(base)
         self._run.push_adapter(adapter, in_flight=self._in_flight)
 
@@ -266,26 +206,26 @@ class PacelineRollout:
             self._hint(trainer, repeated, sampling, rollout.batch.policy_version)
         samples = in_order(repeated.keys, rollout)
         for name, figure in rollout.stats().items():
-            # As reward functions do: TRL averages what is logged between two of its own lines.
+            # TRL averages the values that are logged between two of its log lines, as for reward functions.
             trainer._log_metric(name, figure)
         return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
 
     def _next_step(self, trainer: Any) -> int:
-        """Return the index of this rollout, larger than that of the last one."""
+        """Return the index of this rollout, which is larger than the last one's."""
         now = int(trainer.state.global_step)
         before, nth, last = self._last
         nth = nth + 1 if now == before else 0
-        step = max(_cadence(trainer).step(now, nth), last + 1)
+        step = max(cadence_of(trainer).step(now, nth), last + 1)
         self._last = (now, nth, step)
         return step
 
     def _hint(self, trainer: Any, present: RepeatedPrompts, sampling: t.SamplingParams, version: int) -> None:
-        """Announce the next batch. Training goes on without: what fails here is logged, and tried no more."""
+        """Announce the next batch. A failure is logged and ends announcements; training continues without them."""
         if not self._hints:
             return
         try:
             coming = self._coming(trainer, present)
-            cadence, step = _cadence(trainer), self._last[2]
+            cadence, step = cadence_of(trainer), self._last[2]
             updates = cadence.updates_before(step + 1)
             if coming is not None and updates < trainer.state.max_steps:
                 groups = group_repeated(
@@ -298,16 +238,16 @@ class PacelineRollout:
         except PacelineError as error:
             self._hints = False
             if not isinstance(error, UnimplementedError):
-                _log.warning("coming prompts are announced no more: %s", error)
+                _log.warning("the next prompts are no longer announced: %s", error)
 
     def _coming(self, trainer: Any, present: RepeatedPrompts) -> list[list[int]] | None:
-        """Return the prompts of the next batch, tokenized; None where the order is not known."""
+        """Return the tokenized prompts of the next batch; None if the order is not known."""
         if self._lookahead is None:
-            self._lookahead = _lookahead(trainer)
+            self._lookahead = lookahead_of(trainer)
         wanted = {group.prompt_id for group in present.groups}
 
         def is_present(batch: Sequence[int]) -> bool:
-            ids = self._announced if self._announced is not None else _prompts(trainer, batch)
+            ids = self._announced if self._announced is not None else requests.prompts_of(trainer, batch)
             self._announced = None
             return {group.prompt_id for group in group_repeated(ids).groups} == wanted
 
@@ -315,39 +255,72 @@ class PacelineRollout:
         if batch is None:
             self._hints = False
             return None
-        self._announced = _prompts(trainer, batch)
+        self._announced = requests.prompts_of(trainer, batch)
         return self._announced
 
 
-def _cadence(trainer: Any) -> Cadence:
-    args = trainer.args
-    return Cadence(args.steps_per_generation * trainer.num_iterations, args.gradient_accumulation_steps)
+def gathered(accelerator: Any, own: Sequence[Any]) -> list[list[Any]]:
+    """Gather a list of each process, by rank."""
+    if accelerator.num_processes == 1:
+        return [list(own)]
+    from accelerate.utils import gather_object
+
+    return [list(each) for each in gather_object([list(own)])]
 
 
-def _lookahead(trainer: Any) -> Lookahead:
-    """Repeat the order of the trainer's data loader, which is that of TRL's sampler and a seed."""
-    data = trainer.train_dataset
-    size = trainer.args.generation_batch_size // trainer.num_generations
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) < size:
-        return Lookahead(iter(()), 0)
-    from trl.trainer.utils import RepeatSampler
+def on_main(accelerator: Any, work: Callable[[], T]) -> T:
+    """Do work in the main process, and return its result, or raise its error, in all processes.
 
-    sampler = RepeatSampler(
-        data_source=data,
-        mini_repeat_count=1,
-        batch_size=size,
-        shuffle=trainer.shuffle_dataset,
-        seed=trainer.args.seed,
-    )
+    Raises:
+        RolloutFailedError: in other processes, with the text of the main process's error.
+    """
+    if accelerator.num_processes == 1:
+        return work()
+    from accelerate.utils import broadcast_object_list
 
-    def batches() -> Iterator[Sequence[int]]:
-        while True:
-            indices = list(sampler)
-            yield from (indices[first : first + size] for first in range(0, len(indices), size))
+    outcome: list[Any] = [None, None]
+    raised: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = work()
+        except Exception as error:
+            raised, outcome[1] = error, f"{type(error).__name__}: {error}"
+    broadcast_object_list(outcome, from_process=0)
+    if raised is not None:
+        raise raised
+    if outcome[1] is not None:
+        raise RolloutFailedError(f"the main process failed: {outcome[1]}")
+    result: T = outcome[0]
+    return result
 
-    return Lookahead(batches(), 2 * (len(data) // size))
 
+def log_probabilities(
+    trainer: Any, prompt: Sequence[int], responses: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return the natural log-probabilities of responses of equal length, [samples][tokens].
 
-def _prompts(trainer: Any, batch: Sequence[int]) -> list[list[int]]:
-    data = trainer.train_dataset
-    return requests.tokenize(trainer, [data[index]["prompt"] for index in batch])
+    It runs one forward pass at temperature 1, without dropout or gradients. All processes call it with the same
+    tokens: if the weights are sharded over them, each layer is gathered as in training.
+    """
+    import torch
+
+    model, accelerator = trainer.model, trainer.accelerator
+    length = len(responses[0])
+    ids = torch.tensor([[*prompt, *response] for response in responses], device=accelerator.device)
+    options: dict[str, Any] = {"use_cache": False}
+    bare = accelerator.unwrap_model(model)
+    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    if "logits_to_keep" in inspect.signature(bare.forward).parameters:
+        # The logits of a long prompt would take more memory than everything else.
+        options["logits_to_keep"] = length + 1
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), accelerator.autocast():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options).logits
+    finally:
+        model.train(training)
+    chosen = ids[:, -length:, None]
+    logprobs = logits[:, -length - 1 : -1].float().log_softmax(dim=-1).gather(-1, chosen)
+    found: list[list[float]] = logprobs[..., 0].tolist()
+    return found

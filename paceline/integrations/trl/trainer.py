@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with what a `rollout_func` alone does not give it. Imports TRL."""
+"""TRL's GRPOTrainer with importance sampling correction and reported rewards. Imports TRL."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from paceline.integrations.trl.rollout import PacelineRollout
 class PacelineGRPOTrainer(GRPOTrainer):
     """A GRPOTrainer that corrects for the difference between the fleet's and its own probabilities.
 
-    TRL weighs tokens by the ratio of the two (`vllm_importance_sampling_correction` and the settings beside it) for
-    samples of vLLM only; this trainer does it for those of its rollout, with TRL's own code, and logs what TRL logs
-    of it. It reports rewards to the platform as well.
+    TRL weighs tokens by the ratio of the two (`vllm_importance_sampling_correction` and related settings) for
+    samples of vLLM only. This trainer applies it to the samples of its rollout, with TRL's own code and metrics.
+    It also reports rewards to the platform.
     """
 
     def __init__(self, *args: Any, rollout: PacelineRollout, **options: Any) -> None:
-        """Take the arguments of GRPOTrainer, but `rollout` instead of `rollout_func`.
+        """Take the arguments of GRPOTrainer, with `rollout` in place of `rollout_func`.
 
         Raises:
-            UnsupportedTrainerError: the configuration says `use_vllm`.
+            UnsupportedTrainerError: the configuration sets `use_vllm`.
         """
         given = [each for each in (*args, *options.values()) if isinstance(each, GRPOConfig)]
         if any(config.use_vllm for config in given):
             raise UnsupportedTrainerError("use_vllm starts or calls a vLLM of TRL's own: leave it False")
         super().__init__(*args, rollout_func=rollout, **options)
         self.rollout = rollout
-        # Read at every step by TRL's generation and loss. `args.use_vllm` stays False: there is no such engine.
+        # TRL's generation and loss read these at every step. `args.use_vllm` stays False: there is no vLLM of
+        # TRL's.
         self.use_vllm = True
         self.vllm_mode = "server"
         self.vllm_generation = _WeightsBySync(self)
@@ -48,7 +49,7 @@ class PacelineGRPOTrainer(GRPOTrainer):
 
 
 class _WeightsBySync:
-    """Stands where TRL has its vLLM: TRL asks it for nothing but the new weights, once for each global step."""
+    """Replacement for TRL's vLLM, which TRL uses only to synchronise weights, once per global step."""
 
     def __init__(self, trainer: PacelineGRPOTrainer) -> None:
         self._trainer = trainer

@@ -1,10 +1,10 @@
 """Rollouts of verl on Paceline. Needs the extra `verl`.
 
-verl finds it by the entry point `paceline` of the group `verl.plugins`. With
+verl loads `paceline.integrations.verl.plugin` by the entry point `paceline` of the group `verl.plugins`. With
 `actor_rollout_ref.rollout.name=paceline` its trainers and agents generate on the fleet that
 `actor_rollout_ref.rollout.engine_kwargs.paceline` names.
 
-Importing this imports neither verl, torch nor Ray; `paceline.integrations.verl.plugin`, which verl loads, does.
+This package imports neither verl, torch nor Ray; the plugin does.
 """
 
 from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError

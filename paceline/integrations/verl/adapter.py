@@ -1,4 +1,4 @@
-"""The part of verl's rollout that runs in the processes of trainers and of replicas. Imports verl and Ray."""
+"""Part of verl's rollout that runs in the processes of trainers and replicas. Imports verl and Ray."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.integrations.verl.settings import BACKEND, FleetSettings, drain, p
 
 
 class PacelineServerAdapter(BaseRollout):
-    """Brings weights to the fleet from the trainer's processes, and the step that they are of to the servers.
+    """Rollout that pushes the trainer's weights to the fleet, and sends their step to the servers.
 
-    In the worker of a standalone replica it brings the step alone: there the checkpoint engine pushes.
+    In the worker of a standalone replica it sends only the step, because the checkpoint engine pushes there.
     """
 
     def __init__(
@@ -28,7 +28,8 @@ class PacelineServerAdapter(BaseRollout):
         Raises:
             UnsupportedTrainerError: a setting is missing, unknown or wrong.
         """
-        # Not the base's: it would load the model's configuration, which is the fleet's business.
+        # The base class's __init__ is not called: it would load the model's configuration, which only the fleet
+        # needs.
         self.config = omega_conf_to_dataclass(config)
         self.model_config = model_config
         self.device_mesh = device_mesh
@@ -42,10 +43,10 @@ class PacelineServerAdapter(BaseRollout):
         self.is_leader_rank = not self._pushes or rank % size == 0
 
     async def resume(self, tags: list[str]) -> None:
-        """Do nothing: the fleet has memory of its own."""
+        """Do nothing: the fleet has its own memory."""
 
     async def release(self) -> None:
-        """Do nothing: the fleet has memory of its own."""
+        """Do nothing: the fleet has its own memory."""
 
     async def update_weights(
         self,
@@ -56,14 +57,16 @@ class PacelineServerAdapter(BaseRollout):
         peft_config: Any = None,
         **_: Any,
     ) -> None:
-        """Push the weights from the trainer's first process; tell the servers the step that they are of.
+        """Push the weights from the trainer's first process, and send their step to the servers.
 
         Raises:
             UnsupportedTrainerError: the weights are a LoRA adapter, or differences.
-            PacelineError: the push was refused; the fleet serves what it served.
+            PacelineError: the push was refused; the fleet serves the same version as before.
         """
         if wire_format != "named_tensors":
-            raise UnsupportedTrainerError(f"weights come as {wire_format}: only whole tensors are supported")
+            raise UnsupportedTrainerError(
+                f"the weights come as {wire_format}: only whole tensors are supported"
+            )
         if peft_config is not None:
             raise UnsupportedTrainerError(
                 "LoRA adapters must be merged: set actor_rollout_ref.model.lora.merge"

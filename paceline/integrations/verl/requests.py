@@ -1,6 +1,7 @@
-"""Requests of verl's clients: single samples, submitted together as batches.
+"""Requests of verl's clients: single samples, which are submitted together as batches.
 
-verl's sampling parameters are translated. Where epochs have one order, the next step is forecast and announced.
+verl's sampling parameters are translated. If all epochs have the same order, the next step is forecast and
+announced.
 """
 
 from __future__ import annotations
@@ -22,32 +23,38 @@ from paceline.errors import InvalidArgumentError, NotFoundError, PacelineError
 from paceline.integrations.errors import UnsupportedTrainerError
 from paceline.prompts import EpochOrder, prompt_id_of
 
-# Those of other tokens and of the prompt have no place in verl's answers.
-_NAMES = {field.name for field in fields(t.SamplingParams)} - {
+_HOLD_SECONDS = 1.0
+"""Seconds for which calls of an announced prompt wait for each other: verl sends them together."""
+# Limits of the recorded order of an epoch.
+_MOST_PROMPTS, _MOST_TOKENS = 1 << 16, 1 << 24
+# verl's answers have no place for log-probabilities of other tokens and of the prompt.
+_SAMPLING_FIELDS = {field.name for field in fields(t.SamplingParams)} - {
     "logprobs_mode",
     "top_logprobs",
     "prompt_logprobs",
 }
-# Not a parameter of sampling: a request that wants none is given none.
+# Not a sampling parameter: it says whether the answer has log-probabilities.
 _LOGPROBS = "logprobs"
 _MODES = {"raw_logprobs": t.LogprobsMode.RAW, "processed_logprobs": t.LogprobsMode.PROCESSED}
+
+_log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutDefaults:
-    """Parameters that the configuration of verl's rollout sets for all requests."""
+    """Parameters of verl's rollout configuration that apply to all requests."""
 
     prompt_length: int
     response_length: int
     max_model_len: int | None
-    """Prompt and response together; None: the model's own length."""
+    """Most tokens of prompt and response together; None: the model's own length."""
     ignore_eos: bool
     repetition_penalty: float
     logprobs_mode: t.LogprobsMode
 
     @classmethod
     def read(cls, config: Any) -> Self:
-        """Read them off verl's `RolloutConfig`. UnsupportedTrainerError: its logprobs_mode is not supported."""
+        """Read verl's `RolloutConfig`. UnsupportedTrainerError: its logprobs_mode is not supported."""
         mode = config.logprobs_mode or "raw_logprobs"
         if mode not in _MODES:
             raise UnsupportedTrainerError(f"rollout.logprobs_mode={mode}: supported are {', '.join(_MODES)}")
@@ -61,20 +68,20 @@ class RolloutDefaults:
         )
 
     def sampling(self, given: Mapping[str, Any], prompt_tokens: int) -> t.SamplingParams:
-        """Return the sampling parameters of a request whose prompt has so many tokens.
+        """Return the sampling parameters of a request whose prompt has `prompt_tokens` tokens.
 
         Raises:
-            UnsupportedTrainerError: a parameter is no field of `SamplingParams`, or the prompt leaves no room.
+            UnsupportedTrainerError: a parameter is not a field of `SamplingParams`, or the prompt leaves no room.
         """
         wanted = {name: value for name, value in given.items() if value is not None and name != _LOGPROBS}
         most = wanted.pop("max_new_tokens", None)
         most = wanted.pop("max_tokens", most)
-        if unknown := sorted(wanted.keys() - _NAMES):
+        if unknown := sorted(wanted.keys() - _SAMPLING_FIELDS):
             raise UnsupportedTrainerError(f"sampling_params has {', '.join(unknown)}, which is not supported")
         if isinstance(stop := wanted.get("stop"), str):
             wanted["stop"] = [stop]
         if "top_k" in wanted:
-            # -1 is verl's word for off.
+            # -1 turns it off in verl, 0 in `SamplingParams`.
             wanted["top_k"] = max(wanted["top_k"], 0)
         wanted = {name: tuple(value) if isinstance(value, list) else value for name, value in wanted.items()}
         wanted.setdefault("ignore_eos", self.ignore_eos)
@@ -84,7 +91,7 @@ class RolloutDefaults:
         )
 
     def _most_tokens(self, wanted: int | None, prompt_tokens: int) -> int:
-        """Return the most response tokens: those wanted, or what verl's budget of a conversation leaves."""
+        """Return the most response tokens: the requested number, or the rest of verl's budget per conversation."""
         if wanted is None:
             left = self.prompt_length + self.response_length - prompt_tokens
             wanted = min(self.response_length, left)
@@ -97,19 +104,16 @@ class RolloutDefaults:
 
 
 def wants_logprobs(given: Mapping[str, Any]) -> bool:
-    """Return True if a request asks for log-probabilities: by a flag, or by a number, which may be 0."""
+    """Return True if a request asks for log-probabilities, by a flag or by a number, which may be 0."""
     value = given.get(_LOGPROBS)
     return value is not None and value is not False
 
 
-_MOST_PROMPTS, _MOST_TOKENS = 1 << 16, 1 << 24
-
-
 class StepForecast:
-    """Prompts of the steps so far, and the samples that were announced of the present one.
+    """Forecast of the next step, and the announced samples of the present one.
 
-    verl's calls have no names, and their seeds go by the batches that they come into. The announced samples of a
-    prompt have the one seed `run_seed`, so they must be submitted together, and once in a step.
+    verl's calls have no names, and their seeds depend on the batch in which they are submitted. The announced
+    samples of a prompt have the seed `run_seed`, so they must be submitted together, and only once in a step.
     """
 
     def __init__(self, run_id: str, seed: str) -> None:
@@ -121,14 +125,14 @@ class StepForecast:
         self._asked: Counter[str] = Counter()
         """Calls of each prompt in the present step."""
         self._coming: tuple[int, dict[str, int]] = (-1, {})
-        """Step that was announced last, and its samples by prompt."""
+        """The step that was announced last, and its samples by prompt."""
         self._left: dict[str, int] = {}
-        """Announced samples of the present step by prompt, of prompts that were not taken yet."""
+        """Announced samples of the present step by prompt, without prompts that were taken."""
 
     def ask(
         self, step: int, prompt_id: str, prompt_token_ids: Sequence[int], sampling: t.SamplingParams
     ) -> t.BatchHint | None:
-        """Note a call in a step; return a hint of the next step where that is forecast."""
+        """Record a call in a step; return a hint of the next step if it can be forecast."""
         if step != self._step:
             self._step = step
             self._asked.clear()
@@ -152,24 +156,18 @@ class StepForecast:
         return hint
 
     def wanted(self, prompt_id: str) -> int:
-        """Return how many samples of a prompt were announced of the present step; 0 once they were taken."""
+        """Return the number of announced samples of a prompt in the present step; 0 after `take`."""
         return self._left.get(prompt_id, 0)
 
     def take(self, step: int, prompt_id: str) -> None:
-        """Note that samples of the prompt get the announced seed: later ones of the step must have another."""
+        """Record that samples of a prompt use the announced seed: later ones of the step need another seed."""
         if step == self._step:
             self._left.pop(prompt_id, None)
 
 
-_log = logging.getLogger("paceline")
-
-_HOLD_SECONDS = 1.0
-"""Seconds for which calls of an announced prompt wait for each other: verl sends them at once."""
-
-
 @dataclass(slots=True, eq=False)
 class VerlCall:
-    """A sample that somebody waits for."""
+    """Call of a client that waits for one sample."""
 
     prompt_id: str
     prompt_token_ids: Sequence[int]
@@ -177,42 +175,42 @@ class VerlCall:
     answer: asyncio.Future[t.Sample | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """None: it was not begun, because samples that come during a pause are sent away."""
+    """The sample; None if it was not begun, because calls are rejected during a pause."""
 
     def settle(self, sample: t.Sample | None) -> None:
-        """Answer, unless nobody waits any more."""
+        """Answer the call, unless its caller has stopped waiting."""
         if not self.answer.done():
             self.answer.set_result(sample)
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error, unless nobody waits any more."""
+        """Answer the call with an error, unless its caller has stopped waiting."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
 
 class SampleQueue:
-    """The samples of one server, for one event loop.
+    """Queue of the samples of one server, for one event loop.
 
-    Those that come while a batch is submitted go with the next one, so that thousands of calls at once are a few
-    batches, and equal prompts among them a group. Each batch has another seed: the same prompt in two batches
+    Calls that arrive while a batch is being submitted join the next one. So thousands of concurrent calls become
+    a few batches, in which equal prompts are a group. Each batch has another seed: the same prompt in two batches
     of a step has different samples.
 
-    While `forecasts` is set, the next step is announced where it is forecast. The calls of an announced prompt go
-    together, with the seed that was announced, as soon as all have come.
+    While `forecasts` is set, the next step is announced if it can be forecast. The calls of an announced prompt are
+    submitted together, with the announced seed, as soon as all have arrived.
     """
 
     def __init__(
         self, client: GatewayCalls, run_id: str, seed: str, hold_seconds: float = _HOLD_SECONDS
     ) -> None:
-        """`seed` must be another for each server of a run. Calls of an announced prompt wait `hold_seconds`."""
+        """Give each server of a run another `seed`. Calls of an announced prompt wait up to `hold_seconds`."""
         self.step = 0
-        """Step of the batches to come."""
+        """Step of the next batches."""
         self.forecasts = False
-        """Forecast steps. Must be False if other servers have a part of each step."""
+        """Forecast steps. Must be False if other servers get a part of each step."""
         self._client = client
         self._run_id = run_id
         self._seed = seed
-        # A server that starts again must not meet the batches that it had.
+        # Makes batch ids unique: a restarted server must not resume its old batches.
         self._launch = uuid.uuid4().hex
         self._batches = 0
         self._waiting: list[VerlCall] = []
@@ -220,39 +218,39 @@ class SampleQueue:
         self._announcer = RunRollouts(client, run_id, self._forecast.run_seed)
         self._hold_seconds = hold_seconds
         self._held: dict[tuple[int, str], list[VerlCall]] = {}
-        """Calls of announced prompts that wait for the others of their step and prompt."""
+        """Calls of announced prompts that wait for further calls, by step and prompt."""
         self._whole: list[tuple[int, list[VerlCall]]] = []
-        """Calls that wait no longer, a list for each prompt, with their step."""
+        """Held calls that are ready, a list for each prompt, with their step."""
         self._announcing: set[asyncio.Task[None]] = set()
         self._open = True
-        self._sends_away = False
+        self._rejects = False
         self._submitting: asyncio.Task[None] | None = None
         self._reading: dict[AsyncRollout, asyncio.Task[None]] = {}
 
     async def sample(self, prompt_token_ids: Sequence[int], sampling: t.SamplingParams) -> t.Sample | None:
-        """Generate one sample. It waits for the end of a pause; None: it was sent away instead.
+        """Generate one sample, after the end of a pause; None if it was rejected because of the pause.
 
         Raises:
-            PacelineError: it was refused, or its gateway is lost.
+            PacelineError: the sample was refused, or the gateway is lost.
         """
         call = VerlCall(prompt_id_of(prompt_token_ids), prompt_token_ids, sampling)
-        if self._sends_away:
+        if self._rejects:
             return None
         if not (self.forecasts and self._is_held(call)):
             self._waiting.append(call)
         self._submit()
         return await call.answer
 
-    async def pause(self, *, sends_away: bool = False) -> int:
-        """End all samples where they are, with their tokens; return how many, once they have ended.
+    async def pause(self, *, rejects: bool = False) -> int:
+        """Cancel all samples, keeping their tokens; return their number once they have ended.
 
-        Those that come from now on wait, or with `sends_away` are answered None.
+        Later calls wait, or with `rejects` are answered None.
         """
-        self._open, self._sends_away = False, sends_away
+        self._open, self._rejects = False, rejects
         if self._submitting is not None:
-            # A batch on its way has samples as soon as it is accepted.
+            # A batch that is being submitted has samples as soon as it is accepted.
             await self._submitting
-        if sends_away:
+        if rejects:
             groups = [self._waiting, *self._held.values(), *(calls for _, calls in self._whole)]
             self._waiting, self._held, self._whole = [], {}, []
             for call in (call for group in groups for call in group):
@@ -264,11 +262,11 @@ class SampleQueue:
 
     def resume(self) -> None:
         """End a pause."""
-        self._open, self._sends_away = True, False
+        self._open, self._rejects = True, False
         self._submit()
 
     def _is_held(self, call: VerlCall) -> bool:
-        """Announce the next step where it is forecast; return True if the call waits for others of its prompt."""
+        """Announce the next step if it is forecast; return True if the call must wait for others of its prompt."""
         hint = self._forecast.ask(self.step, call.prompt_id, call.prompt_token_ids, call.sampling)
         if hint is not None:
             task = asyncio.create_task(self._announce(hint))
@@ -288,7 +286,7 @@ class SampleQueue:
         return True
 
     def _release(self, key: tuple[int, str], held: list[VerlCall]) -> None:
-        """Let the calls of a prompt wait for each other no more, if these still do."""
+        """Make the held calls of a prompt ready, unless that has happened already."""
         if self._held.get(key) is not held:
             return
         del self._held[key]
@@ -297,7 +295,7 @@ class SampleQueue:
         self._submit()
 
     async def _announce(self, hint: t.BatchHint) -> None:
-        """Announce a step. A failure costs speed alone."""
+        """Announce a step. A failure costs only speed."""
         try:
             await self._announcer.hint(
                 hint.step, hint.groups, hint.sampling, policy_version=hint.policy_version
@@ -322,13 +320,13 @@ class SampleQueue:
             self._submitting = None
 
     async def _submit_announced(self, whole: list[tuple[int, list[VerlCall]]]) -> None:
-        """Submit the calls of announced prompts as one batch. What cannot be so goes with the others."""
+        """Submit the calls of announced prompts as one batch. Calls for which that fails join the waiting ones."""
         groups: dict[str, list[VerlCall]] = {}
         for step, calls in whole:
             if step == self.step:
                 groups[calls[0].prompt_id] = calls
             else:
-                # The trainer is at another step by now, for which this seed was not announced.
+                # The trainer has moved to another step, for which this seed was not announced.
                 self._waiting += calls
         if not groups:
             return
@@ -337,7 +335,7 @@ class SampleQueue:
             rollout = AsyncRollout(self._client, self._batch(groups, version, self._forecast.run_seed))
             await rollout.begin()
         except InvalidArgumentError:
-            # There, one that is refused fails alone.
+            # `_submit_calls` makes only the refused call fail.
             self._waiting += [call for calls in groups.values() for call in calls]
         except Exception as error:
             _fail([call for calls in groups.values() for call in calls], error)
@@ -345,7 +343,7 @@ class SampleQueue:
             self._reading[rollout] = asyncio.create_task(self._read(rollout, groups))
 
     async def _submit_calls(self, calls: list[VerlCall]) -> None:
-        """Submit calls as one batch. Where a call is refused, only that one fails."""
+        """Submit calls as one batch. If a call is refused, only that one fails."""
         groups = self._grouped(calls)
         try:
             batch = self._batch(groups, await self._client.shards.version())
@@ -365,7 +363,7 @@ class SampleQueue:
             self._reading[rollout] = asyncio.create_task(self._read(rollout, groups))
 
     def _grouped(self, calls: list[VerlCall]) -> dict[str, list[VerlCall]]:
-        """Group calls by prompt. Those whose prompt is there with other sampling parameters wait once more."""
+        """Group calls by prompt. A call whose group has other sampling parameters waits for the next batch."""
         groups: dict[str, list[VerlCall]] = {}
         for call in calls:
             group = groups.setdefault(call.prompt_id, [])
@@ -378,7 +376,7 @@ class SampleQueue:
     def _batch(
         self, groups: dict[str, list[VerlCall]], policy_version: int, run_seed: int | None = None
     ) -> t.Batch:
-        """Return a batch with the seed that was announced, or a new one."""
+        """Return a batch with `run_seed`, or with a new seed."""
         self._batches += 1
         seed = hashlib.blake2b(f"{self._seed}.{self._batches}".encode(), digest_size=8)
         own = int.from_bytes(seed.digest(), "little")
@@ -409,7 +407,7 @@ async def _cancel(rollout: AsyncRollout) -> int:
     try:
         return await rollout.cancel(keep_partial=True)
     except NotFoundError:
-        # It has ended meanwhile, and was acknowledged.
+        # The batch has ended and was acknowledged meanwhile.
         return 0
 
 

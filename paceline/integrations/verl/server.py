@@ -1,4 +1,4 @@
-"""A replica of verl's rollout, and its Ray actor that verl's clients ask for samples. Imports verl and Ray."""
+"""Replica of verl's rollout, and its Ray actor, from which verl's clients request samples. Imports verl and Ray."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.integrations.verl.requests import RolloutDefaults, SampleQueue, wa
 from paceline.integrations.verl.settings import BACKEND, FleetSettings, server_name
 
 MOST_CALLS = 100_000
-"""Calls at once of a server, so that an abort never waits behind the samples that it is to end."""
+"""Concurrent calls of a server; large, so that an abort never queues behind the samples that it must end."""
 
 
 class PacelineServer:
-    """Stands where verl has an inference server: all replicas generate on one fleet."""
+    """Replacement for verl's inference server: all replicas generate on one fleet."""
 
     def __init__(self, config: Any, settings: FleetSettings, replica_rank: int) -> None:
         """Take verl's `RolloutConfig`. `launch` connects."""
@@ -31,7 +31,7 @@ class PacelineServer:
         self._queue: SampleQueue | None = None
 
     async def launch(self) -> int:
-        """Connect to the fleet and return the version that it serves. PacelineError: it cannot be reached."""
+        """Connect to the fleet and return its policy version. PacelineError: it cannot be reached."""
         client = self._settings.async_client()
         self._queue = SampleQueue(client, self._settings.run_id, self._seed)
         return await client.shards.version()
@@ -47,13 +47,13 @@ class PacelineServer:
         mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Generate one response: its tokens, and their log-probabilities where `sampling_params` asks for them.
+        """Generate one response: its tokens, and their log-probabilities if `sampling_params` requests them.
 
-        It waits for the end of a pause. The tokens of an aborted one are those that it had.
+        It waits for the end of a pause. An aborted response has its tokens so far.
 
         Raises:
-            UnsupportedTrainerError: the request wants what the fleet cannot do.
-            RolloutFailedError: the sample could not be had.
+            UnsupportedTrainerError: the request needs something that the fleet does not support.
+            RolloutFailedError: the sample failed.
             PacelineError: the call was refused.
         """
         if image_data or video_data or audio_data:
@@ -67,23 +67,23 @@ class PacelineServer:
         return _output(sample, wants_logprobs(sampling_params), step)
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Set the trainer's step that the fleet's weights are of."""
+        """Set the trainer's step of the fleet's present weights."""
         self._global_steps = self._running().step = global_steps
         self._running().forecasts = self._settings.hints and self._is_alone()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End all samples where they are, and let later ones wait, or with `reject_request` answer them aborted.
+        """Abort all samples, and let later ones wait, or with `reject_request` answer them as aborted.
 
-        Returns once none of them runs any more.
+        Returns when all samples have ended.
         """
-        return {"aborted_count": await self._running().pause(sends_away=reject_request)}
+        return {"aborted_count": await self._running().pause(rejects=reject_request)}
 
     async def resume_generation(self) -> None:
         """End the pause."""
         self._running().resume()
 
     def _is_alone(self) -> bool:
-        """Return True if no other replica has a server: of several, each has a part of a step."""
+        """Return True if no other replica has a server; with several, each gets only a part of a step."""
         try:
             ray.get_actor(server_name(1 if self._rank == 0 else 0))
         except ValueError:
@@ -97,7 +97,7 @@ class PacelineServer:
 
 
 def _output(sample: t.Sample | None, logprobs: bool, step: int | None) -> TokenOutput:
-    """Return a sample as verl has it; None is one that was not begun."""
+    """Return a sample in verl's form; None is a sample that was not begun."""
     if sample is None:
         return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=_extras(t.Provenance(), step))
     if sample.status is t.SampleStatus.FAILED:
@@ -111,7 +111,7 @@ def _output(sample: t.Sample | None, logprobs: bool, step: int | None) -> TokenO
 
 
 def _extras(provenance: t.Provenance, step: int | None) -> dict[str, Any]:
-    """Return what verl has beside the tokens: the step of the weights, and counts of speculation."""
+    """Return verl's extra fields of a sample: the step of the weights, and counts of speculation."""
     return {
         "global_steps": step,
         "spec_num_draft_tokens": provenance.drafted,
@@ -121,7 +121,7 @@ def _extras(provenance: t.Provenance, step: int | None) -> dict[str, Any]:
 
 
 class PacelineReplica(RolloutReplica):
-    """One door to the fleet: a Ray actor without a GPU. The engines behind it are the fleet's own business.
+    """Replica that connects to the fleet: a Ray actor without a GPU or an engine.
 
     So there is nothing to put to sleep or to wake, and no cache to clear: the fleet drops KV of old weights itself.
     """
@@ -130,7 +130,7 @@ class PacelineReplica(RolloutReplica):
         """Take the arguments of verl's `RolloutReplica`.
 
         Raises:
-            UnsupportedTrainerError: a setting is wrong, or the replica is to serve a reward or teacher model.
+            UnsupportedTrainerError: a setting is wrong, or the replica is for a reward or teacher model.
         """
         super().__init__(*args, **options)
         if self.is_reward_model or self.is_teacher_model:
@@ -139,17 +139,17 @@ class PacelineReplica(RolloutReplica):
             )
         if self.config.full_determinism:
             raise UnsupportedTrainerError(
-                "rollout.full_determinism is not supported: seeds go by order of arrival"
+                "rollout.full_determinism is not supported: seeds depend on the order of arrival"
             )
         self.settings = FleetSettings.read(
             self.config.engine_kwargs.get(BACKEND), f"rollout.engine_kwargs.{BACKEND}"
         )
 
     async def init_standalone(self) -> None:
-        """Begin without GPUs of the trainer's: one worker, on a CPU, is told of new weights.
+        """Start without GPUs of the trainer: one worker, on a CPU, is notified of new weights.
 
         Raises:
-            UnsupportedTrainerError: another checkpoint engine is to bring the weights.
+            UnsupportedTrainerError: another checkpoint engine is configured.
             PacelineError: the fleet cannot be reached.
         """
         backend = self.config.checkpoint_engine.backend
@@ -178,7 +178,7 @@ class PacelineReplica(RolloutReplica):
         await server.launch.remote()
         self.servers = [server]
         self._server_handle = server
-        # verl tells its servers apart by this.
+        # verl distinguishes its servers by this address.
         self._server_address = f"{self.settings.name}/{self.replica_rank}"
 
     async def wake_up(self) -> None:

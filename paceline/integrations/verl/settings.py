@@ -1,7 +1,7 @@
-"""The fleet as verl's configuration describes it, and pushes of weights to it.
+"""Settings of the fleet in verl's configuration, and pushes of weights to it.
 
-The settings have no token, because verl prints them: clients find it as they always do
-(`paceline.transport.interface.options`).
+The settings have no token, because verl prints them: clients find the token as usual
+(`paceline.transport.options`).
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ BACKEND = "paceline"
 
 
 def server_name(replica_rank: int) -> str:
-    """Return the name of a replica's Ray actor, by which trainers find it."""
+    """Return the name of the Ray actor of a replica, by which trainers find it."""
     return f"{BACKEND}_server_{replica_rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """Fleet that samples for a trainer: `engine_kwargs.paceline` of verl's rollout and of its checkpoint engine."""
+    """Fleet of a trainer: `engine_kwargs.paceline` of verl's rollout and of its checkpoint engine."""
 
     address: str | tuple[str, ...]
-    """host:port of the gateway; several, one of each deployment, for several shards."""
+    """host:port of the gateway; for several shards one address of each deployment."""
     run_id: str = "verl"
-    """Name of the training job. Earlier rollouts of its prompts, also those before a restart, are drafts."""
+    """Name of the training job. Its earlier rollouts of a prompt are drafts, also across restarts."""
     in_flight: InFlight = InFlight.REFUSE
-    """What becomes of unfinished samples of other jobs when weights are pushed; verl aborts its own before."""
+    """Treatment of unfinished samples of other jobs when weights are pushed; verl aborts its own samples before."""
     weights_root: Path | None = None
-    """Folder that trainer and instances share; weights are written there. None: they go by stream."""
+    """Folder that trainer and instances share, for weights. None: weights are sent over connections."""
     weights_model: Path | None = None
-    """With `weights_root`: folder of the model in Hugging Face layout, whose config goes with every version."""
+    """With `weights_root`: model folder in Hugging Face layout, whose config is copied to every version."""
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
     server_name: str | None = None
-    """TLS, as in `paceline.Tls`; plain text where none of these is set."""
+    """TLS, as in `paceline.Tls`; plain text if none of these fields is set."""
     hints: bool = True
-    """Announce the next step where epochs have one order (`data.shuffle=False`) and there is one replica."""
+    """Announce the next step if all epochs have the same order (`data.shuffle=False`) and there is one replica."""
     insecure: bool = False
     """Send the token in plain text beyond this machine, on a network that you trust."""
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None, place: str) -> Self:
-        """Read the settings that stand at a place of the configuration.
+        """Read the settings at `place` of the configuration.
 
         Raises:
             UnsupportedTrainerError: a setting is missing, unknown or wrong; it names the setting.
@@ -83,19 +83,19 @@ class FleetSettings:
 
     @property
     def name(self) -> str:
-        """The addresses as one text."""
+        """The address, or several joined by semicolons."""
         return self.address if isinstance(self.address, str) else ";".join(self.address)
 
     def client(self) -> Client:
-        """Return a client of the fleet, with the token that is found."""
+        """Return a client of the fleet."""
         return Client(self.address, **self._credentials())
 
     def async_client(self) -> AsyncClient:
-        """Return an asynchronous client of the fleet, with the token that is found."""
+        """Return an asynchronous client of the fleet."""
         return AsyncClient(self.address, **self._credentials())
 
     def run(self, client: Client) -> Run:
-        """Return the training job, whose weights go as the settings say."""
+        """Return the training job, with the weight transport of the settings."""
         if self.weights_root is None or self.weights_model is None:
             return client.run(self.run_id)
         return client.run(self.run_id, weights=WeightFolder(self.weights_root, self.weights_model))
@@ -114,13 +114,13 @@ def _address(given: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def push(weights: Iterable[tuple[str, Any]], settings: FleetSettings) -> t.UpdateFinished:
-    """Push tensors as the next version, reading them in this thread, where their gathers belong.
+    """Push tensors as the next version, reading them in this thread, because reading gathers them.
 
-    All processes of the trainer gather each tensor, and one pushes. The tensors are read to their end also when
-    that fails, so that the others do not wait for it indefinitely.
+    All processes of the trainer gather each tensor, and one pushes. The tensors are read to their end even if the
+    push fails, so that the other processes do not wait indefinitely.
 
     Raises:
-        PacelineError: the push was refused; the fleet serves what it served.
+        PacelineError: the push was refused; the fleet serves the same version as before.
         ValueError: tensors that cannot be written.
     """
     rest = iter(weights)

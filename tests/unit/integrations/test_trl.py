@@ -94,7 +94,7 @@ def test_a_sample_that_cannot_be_learned_from_is_an_error(
     (key,) = group_repeated([A]).keys
     with pytest.raises(RolloutFailedError, match=told):
         in_order([key], [sample(key, tokens, status)])
-    with pytest.raises(RolloutFailedError, match="1 of 1 samples did not come"):
+    with pytest.raises(RolloutFailedError, match="1 of 1 samples are missing"):
         in_order([key], [])
 
 

@@ -218,5 +218,5 @@ def test_what_is_trained_beside_an_adapter_is_not_pushed_without_a_word() -> Non
     model = adapted(fresh(tied=False), {})
     model.get_base_model().model.norm.weight.requires_grad_(True)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(unwrap_model=lambda model: model), model=model)
-    with pytest.raises(UnsupportedTrainerError, match=r"norm\.weight is trained beside it"):
+    with pytest.raises(UnsupportedTrainerError, match=r"norm\.weight is trained, too"):
         lora.adapter_of(trainer)

@@ -119,7 +119,7 @@ async def test_calls_that_wait_are_sent_away_with_all_others() -> None:
     queue.step = FIRST
     waiting = ask(queue, EPOCH[FIRST % len(EPOCH)][0])
     await until(lambda: queue._held)
-    await queue.pause(sends_away=True)
+    await queue.pause(rejects=True)
     assert await asyncio.gather(*waiting) == [None]
     assert not queue._held
 

@@ -197,7 +197,7 @@ async def test_a_pause_without_an_end_in_sight_sends_requests_away(
     await queue.pause()
     waiting = ask(queue, A)
     await asyncio.sleep(0)
-    await queue.pause(sends_away=True)
+    await queue.pause(rejects=True)
     assert [await waiting[0], await queue.sample(B, SHORT)] == [None, None]
     queue.resume()
     later = ask(queue, C)
