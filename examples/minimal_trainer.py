@@ -20,7 +20,7 @@ SAMPLES = 8
 
 
 def train(address: str, model: Path, steps: int, run_id: str = "minimal") -> list[float]:
-    """Return the mean reward of each step; every step ends with a push of the new weights."""
+    """Train, with a push of the weights at the end of each step; return the mean reward of each step."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-4)
     problems = {problem.id: problem for problem in make_problems(seed=0, n=8, families=PRACTICE)}
@@ -29,7 +29,7 @@ def train(address: str, model: Path, steps: int, run_id: str = "minimal") -> lis
     with Client(address) as client:
         run = client.run(run_id, seed=1)
         groups = [Group(name, prompt, SAMPLES) for name, prompt in prompts.items()]
-        # Each batch is announced while the one before it is generated: idle instances begin with it.
+        # Each batch is announced while the previous one is generated, so that idle instances can begin with it.
         for step, rollout in enumerate(run.rollouts(repeat(groups, steps), SamplingParams(max_tokens=200))):
             samples = whole_groups(rollout.by_group())
             rewards = torch.tensor([problems[s.prompt_id].reward(decode(s.token_ids)) for s in samples])
@@ -50,7 +50,7 @@ def train(address: str, model: Path, steps: int, run_id: str = "minimal") -> lis
 
 
 def whole_groups(groups: Iterable[list[Sample]]) -> list[Sample]:
-    """Return the samples of groups of which none has failed: a baseline of others would be another one's."""
+    """Return the samples of groups without a failed one: the baseline needs all samples of a group."""
     kept = []
     for group in groups:
         lost = [each for each in group if each.status is SampleStatus.FAILED or not len(each.token_ids)]

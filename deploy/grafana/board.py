@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 PLATFORM = 'namespace=~"$namespace",release=~"$release"'
-"""Selects the platform; without such labels on the targets, everything."""
+"""Selector of the platform; without such labels on the targets it selects everything."""
 INSTANCE = f'{PLATFORM},instance=~"$instance"'
-"""Selects scraped processes of the platform."""
+"""Selector of scraped processes of the platform."""
 RUN = f'{PLATFORM},run=~"$run"'
-"""Selects runs."""
+"""Selector of runs."""
 WINDOW = "$__rate_interval"
 
 SHARE = "percentunit"
@@ -30,7 +30,7 @@ Kind = Literal["line", "area", "bars", "stat", "heatmap", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Values from which on something deserves attention, and from which on it is wrong; `below`: down to which."""
+    """Values from which a metric deserves attention, and from which it is wrong; with `below`, down to which."""
 
     warn: float
     bad: float
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression and the name of its series, with {{label}}s."""
+    """A PromQL expression, and the name of its series with {{label}}s."""
 
     expr: str
     legend: str = ""
@@ -47,19 +47,19 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel. `unit` is Grafana's name of a unit. A `stat` is the latest value; `bars` are values of a label."""
+    """A panel. `unit` is a unit name of Grafana. A `stat` shows the latest value, `bars` the values of a label."""
 
     title: str
     unit: str
     queries: Sequence[Query]
     meaning: str
-    """For a reader who has not seen the panel before."""
+    """Explanation for a reader who has not seen the panel before."""
     kind: Kind = "line"
     limits: Limits | None = None
     most: float | None = None
-    """End of the axis, for values that have one."""
+    """End of the axis, for values with a maximum."""
     runbook: str = ""
-    """Alert whose section of the runbook goes with the panel."""
+    """Alert whose section of the runbook is linked from the panel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ RELEASES = Variable("release", 'paceline_build_info{namespace=~"$namespace"}', "
 INSTANCES = Variable("instance", f"paceline_generation_policy_version{{{PLATFORM}}}", "instance")
 RUNS = Variable("run", f"paceline_gateway_step{{{PLATFORM}}}", "run")
 TOP = Choice("top", "Instances at most", ("10", "20", "50", "1000"))
-"""How many instances a panel names; of a large fleet all would be a blur."""
+"""Most instances that a panel names; all of a large fleet would be unreadable."""
 
 
 def rate(metric: str, by: str = "", where: str = PLATFORM) -> str:
@@ -113,7 +113,7 @@ def rate(metric: str, by: str = "", where: str = PLATFORM) -> str:
 
 
 def ratio(part: str, whole: str, by: str = "", where: str = PLATFORM) -> str:
-    """Return the increase of one counter divided by that of another, while the other increases."""
+    """Return the increase of one counter divided by the increase of another, while the other increases."""
     return f"{rate(part, by, where)} / ({rate(whole, by, where)} > 0)"
 
 

@@ -43,13 +43,13 @@ from deploy.grafana.boards import BOARDS
 FOLDER = Path(__file__).parents[2] / "helm/paceline/files/dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHT = 7
-"""Rows of Grafana's grid that a chart takes; a row of numbers takes half."""
+"""Height of a chart in rows of Grafana's grid; numbers take half."""
 WIDTHS: dict[Kind, int] = {"line": 8, "area": 8, "bars": 8, "heatmap": 8, "stat": 4, "table": 24}
-"""Columns of 24."""
+"""Width of a chart in columns, of 24."""
 RUNBOOK = "docs/runbook.md"
-"""Page that panels link to; the chart has a value for it."""
+"""Page to which panels link; the Helm chart has a value for it."""
 FINE, WARN, BAD = "#009E73", "#E69F00", "#D55E00"
-"""Colours that people see apart who do not see red and green (Okabe and Ito)."""
+"""Colours that remain distinct with red-green colour blindness (Okabe and Ito)."""
 _UPDATES = f"changes(max by (release) (paceline_gateway_policy_version{{{PLATFORM}}})[1m:15s]) > 0"
 _VERSIONS = (
     f"count by (component, version) (paceline_build_info{{{PLATFORM}}})"
@@ -221,7 +221,7 @@ def _area(chart: Chart) -> timeseries.Panel:
 
 
 def _bars(chart: Chart) -> barchart.Panel:
-    """Show a bar for each value of the label in the legend, in numeric order, which Prometheus does not provide."""
+    """Show a bar for each value of the label in the legend, in numeric order, as Prometheus does not sort them."""
     (query,) = chart.queries
     label = query.legend.strip("{}")
 

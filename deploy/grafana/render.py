@@ -31,11 +31,11 @@ from matplotlib.axes import Axes
 _COLUMNS = 3
 _POINTS = 240
 _MOST_SERIES = 12
-"""Names in a legend."""
+"""Most names in a legend."""
 
 
 class PrometheusSource:
-    """Queries of a Prometheus about the `seconds` before `end` (unix time)."""
+    """Queries of a Prometheus server for the `seconds` before `end` (unix time)."""
 
     def __init__(self, url: str, seconds: float, end: float, window: str) -> None:
         self._url = url.rstrip("/")
@@ -44,11 +44,11 @@ class PrometheusSource:
         self._window = window
 
     def over(self, expression: str) -> list[dict[str, Any]]:
-        """Return the series of the whole time: {metric, values}."""
+        """Return the series over the whole period: {metric, values}."""
         return self._ask("query_range", {"query": self._filled(expression), **self._span})
 
     def last(self, expression: str) -> list[dict[str, Any]]:
-        """Return the series at the end: {metric, value}."""
+        """Return the series at the end of the period: {metric, value}."""
         return self._ask("query", {"query": self._filled(expression), "time": self.end})
 
     def _filled(self, expression: str) -> str:
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090")
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--window", default="1m", help="of rates; at least four scrape intervals")
+    parser.add_argument("--window", default="1m", help="window of rates; at least four scrape intervals")
     parser.add_argument("--out", type=Path, default=Path("runs/dashboards"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

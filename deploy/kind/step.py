@@ -1,7 +1,7 @@
 """Generate one step twice, and fail unless both have the same tokens.
 
 `python step.py HOST:PORT`, with the token in PACELINE_TOKEN. It prints "begun" when the first sample of the second
-step is there, for whoever wants to take an instance away in the middle of it.
+step arrives, so that a script can remove an instance in the middle of that step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def step(client: Client, name: str, *, announce: bool) -> str:
             if announce and not tokens:
                 print("begun", flush=True)
             tokens[sample.prompt_id, sample.slot] = list(map(int, sample.token_ids))
-    assert len(tokens) == PROMPTS * SAMPLES, f"{len(tokens)} samples came"
+    assert len(tokens) == PROMPTS * SAMPLES, f"{len(tokens)} samples arrived"
     assert all(len(each) == TOKENS for each in tokens.values())
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()
 
 
 def main(address: str) -> None:
-    """Compare a quiet step with one that may be disturbed."""
+    """Compare an undisturbed step with one that may be disturbed."""
     with Client(address, token=os.environ["PACELINE_TOKEN"], insecure=True) as client:
         quiet = step(client, "quiet", announce=False)
         disturbed = step(client, "disturbed", announce=True)

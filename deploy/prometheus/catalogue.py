@@ -56,7 +56,7 @@ SERVICES: dict[str, tuple[Maker, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric under the name that queries use; for a histogram without _bucket, _sum and _count."""
+    """A metric under its name in queries; the name of a histogram lacks _bucket, _sum and _count."""
 
     name: str
     kind: str
@@ -100,7 +100,7 @@ def document(text: str) -> str:
 
 
 def _metrics(registry: CollectorRegistry) -> Iterator[Metric]:
-    # prometheus_client says what a metric without series is called in its collectors only.
+    # Only the collectors of prometheus_client know the name of a metric without series.
     suffixes = {"counter": "_total", "info": "_info"}
     for collector in registry._collector_to_names:
         assert isinstance(collector, MetricWrapperBase)

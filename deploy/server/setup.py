@@ -1,4 +1,4 @@
-"""Folders of the repository as packages inside paceline_server, so that what is installed collides with nobody."""
+"""Package the server's folders inside paceline_server, so that they do not collide with other packages."""
 
 import tomllib
 from pathlib import Path
@@ -22,6 +22,6 @@ setup(
     ],
     package_dir={f"paceline_server.{folder}": f"../../{folder}" for folder in FOLDERS},
     package_data={"": ["*.json", "*.yaml", "*/*.json", "*/*.yaml"]},
-    # Not into this folder, which is searched for code.
+    # Build outside this folder, which is searched for code.
     options={"build": {"build_base": "../../build/server"}},
 )

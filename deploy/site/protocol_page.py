@@ -32,7 +32,7 @@ _HEAD = """\
 Services and messages of the package `paceline.v1`, from `protos/paceline/v1`. A first call, stubs, deadlines and
 reasons of errors are in [gRPC](grpc.md). Other packages are internal, and change without notice.
 """
-# Numbers of fields in descriptor.proto: the place of a comment is a path of them.
+# Numbers of fields in descriptor.proto; the place of a comment is a path of such numbers.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _NESTED, _NESTED_ENUMS, _ONEOFS = 2, 3, 4, 8
 _METHODS = _VALUES = 2
@@ -72,13 +72,13 @@ class _File:
 
     def __init__(self, file: FileDescriptorProto) -> None:
         self._file = file
-        self._said = {
+        self._comments = {
             tuple(each.path): " ".join((each.leading_comments or each.trailing_comments).split())
             for each in file.source_code_info.location
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield its services, and then its messages and enumerations."""
+        """Yield the services, and then the messages and enumerations."""
         file = self._file
         yield f"\n## `{file.name.rpartition('/')[2]}`\n"
         for number, service in enumerate(file.service):
@@ -128,11 +128,11 @@ class _File:
         yield ""
 
     def _text(self, path: Place) -> str:
-        return cell(self._said.get(path, ""))
+        return cell(self._comments.get(path, ""))
 
 
 def _kind(field: FieldDescriptorProto, message: DescriptorProto) -> str:
-    """Return the type of a field, with a link where it is of this page."""
+    """Return the type of a field, with a link if the type is on this page."""
     if entry := _map_entry(field, message.nested_type):
         key, value = (_kind(each, entry) for each in entry.field)
         return f"map of {key} to {value}"
@@ -152,7 +152,7 @@ def _scalar(field: FieldDescriptorProto) -> str:
 
 
 def _link(full_name: str) -> str:
-    """Return a link to a message or enumeration of this page; others have their full names."""
+    """Return a link to a message or enumeration on this page; for others return the full name."""
     name = full_name.removeprefix(".")
     if not name.startswith(f"{PACKAGE}."):
         return f"`{name}`"

@@ -17,7 +17,7 @@ from services.platform.config import LeaderConfig, ServiceConfig, TlsConfig
 PAGE = "settings.md"
 SERVICES = {name: where for name, where in SETTINGS.items() if name != "scaling"}
 SERVICES["ray"] = "services.ray.config:RayConfig"
-"""Services, and the class of each one's settings. `scaling` is a group of the policy service's."""
+"""Services, with the classes of their settings. `scaling` is a group of settings of the policy service."""
 _HEAD = """\
 # Settings
 
@@ -57,7 +57,7 @@ def page() -> str:
 
 
 def _section(heading: str, prefix: str, model: type[BaseModel], left_out: Collection[str]) -> Iterator[str]:
-    """Yield the settings of a class in Markdown, and of the groups in it. `prefix` is that of their names."""
+    """Yield the settings of a class and of its groups in Markdown; `prefix` is put before their names."""
     schema = model.model_json_schema()
     groups = list[tuple[str, type[BaseModel]]]()
     yield f"\n{heading}\n"
@@ -104,7 +104,7 @@ def _default(field: Any) -> str:
 
 
 def _value(schema: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return in words which values a field takes."""
+    """Describe the values of a field."""
     if "$ref" in schema:
         schema = known[schema["$ref"].rpartition("/")[2]]
     if choices := schema.get("anyOf"):

@@ -23,7 +23,7 @@ const [address, run, folder] = process.argv.slice(2);
 const metadata = new grpc.Metadata();
 if (process.env.PACELINE_TOKEN) metadata.set("authorization", `Bearer ${process.env.PACELINE_TOKEN}`);
 
-// Call a unary method. A call that comes too early says in RetryInfo when to come again; here once a second will do.
+// Call a unary method. A refusal has the time of the next attempt in RetryInfo; here one attempt a second is enough.
 async function call(client, method, request, milliseconds = CALL.deadline) {
   const ends = Date.now() + milliseconds;
   for (;;) {
@@ -43,7 +43,7 @@ async function step(rollouts, number, version) {
   await call(rollouts, "SubmitRollouts", { ...batch, step: number, policy_version: version, groups, sampling, run_seed: "7" });
   let cursor = "0";
   for (let read = 0, total = 1; read < total; ) {
-    // After a lost connection the stream goes on behind the last sample that was read.
+    // After a lost connection the stream continues after the last sample that was read.
     try {
       for await (const event of rollouts.StreamRollouts({ ...batch, cursor }, metadata)) {
         ({ cursor, total } = event);

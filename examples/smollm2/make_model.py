@@ -1,6 +1,6 @@
-"""Stores a model out of a GGUF file as a folder that transformers and vLLM load; `scripts/real-model` runs it.
+"""Convert a model in a GGUF file to a folder that transformers and vLLM load; `scripts/real-model` runs this.
 
-The weights keep the values that the file's 4 bits stand for, in float32.
+The weights are float32, with the values of the 4-bit codes of the file.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 def store(gguf: Path, folder: Path) -> None:
-    """Write config, weights, tokenizer and chat template of a GGUF file to a folder, replaced as a whole.
+    """Write config, weights, tokenizer and chat template of a GGUF file to a folder, replacing it as a whole.
 
     Raises:
-        ImportError: the package gguf is not there.
-        OSError: the file cannot be read, or the folder not be written.
+        ImportError: the package gguf is not installed.
+        OSError: the file cannot be read, or the folder cannot be written.
     """
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # What was read counts as quantized and cannot be stored, though its weights are float32.
+    # transformers treats the model as quantized and refuses to store it, although its weights are float32.
     del read.config.quantization_config
     model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())

@@ -3,9 +3,9 @@
 paceline up --model examples/tinymath/model
 python -m examples.tinymath.calculator
 
-The model writes `248-154=` and then what it takes for the result. Here `=` is a tool call: the calculator writes
-the result, and the policy goes on behind it. Nothing is trained for this, and the policy decides as before what to
-compute; only its slips in arithmetic are gone. The same problems are sampled without the calculator for comparison.
+The model normally writes `248-154=` and then its own result. Here `=` is a tool call: the calculator writes the
+result, and the policy continues after it. This needs no training. The policy still decides what to compute; only
+its arithmetic slips disappear. The same problems are sampled without the calculator for comparison.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _TERM = re.compile(r"([-+]?)(\d+(?:\*\d+)*)")
 
 
 def calculate(text: str) -> str:
-    """Return the result of the expression that a text ends with, before its `=`; "?" where there is none."""
+    """Return the result of the expression before the final `=` of a text; "?" if there is none."""
     called = _CALL.search(text)
     if called is None:
         return "?"
@@ -49,7 +49,7 @@ def mean_reward(problems: dict[str, Problem], samples: list[Sample]) -> float:
 
 
 def compare(address: str, count: int, run_id: str = "calculator") -> tuple[float, float]:
-    """Return the mean reward of so many problems without and with the calculator, and print them."""
+    """Return the mean rewards of `count` problems without and with the calculator, and print them."""
     problems = {problem.id: problem for problem in make_problems(seed=1, n=count, families=PRACTICE)}
     groups = [Group(name, prompt_ids(problem.question), SAMPLES) for name, problem in problems.items()]
     with Client(address) as client, client.run(run_id, seed=1) as run:

@@ -1,4 +1,4 @@
-"""Tasks that a policy is trained on, with the tokens of its vocabulary."""
+"""Tasks on which a policy is trained, with the tokenizer of its vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Task(Protocol):
 
     @property
     def id(self) -> str:
-        """Name that is enough to make the task again on another machine."""
+        """Name from which the task can be recreated on another machine."""
 
     @property
     def question(self) -> str:
@@ -35,18 +35,18 @@ class Curriculum:
     name: str
     text: TaskText
     draw: Callable[[int, int], Sequence[Task]]
-    """Returns `n` tasks for a seed: `draw(seed, n)`. The same arguments give the same tasks on every machine."""
+    """Function `draw(seed, n)`, which returns `n` tasks. Equal arguments give equal tasks on every machine."""
     load: Callable[[str], Task]
-    """Makes the task that an id names."""
+    """Function that recreates a task from its id."""
 
 
 TINYMATH = Curriculum("tinymath", tokenizer, partial(make_problems, families=PRACTICE), load_problem)
 
 
 def curriculum_of(model: Path) -> Curriculum:
-    """Return tinymath's problems for its vocabulary, and problems in words for every other model.
+    """Return tinymath's problems for its own vocabulary, and problems in words for every other model.
 
-    OSError, ValueError if the tokenizer of the model folder cannot be read.
+    OSError, ValueError: the tokenizer of the model folder cannot be read.
     """
     text = text_of(model)
     if text is tokenizer:

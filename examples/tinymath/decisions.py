@@ -1,4 +1,4 @@
-"""Watches the platform's decisions while a run goes on: the platform's log of them ends with it.
+"""Record the platform's decisions during a run, because its decision log ends with the platform.
 
 with DecisionWatch(client) as watch:
     ...
@@ -15,12 +15,12 @@ from typing import Self
 from paceline import Client, Decision, PacelineError
 
 LAST = ("speculation", "reward")
-"""Kinds of the last decisions of a step: how it was drafted, and its rewards. Either may come first."""
+"""Kinds of the last decisions of a step, on drafting and on rewards, which come in either order."""
 _WAIT_SECONDS = 30.0
 
 
 class DecisionWatch:
-    """A thread that reads decisions, from `__enter__` to `__exit__`. It closes its client."""
+    """Reader of decisions in a thread, from `__enter__` to `__exit__`. It closes its client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -39,12 +39,12 @@ class DecisionWatch:
 
     @property
     def decisions(self) -> list[Decision]:
-        """All so far."""
+        """All decisions so far."""
         with self._changed:
             return list(self._decisions)
 
     def wait_for(self, step: int, seconds: float = _WAIT_SECONDS) -> None:
-        """Return when the last decisions of a step are known, or after `seconds`: not all are always made."""
+        """Wait until the last decisions of a step are known, or at most `seconds`: some may never be made."""
 
         def known() -> bool:
             kinds = {each.kind for each in self._decisions if each.details.get("step") == step}

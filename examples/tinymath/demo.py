@@ -1,11 +1,11 @@
-"""The whole of Paceline on this machine: instances, gateway, and a trainer that learns arithmetic.
+"""Demo of Paceline on this machine: instances, gateway, and a trainer that learns arithmetic.
 
     python -m examples.tinymath.demo            # ten steps on two instances
     python -m examples.tinymath.demo --steps 3 --prompts 8 --out runs/small
     python -m examples.tinymath.demo --model smollm2      # a language model on problems in words
 
 Writes `summary.json`, `steps.json`, logs, and the page of `paceline report` with its entries (`report.html`,
-`report.jsonl`) to a folder under runs/; runs/latest is the last one.
+`report.jsonl`) to a folder under runs/; runs/latest links to the latest one.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _TIME_COLUMNS = (
 )
 _DRAFT_COLUMNS = ("step", "accepted", "block eff.", "cached", "reused", "drafter", "eagle3")
 LEARNER_OPTIONS = ("--batch-tokens=512", "--held-out-share=0.2", "--report-seconds=0.5")
-"""Of the online learner: its steps are small here, so it takes several optimizer steps from each."""
+"""Options of the online learner: the demo's steps are small, so it takes several optimizer steps from each."""
 POLICIES = ("fixed", "adaptive", "solver", "toggle", "planner")
 """Modes of speculation; see docs/policy.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options of the demo's platform, beside the training options."""
+    """Options of the demo's platform; `Options` has the training options."""
 
     model: Path
     curriculum: Curriculum
@@ -81,13 +81,13 @@ class Setup:
     out: Path
     instance_options: tuple[str, ...]
     learner: bool = False
-    """Draft with an EAGLE-3 head that learns while the trainer does."""
+    """Draft with an EAGLE-3 head that learns during training."""
     policy: str | None = None
-    """How the platform speculates; None leaves it to the instances."""
+    """Mode of speculation; None leaves it to the instances."""
 
 
 class Screen:
-    """The progress of the step, above it a line for each finished one; without a terminal, a line for each step."""
+    """Display of finished steps and of the progress of the present one; without a terminal, one line per step."""
 
     def __init__(self, console: Console, options: Options) -> None:
         self._console = console
@@ -118,7 +118,7 @@ class Screen:
 
 
 def step_tables(records: Sequence[StepRecord]) -> list[Table]:
-    """Return a table of the steps' times and, if there were drafts or cached rollouts, a table of these."""
+    """Return a table of times and, if there were drafts or cached rollouts, a table of these."""
     tables = [_steps_table(_TIME_COLUMNS, map(_time_cells, records))]
     if any(record.drafted or record.cached or record.drafter_version for record in records):
         tables.append(_steps_table(_DRAFT_COLUMNS, map(_draft_cells, records)))
@@ -216,7 +216,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
 
 
 def set_mode(client: Client, mode: str) -> None:
-    """Let every instance speculate in this mode."""
+    """Set the mode of speculation of all instances."""
     setting = client.knobs()
     client.set_knobs("", KnobSetting(setting.revision, {**setting.knobs, "mode": mode}))
 
@@ -224,9 +224,9 @@ def set_mode(client: Client, mode: str) -> None:
 def _train(
     client: Client, setup: Setup, options: Options, console: Console
 ) -> tuple[list[StepRecord], SampledStep | None]:
-    """Return the steps, and the last one as it was sampled where plain decoding must give the same."""
+    """Train; return the steps, and the last sampled step if plain decoding must give the same tokens."""
     learner = new_learner(setup.model, options)
-    # A drafter's learner reads the weights of a step from their folder, after the step is over.
+    # The learner of the drafter reads the weights of a step from their folder after the step.
     weights = WeightFolder(setup.out / "weights", setup.model, keep=4) if setup.learner else None
     screen = Screen(console, options)
     records: list[StepRecord] = []
@@ -246,12 +246,12 @@ def _train(
 
 
 def _shown(path: Path) -> str:
-    """Return the path relative to here where that is shorter."""
+    """Return the path relative to the working directory if it is inside it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _link_latest(out: Path) -> None:
-    """Point runs/latest, beside the run's folder, at it."""
+    """Make `latest`, next to the folder of the run, a link to it."""
     link = out.parent / "latest"
     if out.name == "latest" or (link.exists() and not link.is_symlink()):
         return
@@ -287,7 +287,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
     parser.add_argument("--policy", choices=POLICIES, help="how the platform speculates (default: planner)")
     parser.add_argument(
-        "--learner", action="store_true", help="draft with an EAGLE-3 head that learns meanwhile"
+        "--learner", action="store_true", help="draft with an EAGLE-3 head that learns during training"
     )
     parser.add_argument(
         "--instance-option",

@@ -1,4 +1,4 @@
-"""Samples a model at temperature 1 with vLLM and prints how it does: rewards, mixed groups, lengths.
+"""Evaluate a model: sample at temperature 1 with vLLM, and print rewards, mixed groups and lengths.
 
 Use:
 
@@ -29,7 +29,7 @@ class EvaluationResult:
     problem: Problem
     response_ids: list[int]
     ended: bool
-    """Whether the model stopped by itself."""
+    """True if the model ended the response by itself."""
 
     @property
     def reward(self) -> float:
@@ -49,7 +49,7 @@ def sample(folder: Path, problems: Sequence[Problem], n: int) -> list[Evaluation
         max_num_seqs=128,
         kv_cache_memory_bytes=2**30,
     )
-    # An engine without a tokenizer is not told what ends a response.
+    # Without a tokenizer the engine does not know the end token.
     params = SamplingParams(
         temperature=1.0, n=n, max_tokens=MAX_TOKENS, stop_token_ids=[tokenizer.EOS_ID], detokenize=False
     )
@@ -87,7 +87,7 @@ def report(outcomes: Sequence[EvaluationResult], n: int) -> str:
 
 
 def main() -> None:
-    """Read the options, samples, prints."""
+    """Read the options, sample, and print the table."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "model")
     options.add_argument("--problems", type=int, default=400)

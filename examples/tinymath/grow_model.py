@@ -1,10 +1,10 @@
-"""Grows a larger subject for benchmarks from the tiny model, then tunes it on the longer problems.
+"""Grow a larger model for benchmarks from the tiny model, and tune it on the longer problems.
 
     python -m examples.tinymath.grow_model --out runs/tinymath-16m
 
-A model of a million parameters hides what drafts cost and bring. The grown one has 16 million, and computes the
-same function when it begins (Net2Net, Chen et al. 2016; here with zeros instead of copies): what is new reads from
-the old but adds nothing until training makes it. The same options give the same weights on the same machine.
+With a million parameters the costs and benefits of drafts are invisible. The grown model has 16 million, and
+computes the same function at first (Net2Net, Chen et al. 2016; here with zeros instead of copies): new parts read
+from old ones but contribute nothing before training. The same options give the same weights on the same machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from examples.tinymath.make_model import Row, batches, draw_row, save, train
 
 LONG_TRACE = 100
-"""Least tokens of a response that the grown model is tuned on: those of a third of all problems."""
+"""Least tokens of a response in tuning; a third of all problems have that many."""
 _SMALLER_RATE = 0.25
-# Of a layer: what adds to the residual stream, and what reads it.
+# Matrices of a layer that write to the residual stream, and that read it.
 _WRITERS, _READERS = ("o_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 Weights = Mapping[str, torch.Tensor]
@@ -31,9 +31,10 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GrownSize:
-    """Sizes of a grown model; those of the heads and of the vocabulary stay.
+    """Sizes of a grown model. The size of a head and of the vocabulary do not change.
 
-    Norms are scaled by the square root of the ratio of widths: four times the width keeps every logit's last bit.
+    Norms are scaled by the square root of the ratio of widths, so with four times the width logits are exactly
+    equal.
     """
 
     hidden: int = 512
@@ -43,10 +44,10 @@ class GrownSize:
     key_value_heads: int = 8
 
     def config(self, old: Qwen3Config) -> Qwen3Config:
-        """Return the old configuration in this size.
+        """Return the old configuration with these sizes.
 
         Raises:
-            ValueError: something would shrink, or heads would share keys and values in groups of another size.
+            ValueError: a size would shrink, or heads would share keys and values in groups of another size.
         """
         pairs = {
             "hidden": (old.hidden_size, self.hidden),
@@ -65,7 +66,7 @@ class GrownSize:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.key_value_heads,
-            # Of the mean square, which the zeros make smaller.
+            # It is added to the mean square, which the zeros make smaller.
             "rms_norm_eps": old.rms_norm_eps * old.hidden_size / self.hidden,
             "layer_types": None,
         }
@@ -73,11 +74,11 @@ class GrownSize:
 
 
 def grow(model: Qwen3ForCausalLM, size: GrownSize, seed: int = 0) -> Qwen3ForCausalLM:
-    """Return a larger model with the same logits, with tied embeddings as the old one.
+    """Return a larger model with the same logits, and with tied embeddings like the old one.
 
-    - The residual stream's new dimensions are zero: embeddings and whatever writes into it begin at zero there.
-      What reads it is random there, so that gradients reach what is zero.
-    - New heads and new units of the feed-forward layers are random and their outputs are ignored.
+    - New dimensions of the residual stream are zero: embeddings and matrices that write to it are zero there.
+      Matrices that read it are random there, so that gradients reach the zeros.
+    - New heads and new units of the feed-forward layers are random, and their outputs are ignored.
     - Layers are repeated in place, and repetitions write zero.
     """
     torch.manual_seed(seed)
@@ -120,7 +121,7 @@ def _grow_layer(new: Weights, old: Weights, shrink: float, repeated: bool) -> No
 
 
 def _widen_norm(new: torch.Tensor, old: torch.Tensor, shrink: float) -> None:
-    """Undo what zeros do to a norm: they make the mean square smaller, so the rest grows by 1 / `shrink`."""
+    """Compensate for the zeros in a norm: they make the mean square smaller, so the rest grows by 1 / `shrink`."""
     new.fill_(old.mean().item() * shrink)
     _place(new, old * shrink)
 
@@ -138,12 +139,14 @@ def draw_long_row(rng: Random) -> Row:
 
 
 def main() -> None:
-    """Read the options, grows, tunes, saves."""
+    """Read the options, grow the model, tune it, and save it."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--model", type=Path, default=Path(__file__).parent / "model")
     options.add_argument("--out", type=Path, default=Path("runs/tinymath-16m"))
-    options.add_argument("--steps", type=int, default=200, help="of tuning; 0 keeps the function")
-    options.add_argument("--tokens", type=int, default=2048, help="tokens in a step, with padding")
+    options.add_argument(
+        "--steps", type=int, default=200, help="steps of tuning; with 0 the function is unchanged"
+    )
+    options.add_argument("--tokens", type=int, default=2048, help="tokens of a step, including padding")
     options.add_argument("--seed", type=int, default=1)
     given = options.parse_args()
     model = grow(Qwen3ForCausalLM.from_pretrained(given.model, dtype=torch.float32), GrownSize(), given.seed)

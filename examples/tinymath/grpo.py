@@ -1,11 +1,11 @@
 """GRPO in plain PyTorch: group-normalised advantages and a clipped policy gradient.
 
-The loss is the mean over a sample's tokens, then over samples. Were it the mean over all tokens, the few
-responses that never end would be most of it.
+The loss is the mean over the tokens of a sample, then over samples. With a mean over all tokens, the few
+responses that never end would dominate it.
 
 Use:
 
-    learner = Learner(model, Settings())
+    learner = GrpoLearner(model, GrpoSettings())
     report = learner.step(samples)    # one training step on the samples of the current policy
     weights = learner.model.state_dict()
 """
@@ -41,19 +41,19 @@ class GrpoSettings:
 
     lr: float = 5e-4
     warmup: int = 4
-    """Optimizer steps over which the learning rate rises: Adam's first ones follow the noise of few samples."""
+    """Optimizer steps over which the learning rate rises, as Adam's first steps follow the noise of few samples."""
     clip_low: float = 0.2
     clip_high: float = 0.28
-    """The ratio to the behaviour policy gains nothing outside [1 - clip_low, 1 + clip_high]."""
+    """Ratios to the behaviour policy are clipped to [1 - clip_low, 1 + clip_high]."""
     kl: float = 0.0
-    """Weight of the divergence from the first policy; 0 keeps no copy of it."""
+    """Weight of the divergence from the initial policy; with 0 no copy of it is kept."""
     max_grad_norm: float = 1.0
     updates: int = 4
     """Optimizer steps for one batch of samples; each takes an equal share of the samples, in their order."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's two moments: the usual 0.999 would outlast a short run."""
     micro_tokens: int = 8192
-    """Tokens, with padding, in one forward pass."""
+    """Tokens of one forward pass, including padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,17 @@ class GrpoReport:
 
     reward: float
     loss: float
-    """Of the last update, as is `grad_norm`."""
+    """Loss of the last update; `grad_norm` is also of the last update."""
     grad_norm: float
     clipped_ratio: float
-    """Share of the learned-from tokens whose ratio was outside the clip range when they were learned from."""
+    """Share of the trained tokens with a ratio outside the clip range at the time of their update."""
     kl: float
-    """Divergence of the policy from the one that sampled, over the same tokens at the same moments (`Drift`)."""
+    """Divergence of the policy from the sampling policy, over the same tokens at the same times (see `Drift`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Drift of the policy from the one that sampled, summed over tokens.
+    """Drift of the policy from the sampling policy, summed over tokens.
 
     `divergence` sums e^r - r - 1 with r = log p_policy - log p_behaviour: its mean estimates
     KL(behaviour || policy), is never negative, and is 0 where the two agree.
@@ -80,7 +80,7 @@ class Drift:
 
     tokens: int = 0
     outside: float = 0.0
-    """Tokens whose ratio e^r is outside the clip range."""
+    """Number of tokens with a ratio e^r outside the clip range."""
     divergence: float = 0.0
 
     def __add__(self, other: Drift) -> Drift:
@@ -95,14 +95,14 @@ class Drift:
 
     @property
     def kl(self) -> float:
-        """The estimate of the divergence, in nats."""
+        """Estimate of the divergence, in nats."""
         return self.divergence / max(1, self.tokens)
 
 
 def response_logprobs(model: nn.Module, samples: Sequence[GrpoSample]) -> Tensor:
     """Return the log-probabilities of all response tokens, one sample after another, shape [tokens].
 
-    Rows are padded on the right, where causal attention never looks back at the padding: no mask.
+    Rows are padded on the right, where causal attention of other tokens never sees it, so no mask is needed.
     """
     rows = [[*sample.prompt_ids, *sample.response_ids] for sample in samples]
     width = max(map(len, rows))
@@ -114,7 +114,7 @@ def response_logprobs(model: nn.Module, samples: Sequence[GrpoSample]) -> Tensor
 
 
 class GrpoLearner:
-    """Holds the policy and its optimizer; `step` changes the policy in place."""
+    """Policy and its optimizer; `step` changes the policy in place."""
 
     def __init__(self, model: nn.Module, settings: GrpoSettings) -> None:
         self.model = model
@@ -153,7 +153,7 @@ class GrpoLearner:
 
     @torch.no_grad()
     def drift(self, samples: Sequence[GrpoSample]) -> Drift:
-        """Measure the drift from the policy that sampled; costs a forward pass over all samples."""
+        """Measure the drift from the sampling policy, by a forward pass of all samples."""
         total = Drift()
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         for batch in micro_batches(lengths, self.settings.micro_tokens):
@@ -164,8 +164,8 @@ class GrpoLearner:
     def _update(
         self, samples: Sequence[GrpoSample], advantages: Sequence[float]
     ) -> tuple[float, float, Drift]:
-        """Do one optimizer step; return loss, gradient norm and the drift before it."""
-        # A sample without advantage has no gradient, unless it is held to the reference.
+        """Do one optimizer step; return the loss, the gradient norm, and the drift before the step."""
+        # A sample without advantage has no gradient, except from the divergence from the reference.
         used = [i for i, a in enumerate(advantages) if a or self.reference is not None]
         total, drift = 0.0, Drift()
         lengths = [len(samples[i].prompt_ids) + len(samples[i].response_ids) for i in used]
@@ -182,7 +182,7 @@ class GrpoLearner:
         return total, float(norm), drift
 
     def _losses(self, samples: Sequence[GrpoSample], advantages: Sequence[float]) -> tuple[Tensor, Drift]:
-        """Return the loss of each token, shape [tokens], and their drift."""
+        """Return the loss of each token, shape [tokens], and the drift of the tokens."""
         now, before = response_logprobs(self.model, samples), _behaviour(samples)
         gain = torch.tensor([a for s, a in zip(samples, advantages, strict=True) for _ in s.response_ids])
         low, high = self.settings.clip_low, self.settings.clip_high

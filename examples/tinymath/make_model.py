@@ -1,9 +1,9 @@
-"""Makes the tiny model: supervised training from scratch on worked solutions, some minutes on two cores.
+"""Make the tiny model: supervised training from scratch on worked solutions, a few minutes on two cores.
 
     python -m examples.tinymath.make_model --out examples/tinymath/model
 
-Training stops long before the model is perfect: what it can do but does not do every time is what
-reinforcement learning then improves.
+Training stops long before the model is perfect: reinforcement learning then improves tasks in which the model
+succeeds only sometimes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from examples.tinymath import tokenizer
 from examples.tinymath.tasks import draw_problem, trace
 
 Row = tuple[list[int], int]
-"""Token ids of a prompt with its solution, and how many of them are the prompt."""
+"""Token ids of a prompt with its solution, and the length of the prompt."""
 
 CHUNK = 2048
-"""Rows drawn at once, then sorted by length and cut into batches: little padding, still random."""
+"""Rows that are drawn together, sorted by length and divided into batches, so that there is little padding."""
 MATRIX_LR, OTHER_LR = 2e-2, 3e-3
 """Peak learning rates."""
 SCHEDULE = 2800
-"""Steps after which the learning rate would have come down; training stops before (`--steps`)."""
+"""Length of the learning rate schedule in steps; training stops before its end (`--steps`)."""
 
 
 def new_model(seed: int) -> Qwen3ForCausalLM:
@@ -47,7 +47,7 @@ def new_model(seed: int) -> Qwen3ForCausalLM:
         head_dim=32,
         max_position_embeddings=1536,
         tie_word_embeddings=True,
-        # Wider than the usual 0.02: so narrow a model learns about twice as fast from it.
+        # Wider than the usual 0.02: a model this narrow learns about twice as fast with it.
         initializer_range=0.06,
         pad_token_id=tokenizer.PAD_ID,
         bos_token_id=tokenizer.BOS_ID,
@@ -56,13 +56,13 @@ def new_model(seed: int) -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if "q_norm" in name or "k_norm" in name:
-            # Sharper attention from the start: copying digits is the first thing there is to learn.
+            # Sharper attention from the start helps to learn copying digits, which comes first.
             torch.nn.init.constant_(weight, 1.5)
     return model
 
 
 def new_optimizers(model: Qwen3ForCausalLM, rate: float = 1.0) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices, which learns them in half the steps, and AdamW for embedding and norms.
+    """Return Muon for the matrices, which needs half the steps there, and AdamW for embedding and norms.
 
     `rate` is the share of the peak learning rates.
     """
@@ -84,7 +84,7 @@ def draw_row(rng: Random) -> Row:
 
 
 def batches(seed: int, tokens: int, draw: Callable[[Random], Row] = draw_row) -> Iterator[list[Row]]:
-    """Yield batches of rows of like length without end, each of about `tokens` tokens with padding."""
+    """Yield endless batches of rows of similar length, each with about `tokens` tokens including padding."""
     rng = Random(seed)
     while True:
         rows = sorted((draw(rng) for _ in range(CHUNK)), key=lambda row: len(row[0]))
@@ -100,21 +100,21 @@ def batches(seed: int, tokens: int, draw: Callable[[Random], Row] = draw_row) ->
 def response_loss(model: Qwen3ForCausalLM, rows: list[Row]) -> torch.Tensor:
     """Return the mean cross entropy in nats for each response token.
 
-    Padding stands on the right, where causal attention never looks back at it: no mask is needed.
+    Padding is on the right, where causal attention of other tokens never sees it, so no mask is needed.
     """
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [tokenizer.PAD_ID] * (width - len(ids)) for ids, _ in rows])
     place = torch.arange(1, width)
     prompt = torch.tensor([[length] for _, length in rows])
     targets = ids[:, 1:].masked_fill((place < prompt) | (ids[:, 1:] == tokenizer.PAD_ID), -100)
-    # A processor without the instructions emulates them, which is slower than float32.
+    # A processor without bfloat16 instructions emulates them, which is slower than float32.
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def schedule(step: int) -> float:
-    """Share of the peak learning rate: 50 steps of warm-up, then a cosine down to a twentieth."""
+    """Return the share of the peak learning rate: 50 steps of warm-up, then a cosine down to a twentieth."""
     if step < 50:
         return (step + 1) / 50
     return 0.525 + 0.475 * math.cos(math.pi * (step - 50) / (SCHEDULE - 50))
@@ -128,7 +128,7 @@ def train(
     rate: float = 1.0,
     snapshots: Path | None = None,
 ) -> Qwen3ForCausalLM:
-    """Train a model for so many steps at a share of the peak learning rates, and print the loss on the way."""
+    """Train a model for `steps` steps at the share `rate` of the peak learning rates, and print the loss."""
     model.train()
     optimizers = new_optimizers(model, rate)
     schedules = [LambdaLR(optimizer, schedule) for optimizer in optimizers]
@@ -164,13 +164,13 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
-    """Read the options, trains, saves."""
+    """Read the options, train, and save the model."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     options.add_argument("--steps", type=int, default=1200)
-    options.add_argument("--tokens", type=int, default=2048, help="tokens in a step, with padding")
+    options.add_argument("--tokens", type=int, default=2048, help="tokens of a step, including padding")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--snapshots", type=Path, help="folder for the model after each 200 steps")
+    options.add_argument("--snapshots", type=Path, help="folder for snapshots of the model every 200 steps")
     given = options.parse_args()
     rows = batches(given.seed, given.tokens)
     save(train(new_model(given.seed), rows, given.steps, snapshots=given.snapshots), given.out)

@@ -1,4 +1,4 @@
-"""The mathematics of GRPO, free of any model: advantages, the clipped loss, the penalty for drift."""
+"""The mathematics of GRPO without a model: advantages, the clipped loss, and the penalty for drift."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[Hashable], eps: float = 1e-4) -> list[float]:
-    """Return each reward less its group's mean, over its group's deviation; 0 where all rewards agree."""
+    """Return (reward - mean) / deviation within each group; 0 if all rewards of the group are equal."""
     members: dict[Hashable, list[float]] = defaultdict(list)
     for reward, group in zip(rewards, groups, strict=True):
         members[group].append(reward)
@@ -40,9 +40,9 @@ def sum_of_means(losses: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def micro_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Cut rows of given lengths into batches of like length that hold at most `tokens` with padding.
+    """Divide rows into batches of similar length with at most `tokens` tokens including padding.
 
-    Yields the places of each batch's rows, the shortest rows first.
+    Yields the indices of the rows of each batch, the shortest rows first.
     """
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):

@@ -1,4 +1,4 @@
-"""The last step of a run once more, one token at a time: how much sooner it was there, and that nothing differs."""
+"""Repeat the last step of a run without speculation, to compare the time and to check that all tokens are equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline import Client, Group, KnobSetting, Sample
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """A step as it was sampled, and the weights that sampled it."""
+    """A sampled step, with the weights of the sampling policy."""
 
     step: int
     groups: Sequence[Group]
@@ -29,19 +29,19 @@ class SampledStep:
     def of(
         cls, model: nn.Module, step: int, groups: Sequence[Group], samples: Sequence[Sample], seconds: float
     ) -> SampledStep:
-        """Keep a step, with a copy of the policy before it learns from it."""
+        """Record a step, with a copy of the policy before its update."""
         return cls(step, groups, samples, seconds, copy.deepcopy(model.state_dict()))
 
 
 @dataclass(frozen=True, slots=True)
 class PlainComparison:
-    """A step against the same step decoded plainly."""
+    """Comparison of a step with the same step decoded without speculation."""
 
     seconds: float
     plain_seconds: float
     tokens: int
     differing: int
-    """Tokens of samples that are not the same, from the first that is not."""
+    """Number of tokens from the first difference of each sample on."""
 
     def __str__(self) -> str:
         times = self.plain_seconds / self.seconds
@@ -52,7 +52,7 @@ class PlainComparison:
 
 
 def compare(client: Client, run_id: str, kept: SampledStep, options: Options) -> PlainComparison:
-    """Sample a step again with speculation switched off; needs a policy service. Leaves its weights published."""
+    """Sample a step again without speculation. Needs a policy service; leaves the weights of the step published."""
     client.set_knobs(run_id, KnobSetting(0, {"speculation": False}))
     with client.run(run_id, seed=options.seed) as run:
         run.push_weights(kept.weights)
@@ -65,7 +65,7 @@ def compare(client: Client, run_id: str, kept: SampledStep, options: Options) ->
 
 
 def differing(ours: Sequence[Sample], plain: Sequence[Sample]) -> int:
-    """Return how many tokens of the plain samples stand behind the first that is another in ours."""
+    """Return the number of tokens from the first difference of each sample on."""
     known = {each.key: each.token_ids for each in ours}
     return sum(_after_first(known[each.key], each.token_ids) for each in plain)
 

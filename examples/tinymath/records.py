@@ -1,4 +1,4 @@
-"""Record of a training step, and figures derived from it. Pure."""
+"""Records of training steps, and figures derived from them. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class StepTiming:
     """Wall time of a step by phase, in seconds."""
 
     rollout: float
-    """From the submission to the last sample."""
+    """Time from the submission to the last sample."""
     update: float
-    """Rewards, and the optimizer's step."""
+    """Computing rewards and stepping the optimizer."""
     push: float
-    """Writing the new weights and bringing them to every instance."""
+    """Pushing the new weights to every instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class UpdateRecord:
     """Mean over the samples."""
     loss: float
     kl: float
-    """Divergence of the policy from the one that sampled, in nats, during the update."""
+    """Divergence of the policy from the sampling policy, in nats, during the update."""
     clip_fraction: float
-    """Share of tokens whose ratio was outside the clip range."""
+    """Share of tokens with a ratio outside the clip range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +49,26 @@ class StepRecord:
     lengths: tuple[int, ...]
     """[samples], response lengths in tokens."""
     truncated: int
-    """Samples that ran into the length limit."""
+    """Number of samples that reached the length limit."""
     instances: tuple[str, ...]
-    """The fleet, those that got no sample included."""
+    """The fleet, including instances without a sample."""
     spans: tuple[SampleSpan, ...]
     drafted: int
     accepted: int
     verify_steps: int
     decode_steps: int
     cached: int
-    """Tokens that there were of the samples beforehand: pre-generated, or of an earlier step; at most their own."""
+    """Tokens known before the step, pre-generated or from an earlier step; at most the length of each sample."""
     reused: int
-    """Of these, the ones before the first that was not kept."""
+    """Cached tokens before the first one that was not kept."""
     migrations: int
     resubmissions: int
-    """Summed over the samples, as all from `drafted` on."""
+    """Summed over the samples, like all fields from `drafted` on."""
     eagle3_drafted: int = 0
     eagle3_accepted: int = 0
-    """Of `drafted` and `accepted`, what the head that learns has drafted."""
+    """Parts of `drafted` and `accepted` that the learning head drafted."""
     drafter_version: int = 0
-    """Published when the step was over; 0: none."""
+    """Published version at the end of the step; 0: none."""
 
     @property
     def reward(self) -> float:
@@ -92,12 +92,12 @@ class StepRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the rollout alone."""
+        """Response tokens per second of the rollout."""
         return self.tokens / self.timing.rollout if self.timing.rollout else 0.0
 
     @property
     def block_efficiency(self) -> float:
-        """Accepted + 1 per verification; 1 without speculation."""
+        """Accepted tokens plus 1, per verification; 1 without speculation."""
         return 1.0 + self.accepted / self.verify_steps if self.verify_steps else 1.0
 
     @property
@@ -114,7 +114,7 @@ def record_step(
     version: int,
     fleet: Iterable[str],
 ) -> StepRecord:
-    """Sum up the samples of a step that this fleet could take part in."""
+    """Summarise the samples of a step; `fleet` has the ids of all instances."""
     spans = step_spans(samples)
     provenances = [sample.provenance for sample in samples]
     sources = [source for provenance in provenances for source in provenance.draft_sources]

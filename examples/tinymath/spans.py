@@ -1,4 +1,4 @@
-"""Spans of a step: which instance generated which sample when, the step's length, its bubbles. Pure."""
+"""Spans of a step: when each instance generated each sample, the length of the step, and its bubbles. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SampleSpan:
 
 
 def step_begin(samples: Iterable[Sample]) -> float:
-    """Return when the first sample was begun, in seconds since the epoch; 0 if none was."""
+    """Return the time at which the first sample was begun, in seconds since the epoch; 0 if none was."""
     spans = (span for sample in samples for span in sample.provenance.instance_spans)
     return min((span.begin for span in spans), default=0.0)
 
 
 def step_spans(samples: Sequence[Sample]) -> tuple[SampleSpan, ...]:
-    """Return all spans of a step, from the first one's begin."""
+    """Return all spans of a step, in seconds from the begin of the first one."""
     start = step_begin(samples)
     spans = (span for sample in samples for span in sample.provenance.instance_spans)
     return tuple(SampleSpan(span.instance_id, span.begin - start, span.end - start) for span in spans)

@@ -1,8 +1,8 @@
 """Arithmetic problems from reasoning-gym with its own verifiers as rewards.
 
-A problem is named by `family.level.index`, which is all that is needed to make it again on another
-machine. The levels of a family differ in the size of the operands and are drawn with a falling chance:
-most problems are short, and a few take a page of working.
+A problem is named by `family.level.index`, from which it can be recreated on another machine. The levels of a
+family differ in the size of the operands, and larger ones are drawn less often: most problems are short, and a
+few need a page of working.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from examples.tinymath import traces
 from examples.tinymath.tokenizer import EOS
 
 MARK = "#"
-"""Stands before the final answer; the rest of a response is working."""
+"""Mark before the final answer; the rest of a response is working."""
 MAX_QUESTION = 40
-"""Longest question, in characters with the line end."""
+"""Longest question, in characters including the line end."""
 MAX_TRACE = 1000
-"""Longest worked solution, in characters: problems that need more are left out."""
+"""Longest worked solution, in characters; problems that need more are left out."""
 DIRECT_SHARE = 0.2
-"""Share of supervised solutions that state the answer with no working (see `trace`)."""
+"""Share of supervised solutions that state the answer without working (see `trace`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of problem: its share of all problems, its levels, how its question is cut, its solution."""
+    """Kind of problems: its share of all, its question and its solution from metadata, and its levels."""
 
     share: float
     question: Callable[[dict[str, Any]], str]
@@ -106,13 +106,13 @@ FAMILIES: dict[str, Family] = {
 
 
 PRACTICE = ("chain_sum", "gcd", "products", "count_bits")
-"""Families to learn from rewards. `spell_backward` is not: the model never gets it right, and what its
-verifier gives for single letters is noise."""
+"""Families for learning from rewards. `spell_backward` is not one: the model never solves it, and its verifier's
+rewards for single letters are noise."""
 
 
 @cache
 def _dataset(family: str, level: int) -> Any:
-    """Return the reasoning-gym data set of one level; imported here because that import takes seconds."""
+    """Return the reasoning-gym data set of one level. The import takes seconds, so it is done here."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(family, seed=0, size=1, **FAMILIES[family].levels[level].options)
@@ -120,13 +120,13 @@ def _dataset(family: str, level: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question with the answer that its family's verifier expects."""
+    """Question with the answer that its family's verifier expects."""
 
     id: str
     """`family.level.index`."""
     family: str
     question: str
-    """The prompt text, ended by a line end."""
+    """The prompt text, which ends with a line end."""
     answer: str
 
     def reward(self, response_text: str) -> float:
@@ -140,7 +140,7 @@ class Problem:
 
 
 def load_problem(problem_id: str) -> Problem:
-    """Make the problem that an id names."""
+    """Recreate the problem with this id."""
     family, level, index = problem_id.split(".")
     entry = _dataset(family, int(level))[int(index)]
     question = FAMILIES[family].question(entry["metadata"]) + "\n"
@@ -150,9 +150,8 @@ def load_problem(problem_id: str) -> Problem:
 def trace(problem: Problem, rng: Random | None = None, direct_share: float = DIRECT_SHARE) -> str:
     """Return a correct solution text that ends with the answer and the end-of-sequence token.
 
-    With chance `direct_share` the working is left out. The supervised model then has two habits, to guess
-    and to work, and reinforcement learning has something to choose between. Without `rng` the working is
-    always there.
+    With probability `direct_share` the working is left out. The supervised model thus learns two habits, to guess
+    and to work, between which reinforcement learning can choose. Without `rng` the working is always included.
     """
     family, level, index = problem.id.split(".")
     working, answer = FAMILIES[family].solve(_dataset(family, int(level))[int(index)]["metadata"])
@@ -161,7 +160,7 @@ def trace(problem: Problem, rng: Random | None = None, direct_share: float = DIR
 
 
 def draw_problem(rng: Random, families: Sequence[str] = tuple(FAMILIES)) -> Problem:
-    """Draw one problem of the given families; those with too long a question or solution are drawn again."""
+    """Draw a problem of the given families, and draw again if its question or solution is too long."""
     while True:
         family = rng.choices(families, [FAMILIES[name].share for name in families])[0]
         levels = FAMILIES[family].levels
@@ -175,7 +174,7 @@ def draw_problem(rng: Random, families: Sequence[str] = tuple(FAMILIES)) -> Prob
 def make_problems(seed: int, n: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Problem]:
     """Return n problems of the given families.
 
-    The same seed gives the same problems, in the same order, on every machine.
+    A seed gives the same problems in the same order on every machine.
     """
     rng = Random(seed)
     return [draw_problem(rng, families) for _ in range(n)]

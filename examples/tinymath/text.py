@@ -1,4 +1,4 @@
-"""Texts of problems and answers as tokens: by tinymath's characters, or by the tokenizer of a model's folder."""
+"""Tokenization of problems and answers: tinymath's characters, or the tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class TaskText(Protocol):
-    """Tokenizer as the training loop needs it; the module `tokenizer` is one."""
+    """Interface of a tokenizer for the training loop; the module `tokenizer` implements it."""
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return the token ids of a problem."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of a response, with tinymath's end token where the model ended it."""
+        """Return the text of a response, with tinymath's end token if the model ended it."""
 
 
 class ModelText:
-    """Text by the tokenizer of a model, with its chat template if it has one."""
+    """Tokenizer of a model, with its chat template if it has one."""
 
     def __init__(self, known: PreTrainedTokenizerBase) -> None:
         self._known = known
@@ -40,14 +40,14 @@ class ModelText:
         return [int(token) for token in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of a response, with tinymath's end token where the model ended it."""
+        """Return the text of a response, with tinymath's end token if the model ended it."""
         given = list(ids)
         ended = bool(given) and given[-1] == self._known.eos_token_id
         return str(self._known.decode(given, skip_special_tokens=True)) + tokenizer.EOS * ended
 
 
 def text_of(model: Path) -> TaskText:
-    """Return the text of a model folder. OSError, ValueError if its tokenizer cannot be read."""
+    """Return the tokenizer of a model folder. OSError, ValueError: it cannot be read."""
     path = model / "tokenizer.json"
     if path.is_file():
         vocabulary = json.loads(path.read_text()).get("model", {}).get("vocab")

@@ -1,7 +1,7 @@
 """A tokenizer with one token for each character.
 
-`encode` and `decode` need no library. `save` writes the same mapping in Hugging Face layout, so that an
-engine or a trainer that knows only a model folder reads it too.
+`encode` and `decode` need no library. `save` writes the same mapping in Hugging Face layout, for engines and
+trainers that read it from a model folder.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 ALPHABET = "\n #%()*+,-./0123456789:;=>?abcdefghijklmnopqrstuvwxyz"
 TOKENS: tuple[str, ...] = (PAD, BOS, EOS, *ALPHABET)
-"""Every token; its place is its id."""
+"""All tokens; the position of a token is its id."""
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 SIZE = 64
-"""Rows of the embedding: the tokens, and spare rows up to a round number."""
+"""Rows of the embedding: the tokens, and spare rows."""
 
 _IDS = {token: index for index, token in enumerate(TOKENS)}
 _PIECES = re.compile(rf"{PAD}|{BOS}|{EOS}|.", re.DOTALL)
 
 
 def encode(text: str) -> list[int]:
-    """Return the token ids of a text; special tokens are known by name. KeyError: a foreign character."""
+    """Return the token ids of a text, which may contain names of special tokens. KeyError: an unknown character."""
     return [_IDS[piece] for piece in _PIECES.findall(text)]
 
 
 def decode(ids: Iterable[int]) -> str:
-    """Return the text of token ids, special tokens by name; spare ids give nothing."""
+    """Return the text of token ids, special tokens by name; spare ids are dropped."""
     return "".join(TOKENS[index] for index in ids if index < len(TOKENS))
 
 

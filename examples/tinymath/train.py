@@ -1,11 +1,11 @@
-"""A GRPO trainer on Paceline. It knows the platform only through the SDK.
+"""A GRPO trainer on Paceline. It uses the platform only through the SDK.
 
     paceline up --model examples/tinymath/model --instances 2
     python -m examples.tinymath.train --address 127.0.0.1:7400
 
-Another model is trained on problems in words (word_problems.py), with `--model` for both commands.
+With `--model` in both commands, another model is trained on problems in words (word_problems.py).
 
-A step: submit a batch of groups, take the samples as they finish, reward them, learn, send the weights.
+A step submits a batch of groups, reads the samples as they finish, rewards them, learns, and pushes the weights.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Options:
     samples: int = 8
     """Samples of a group."""
     pool: int = 16
-    """Problems in all; each epoch goes through them in a new order. As many as `prompts`: steps compare."""
+    """Number of problems; each epoch has them in a new order. If it equals `prompts`, steps are comparable."""
     max_tokens: int = 800
     temperature: float = 1.0
     lr: float = 5e-4
     threads: int = 1
-    """Of the update: more help a larger model, or a machine whose cores the engines do not hold."""
+    """CPU threads of the update; more are useful for a larger model, or if the engines leave cores free."""
     seed: int = 0
     exactness: ExactnessLevel = ExactnessLevel.EXACT
-    """How samples may use the rollouts of earlier steps: exact, coupled_history or lenient."""
+    """Use of rollouts of earlier steps: exact, coupled_history or lenient."""
     lenience: float = round(math.exp(0.5), 3)
-    """The l of lenient: a cached token is kept with min(1, l * p_now / p_then)."""
+    """The l of lenient: a cached token is kept with probability min(1, l * p_now / p_then)."""
 
     @property
     def asked(self) -> Exactness:
-        """The exactness that batches ask for."""
+        """The exactness of every batch."""
         lenient = self.exactness is ExactnessLevel.LENIENT
         return Exactness(self.exactness, self.lenience if lenient else None)
 
@@ -70,15 +70,15 @@ class Options:
 WORDS_OPTIONS = Options(
     steps=4, prompts=8, samples=4, pool=8, max_tokens=400, temperature=0.7, lr=1e-5, threads=2
 )
-"""Of a short run on problems in words with a model of some 100 million parameters."""
+"""Options of a short run on problems in words with a model of some 100 million parameters."""
 _LOGITS = 1 << 27
 """Most logits of one forward pass of the update: half a gigabyte, which the backward pass needs thrice."""
 _EXACTNESS = (ExactnessLevel.EXACT, ExactnessLevel.COUPLED_HISTORY, ExactnessLevel.LENIENT)
 
 Watch = Callable[[int, int, int], None]
-"""Told (step, finished, total) when a sample comes; finished = total means that learning begins."""
+"""Called with (step, finished, total) when a sample arrives; learning begins when finished == total."""
 Sampled = Callable[[int, Sequence[Group], Sequence[paceline.Sample], float], None]
-"""Told (step, groups, samples, seconds) before the policy learns from the samples."""
+"""Called with (step, groups, samples, seconds) before the policy learns from the samples."""
 
 
 def train(
@@ -89,7 +89,7 @@ def train(
     curriculum: Curriculum = TINYMATH,
     sampled: Sampled = lambda *_: None,
 ) -> Iterator[StepRecord]:
-    """Train, one step for each record taken from the iterator."""
+    """Train one step for each record that is taken from the iterator."""
     sampling = options.sampling
     schedule, text = list(plan(options, curriculum)), curriculum.text
     for step, problems in enumerate(schedule):
@@ -133,13 +133,13 @@ def groups(problems: Sequence[Task], options: Options, text: TaskText = TINYMATH
 def hint(
     run: Run, step: int, groups: list[Group], sampling: SamplingParams, version: int, asked: Exactness
 ) -> None:
-    """Name the next step's prompts, which idle instances may pre-generate."""
+    """Announce the prompts of the next step, which idle instances may pre-generate."""
     with contextlib.suppress(paceline.UnimplementedError):
         run.hint(step, groups, sampling, policy_version=version, exactness=asked)
 
 
 def collect(rollout: paceline.Rollout, watch: Callable[[int, int], None]) -> list[paceline.Sample]:
-    """Return all samples of the batch, in completion order. Nothing else is done: the cores are the engines'."""
+    """Return all samples of the batch in completion order. It leaves the cores to the engines meanwhile."""
     samples: list[paceline.Sample] = []
     for sample in rollout:
         if sample.status is paceline.SampleStatus.FAILED:
@@ -160,7 +160,7 @@ def reward(
 def report_rewards(
     run: Run, batch_id: str, samples: Sequence[paceline.Sample], rewards: Sequence[float], report: GrpoReport
 ) -> None:
-    """Tell the platform the rewards, for drafters that learn, and how far the policy was from its samples."""
+    """Report rewards, which learning drafters use, and the policy's drift from its samples to the platform."""
     named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
     with contextlib.suppress(paceline.UnimplementedError):
         run.report_rewards(batch_id, named, kl=report.kl, clip_fraction=report.clipped_ratio)
@@ -172,9 +172,9 @@ def lessons(
     rewards: Sequence[float],
     text: TaskText = TINYMATH.text,
 ) -> list[GrpoSample]:
-    """Return the learner's samples in the order of the problems, whichever finished first.
+    """Return the learner's samples in the order of the problems, not in completion order.
 
-    That order is random, so that each of the learner's updates sees several families.
+    The order of problems is random, so that each update of the learner sees several families.
     """
     prompts = {problem.id: text.prompt_ids(problem.question) for problem in problems}
     place = {problem.id: i for i, problem in enumerate(problems)}
@@ -198,7 +198,7 @@ def new_learner(model: Path, options: Options) -> GrpoLearner:
 
 
 def usual_options(curriculum: Curriculum) -> Options:
-    """Return the options of a run of usual size."""
+    """Return the default options for a curriculum."""
     return Options() if curriculum is TINYMATH else WORDS_OPTIONS
 
 
@@ -216,17 +216,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(given: argparse.Namespace, usual: Options = Options()) -> Options:
-    """Return the options that were given, and the usual ones for the others."""
+    """Return the given options, and defaults for the others."""
     found = {name: getattr(given, name) for name in asdict(usual)}
     return replace(usual, **{name: value for name, value in found.items() if value is not None})
 
 
 def main() -> None:
-    """Train on a platform that runs already, and print a line per step."""
+    """Train on a running platform, and print one line per step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--address", default="127.0.0.1:7400")
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--weights", type=Path, help="push by this folder, which instances must see, too")
+    parser.add_argument(
+        "--weights", type=Path, help="push through this folder, which instances must see, too"
+    )
     parser.add_argument("--run-id", default=f"example-{time.time_ns():x}")
     add_options(parser)
     given = parser.parse_args()

@@ -1,8 +1,8 @@
 """Problems in words from reasoning-gym, for models that answer in sentences.
 
-A problem is named by `family.index`, which is enough to make it again on another machine. Its question is the
-family's own, and a line that asks for the working. The family's verifier scores the last thing in the response that
-looks like an answer: small models seldom keep to a form that they are asked for.
+A problem is named by `family.index`, from which it can be recreated on another machine. Its question is the
+family's own, plus a line that asks for the working. The family's verifier scores the last text in the response
+that looks like an answer, because small models seldom keep to a requested form.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from examples.tinymath.tokenizer import EOS
 
 NAME = "words"
 _SIZE = 1000
-"""Problems of a family: some families make only as many as they were told."""
+"""Problems of a family: some families generate only a given number."""
 HOW_TO_ANSWER = "Explain every step, check the result, and give the answer in the last line."
 _ONLY = re.compile(r"\s*Give only [^.]*\.")
-"""What some families ask for beside the question, and what leaves no working."""
+"""Request of some families for an answer alone, which would leave no working."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _YES_OR_NO = re.compile(r"\b(?:yes|no)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class WordFamily:
-    """A kind of problem: its share of all, its options in reasoning-gym, and what an answer looks like."""
+    """Kind of problems: its share of all, its options in reasoning-gym, and the pattern of an answer."""
 
     share: float
     options: Mapping[str, int]
@@ -43,12 +43,12 @@ FAMILIES: Mapping[str, WordFamily] = {
     "coin_flip": WordFamily(0.1, {"min_trials": 2, "max_trials": 3}),
     "gsm_symbolic": WordFamily(0.1, {}),
 }
-"""Those that a model of 135 million parameters gets right now and then, and one that it hardly ever does."""
+"""Families in which a model of 135 million parameters sometimes succeeds, and one in which it hardly ever does."""
 
 
 @dataclass(frozen=True, slots=True)
 class WordProblem:
-    """One question, with the answer that its family's verifier expects."""
+    """Question with the answer that its family's verifier expects."""
 
     id: str
     family: str
@@ -56,7 +56,7 @@ class WordProblem:
     answer: str
 
     def reward(self, response_text: str) -> float:
-        """Score a response in [0, 1]; one that was cut off before its end gets 0."""
+        """Score a response in [0, 1]; a response that was cut off gets 0."""
         text, ended, _ = response_text.partition(EOS)
         found = FAMILIES[self.family].answer.findall(text.replace(",", ""))
         if not ended or not found:
@@ -67,7 +67,7 @@ class WordProblem:
 
 
 def load(problem_id: str) -> WordProblem:
-    """Make the problem that an id names."""
+    """Recreate the problem with this id."""
     family, index = problem_id.split(".")
     entry = _dataset(family)[int(index)]
     question = _ONLY.sub("", entry["question"]).strip()
@@ -75,7 +75,7 @@ def load(problem_id: str) -> WordProblem:
 
 
 def draw(seed: int, n: int) -> list[WordProblem]:
-    """Return n problems; the same seed gives the same ones, in the same order, on every machine."""
+    """Return n problems; a seed gives the same problems in the same order on every machine."""
     rng, names = Random(seed), list(FAMILIES)
     families = rng.choices(names, [FAMILIES[name].share for name in names], k=n)
     return [load(f"{family}.{rng.randrange(_SIZE)}") for family in families]
@@ -83,7 +83,7 @@ def draw(seed: int, n: int) -> list[WordProblem]:
 
 @cache
 def _dataset(family: str) -> Any:
-    """Return the reasoning-gym data set of a family; imported here because that import takes seconds."""
+    """Return the reasoning-gym data set of a family. The import takes seconds, so it is done here."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(family, seed=0, size=_SIZE, **FAMILIES[family].options)

@@ -80,7 +80,7 @@ _BUBBLES = Section(
             "Unannounced steps",
             PER_SECOND,
             (Query(rate(f"{_W}unannounced_steps_total"), "steps"),),
-            "Steps that nobody announced, so nothing was generated ahead. The first one of a run is among them.",
+            "Steps that were not announced, so nothing was generated ahead. They include the first step of a run.",
         ),
     ),
 )

@@ -32,7 +32,7 @@ from deploy.grafana.board import (
 _G = "paceline_generation_"
 _D = "paceline_drafts_"
 _GPU = 'namespace=~"$namespace",pod=~"$instance"'
-"""Selects what dcgm-exporter says of the pods' GPUs, scraped with honorLabels."""
+"""Selector of the metrics of dcgm-exporter on the pods' GPUs, scraped with honorLabels."""
 
 
 def _rate(name: str, by: str = "instance") -> str:
@@ -174,7 +174,7 @@ _WEIGHTS = Section(
             "Time to stage and apply weights",
             SECONDS,
             (*largest(mean(f"{_G}weight_seconds", "phase, instance", INSTANCE), "{{phase}} {{instance}}"),),
-            "Staging fetches and checks a version beside running samples; applying is a pause.",
+            "Staging fetches and checks a version while samples run; applying is a pause.",
         ),
     ),
 )
@@ -186,7 +186,7 @@ _DRAFTS = Section(
             "Fetch from the draft store",
             SECONDS,
             heat(f"{_D}fetch_seconds", INSTANCE),
-            "Fetches per second by their time. Samples do not wait for them, but for those of lenient batches.",
+            "Fetches per second by their time. Only samples of lenient batches wait for them.",
             kind="heatmap",
         ),
         Chart(

@@ -32,7 +32,7 @@ _P = "paceline_policy_"
 _S = "paceline_scaling_"
 _FAILED = f'{PLATFORM},code=~"INTERNAL|UNKNOWN|DATA_LOSS|UNAVAILABLE|DEADLINE_EXCEEDED"'
 _REDIS = 'namespace=~"$namespace"'
-"""Selects redis_exporter, which need not be of the release."""
+"""Selector of redis_exporter, which may be outside the release."""
 
 _CALLS = Section(
     "Calls",

@@ -77,7 +77,7 @@ _ACCEPTANCE = Section(
                     "{{drafter}}",
                 ),
             ),
-            "Accepted tokens over those of the steps. Falls when drafts are refused, and when there are none. "
+            "Accepted tokens over all tokens of the steps. Falls when drafts are refused, and when there are none. "
             "Above 100 % while drafts shorten pre-generation too.",
             kind="area",
             runbook="PacelineDraftsDriedUp",
@@ -91,7 +91,7 @@ _ACCEPTANCE = Section(
                     "{{position}}",
                 ),
             ),
-            "Of the drafts that have a token at this position, those of which it was kept.",
+            "Share of the drafts with a token at this position of which that token was kept.",
             kind="bars",
             most=1,
         ),

@@ -1,6 +1,6 @@
 """Run a module of the installed server: `python -m paceline_server services.facade --port 8000`.
 
-Without arguments print the folder for PYTHONPATH.
+Without arguments it prints the folder for PYTHONPATH.
 """
 
 import runpy
