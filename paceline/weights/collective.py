@@ -209,7 +209,10 @@ class _Broadcast:
             for each, reason in gone.items():
                 self._leave_out([each], reason)
             # Bytes before the window are not kept, so an instance that lost them cannot catch up.
-            self._leave_out([each for each in ready if ready[each] < self._window.begin], "it began anew")
+            self._leave_out(
+                [each for each in ready if ready[each] < self._window.begin],
+                "it restarted and lacks earlier bytes",
+            )
             known = {*self.left_out, *ready, *complete}
             missing = [each for each in wanted if each not in known]
             over = time.monotonic() - began > limit

@@ -67,9 +67,8 @@ class WeightFolder:
         """Write a version and return its absolute path.
 
         Args:
-            version: its number. A folder of the same version, from an attempt that was never published, is
-            replaced. tensors: numpy arrays or torch tensors, by name or as an iterator of pairs, which is read
-            once, with one
+            version: number of the version. A folder that an unpublished attempt left for it is replaced.
+            tensors: numpy arrays or torch tensors, by name or as an iterator of pairs, which is read once, with one
                 tensor in memory at a time; or the `ShardedTensors` of several ranks.
 
         Raises:
@@ -204,8 +203,7 @@ class ShardedTensors:
 
         Args:
             tensors: the same names, shapes and dtypes on every rank. Tensors with a method `full_tensor` are
-            gathered
-                by it; of others, such as buffers, the rank that writes the file takes its own copy.
+                gathered by it; of others, such as buffers, the rank that writes the file takes its own copy.
             timeout_seconds: longest time that a rank waits for the others, at each tensor. If a rank dies in a
                 collective of the trainer's own groups, the time limit of these groups applies.
 

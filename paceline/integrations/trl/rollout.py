@@ -66,9 +66,9 @@ class PacelineRollout:
             exactness: how samples may use earlier rollouts; default: exact.
             lora: for a model with a LoRA adapter: push the full weights with the adapter merged, or push the base
                 weights once and then the adapter alone, for which the run needs a `WeightFolder`.
-            in_flight: treatment of unfinished samples, of any run, when weights are pushed. hints: announce the
-            next prompts if their order is known, so that idle instances pre-generate them. policy_tolerance:
-            largest gap, in nats, between log-probabilities of the fleet and of the trainer's model
+            in_flight: treatment of unfinished samples, of any run, when weights are pushed.
+            hints: announce the next prompts if their order is known, so that idle instances pre-generate them.
+            policy_tolerance: largest gap, in nats, between log-probabilities of the fleet and the trainer's model
                 that counts as rounding (see `paceline.check_policy`); None: they are not compared.
         """
         self._run = run
