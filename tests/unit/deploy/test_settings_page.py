@@ -17,10 +17,10 @@ PAGE = page()
 
 
 def of_services() -> set[str]:
-    """Return the configuration classes of the packages below services."""
+    """Return the configuration classes of the services; `platform` has only their base classes."""
     found = set[str]()
     for package in pkgutil.iter_modules(services.__path__):
-        if importlib.util.find_spec(f"services.{package.name}.config") is None:
+        if package.name == "platform" or importlib.util.find_spec(f"services.{package.name}.config") is None:
             continue
         module = importlib.import_module(f"services.{package.name}.config")
         kinds = [each for each in vars(module).values() if isinstance(each, type)]
