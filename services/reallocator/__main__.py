@@ -17,7 +17,7 @@ from services.reallocator.reallocator import Reallocator
 
 
 async def main(config: ReallocatorConfig, shutdown: Shutdown) -> None:
-    """Serve until told to stop, or until another process has registered under the same name."""
+    """Serve until shutdown is requested, or until another process has registered under the same name."""
     rooflines, metrics = Rooflines(config), ReallocatorMetrics(REGISTRY)
     learned = LearnedCosts(MoveCosts(config.ways()))
     server = RegisteredServer(config, "reallocator", config.instance_id, metrics_port=shutdown.metrics_port)

@@ -15,7 +15,7 @@ _FREE = MoveCost(stall_steps=0.0)
 
 
 class ReallocatorConfig(LeaderConfig):
-    """Settings of the reallocator, beside those that all services share (services.platform.config).
+    """Settings of the reallocator, in addition to the shared ones of services.platform.config.
 
     Times are in seconds.
     """
@@ -23,7 +23,7 @@ class ReallocatorConfig(LeaderConfig):
     port: int = 7430
     """Port of the gRPC server; 0 picks a free one."""
     instance_id: str = Field(default_factory=socket.gethostname)
-    """Name of the reallocator in the registry. One of several leads, the others are standbys."""
+    """Name in the registry. Of several registered processes one leads and the others stand by."""
     decision_steps: int = Field(default=64, ge=1)
     """Engine steps between two decisions. An instance that joins, or that is to become empty, does not wait."""
     poll_seconds: float = Field(default=0.2, gt=0, allow_inf_nan=False)
@@ -38,7 +38,7 @@ class ReallocatorConfig(LeaderConfig):
     least_balance_gain: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Least relative gain in the time until two balanced instances finish, net of the moves' cost."""
     least_saved_seconds: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    """Least time that moves must be predicted to save a pair: loads are known no more exactly than polls come."""
+    """Least time that moves must be predicted to save a pair. Loads are only as exact as polls are frequent."""
     payback: float = Field(default=3.0, ge=0, allow_inf_nan=False)
     """A moved sample must be predicted to save this many times its stall."""
     by: Literal["cheaper", "kv", "prefix"] = "cheaper"
@@ -46,11 +46,11 @@ class ReallocatorConfig(LeaderConfig):
     measured cost. Evacuated samples always move with their KV."""
     count_costs: bool = True
     """Subtract measured costs of moves, and the share of gains that they missed, from predicted gains, and ask for
-    the least time saved. Without it samples move for the least gain, which is for tests of moves, not for speed."""
+    the least time saved. False: samples move for the least gain, which is for tests of moves, not for speed."""
     stale_seconds: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Age of listings at which they are too old to decide by, or to begin a move by."""
+    """Age of listings beyond which no decision is made and no move begins."""
     cooldown_decisions: int = Field(default=2, ge=0)
-    """Decisions in which an instance that gave samples takes none, and one that took samples gives none."""
+    """Decisions in which an instance that gave samples takes none, and an instance that took samples gives none."""
     spare_blocks: float = Field(default=0.1, ge=0, lt=1)
     """Share of a receiver's free KV blocks that stays free."""
     moves_at_once: int = Field(default=4, ge=1)

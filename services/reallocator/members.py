@@ -1,8 +1,4 @@
-"""Track the instances that are found in the registry, by polling their status.
-
-Each instance has a throughput curve. It starts from a step-time model and is shared by all instances of one model
-and device.
-"""
+"""Track the registered instances by polling their status, each with a throughput curve."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ _UNKNOWN = Architecture(weight_bytes=1e8, kv_bytes=1e4, dense_flops=1e8, attenti
 
 
 class Rooflines:
-    """Throughput curves of instances, one per model and device.
+    """Throughput curves of instances, one per model and device, which start from a step-time model.
 
     Equal instances share a curve, so that each measurement counts for all of them and noise does not make them
     differ.
@@ -48,7 +44,7 @@ class Rooflines:
 
     def __init__(self, config: ReallocatorConfig) -> None:
         self._config = config
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._shared: dict[tuple[str, str, int], Roofline] = {}
 
     def __call__(self, record: InstanceRecord) -> Roofline:
@@ -63,16 +59,16 @@ class Rooflines:
         try:
             return StepTime(architecture=architecture_of(Path(model), self._config.dtype))
         except UnsupportedArchitecture as error:
-            if model not in self._told:
+            if model not in self._warned:
                 log.warning("no_step_time_model", reason=str(error))
-            self._told.add(model)
+            self._warned.add(model)
             return StepTime(architecture=_UNKNOWN)
 
 
 CALL_SECONDS = 1.0
-"""Deadline of questions to instances."""
+"""Deadline of a status or listing request to an instance."""
 _REPORTS = 64
-# Seconds between readings of the registry at most, calls to instances that do not answer included.
+# Most seconds between two reads of the registry, including calls to instances that do not answer.
 _LONGEST_GAP = 3.0
 
 
@@ -94,7 +90,7 @@ async def answered(call: Awaitable[Any]) -> Any:
 
 @dataclass(slots=True, eq=False)
 class PolledInstance:
-    """Instance under one epoch. `status` is its last answer, None when it did not answer."""
+    """One process of an instance. `status` is its last answer, None if it did not answer."""
 
     record: InstanceRecord
     channel: grpc.aio.Channel
@@ -104,7 +100,7 @@ class PolledInstance:
     reports: deque[InstanceReport] = field(default_factory=lambda: deque(maxlen=_REPORTS))
     # Time up to which its reports have been learned from.
     learned_at: float = float("-inf")
-    # Mean length of its samples, prompts included, when they were last listed, or else of its like.
+    # Mean tokens of its samples, prompts included, when they were last listed, or else of instances of its model.
     context: float = 1.0
     generation: Any = field(init=False)
     migration: Any = field(init=False)
@@ -119,15 +115,15 @@ class PolledInstance:
 
     @property
     def samples(self) -> int:
-        """Real samples on it, by its last answer."""
+        """Number of samples on it, by its last answer, without background work."""
         return 0 if self.status is None else self.status.load.running + self.status.load.waiting
 
     def is_in(self, state: fleet_pb2.InstanceState) -> bool:
-        """Return whether it has answered, and is in this state."""
+        """Return True if it has answered and is in this state."""
         return self.status is not None and self.status.state == state
 
     async def list_samples(self) -> migration_pb2.ListSamplesResponse | None:
-        """Return its samples and free room; None when it does not answer."""
+        """Return its samples and free room; None if it does not answer."""
         request = migration_pb2.ListSamplesRequest()
         try:
             return await answered(self.migration.ListSamples(request, timeout=CALL_SECONDS))
@@ -146,7 +142,7 @@ class PolledInstances:
         self._config = config
         self._present = registry.present(INSTANCES, _LONGEST_GAP)
         self._roofline = roofline
-        self._undialled: set[str] = set()
+        self._not_dialled: set[str] = set()
         self._read_at = float("-inf")
 
     async def refresh(self, registry_seconds: float = 0.0) -> None:
@@ -159,19 +155,19 @@ class PolledInstances:
             self._read_at = now
             records = await self._present.read()
             if records is not None:
-                await self._take_in(records)
-        await asyncio.gather(*map(self._ask, self.known.values()))
+                await self._update(records)
+        await asyncio.gather(*map(self._poll, self.known.values()))
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._take_in({})
+        await self._update({})
 
-    async def _take_in(self, records: dict[str, InstanceRecord]) -> None:
+    async def _update(self, records: dict[str, InstanceRecord]) -> None:
         for name, member in list(self.known.items()):
             if name not in records or records[name].epoch != member.record.epoch:
                 del self.known[name]
                 await member.channel.close()
-        self._undialled &= {record.address for record in records.values()}
+        self._not_dialled &= {record.address for record in records.values()}
         for name, record in records.items():
             if name in self.known:
                 self.known[name].record = record
@@ -182,13 +178,13 @@ class PolledInstances:
         try:
             return open_channel(record.address, self._config)
         except ValueError as error:
-            # The token may not go there: a mistake in the configuration, which stays one.
-            if record.address not in self._undialled:
+            # The token may not be sent there. That is a mistake in the configuration, and does not pass.
+            if record.address not in self._not_dialled:
                 log.error("instance_not_dialled", address=record.address, error=str(error))
-            self._undialled.add(record.address)
+            self._not_dialled.add(record.address)
             return None
 
-    async def _ask(self, member: PolledInstance) -> None:
+    async def _poll(self, member: PolledInstance) -> None:
         request = generation_pb2.GetStatusRequest()
         try:
             answer = await answered(member.generation.GetStatus(request, timeout=CALL_SECONDS))
@@ -196,10 +192,10 @@ class PolledInstances:
             member.status = None
             member.reports.clear()
             return
-        # Another process may have the address of one that has just died.
-        said = answer.instance
-        same = (said.instance_id, said.epoch) == (member.instance_id, member.record.epoch)
-        member.status = said if same else None
+        # The address of a dead process may belong to another one now.
+        found = answer.instance
+        same = (found.instance_id, found.epoch) == (member.instance_id, member.record.epoch)
+        member.status = found if same else None
         if member.status is not None:
             load = member.status.load
             member.reports.append(

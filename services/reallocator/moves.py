@@ -34,9 +34,11 @@ _ANSWER_SECONDS = 2.0
 _RECEIVERS = range(pb.MOVE_REASON_CLOSED, pb.MOVE_REASON_RECEIVER_BUSY + 1)
 _UNREACHABLE = (pb.MOVE_REASON_RECEIVER_LOST, pb.MOVE_REASON_CONNECTION)
 FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
-"""Seconds for which a receiver that could not be reached is avoided: the first, doubling up to the second."""
+"""Seconds for which an unreachable receiver is avoided: at first, and at most after doubling."""
 _FORGOTTEN = 600.0
-"""Seconds after that in which a receiver that does not fail again is forgotten."""
+"""Seconds after the avoidance of a receiver until it is forgotten, if it does not fail again."""
+# Seconds until the next round of an evacuation after one that moved nothing: the first delay, and the longest.
+_FIRST_ROUND_DELAY, _LONGEST_ROUND_DELAY = 0.05, 1.0
 _BY = {MoveBy.KV: pb.MOVE_BY_KV, MoveBy.PREFIX: pb.MOVE_BY_PREFIX}
 
 
@@ -48,7 +50,7 @@ class MoveOutcome:
     bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
-    # True once no further move of the transfer may begin.
+    # True when no further move of the transfer may begin.
     stopped: bool = False
 
     @property
@@ -58,7 +60,7 @@ class MoveOutcome:
 
 
 @dataclass(slots=True)
-class _Failing:
+class _Failures:
     epoch: int
     backoff: ExponentialBackoff = field(
         default_factory=lambda: ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
@@ -66,38 +68,40 @@ class _Failing:
     until: float = 0.0
 
 
-class Shunned:
-    """Receivers that could not be reached, avoided for a time that doubles. Pure: times are passed in.
+class UnreachableReceivers:
+    """Receivers that could not be reached. Each failure doubles the time for which one is avoided.
 
-    A restarted instance, which has another epoch, is not avoided.
+    Pure: times are passed in. A restarted instance, which has another epoch, is not avoided.
     """
 
     def __init__(self) -> None:
-        self._failing: dict[str, _Failing] = {}
+        self._by_receiver: dict[str, _Failures] = {}
 
     def failed(self, instance_id: str, epoch: int, now: float) -> None:
-        """Avoid a receiver from now on. A failure while it is avoided already is part of the same one."""
-        # Most of those that failed long ago are gone for good.
-        self._failing = {name: each for name, each in self._failing.items() if now < each.until + _FORGOTTEN}
-        known = self._failing.get(instance_id)
+        """Avoid a receiver from now on; while it is avoided, a further failure does not prolong that."""
+        # A receiver that failed long ago will probably not return.
+        self._by_receiver = {
+            name: each for name, each in self._by_receiver.items() if now < each.until + _FORGOTTEN
+        }
+        known = self._by_receiver.get(instance_id)
         if known is None or known.epoch != epoch:
-            known = self._failing[instance_id] = _Failing(epoch)
+            known = self._by_receiver[instance_id] = _Failures(epoch)
         if known.backoff.failures and now < known.until:
             return
         known.until = now + known.backoff.failed()
 
     def worked(self, instance_id: str) -> None:
         """Stop avoiding a receiver: a sample has arrived there."""
-        self._failing.pop(instance_id, None)
+        self._by_receiver.pop(instance_id, None)
 
-    def is_shunned(self, instance_id: str, epoch: int, now: float) -> bool:
-        """Return whether a receiver is avoided now."""
-        known = self._failing.get(instance_id)
+    def is_avoided(self, instance_id: str, epoch: int, now: float) -> bool:
+        """Return True while a receiver is avoided."""
+        known = self._by_receiver.get(instance_id)
         return known is not None and known.epoch == epoch and now < known.until
 
 
 class Mover:
-    """Mover of samples. `shunned` and `costs` learn from every move."""
+    """Carries out transfers. `unreachable` and `costs` learn from every move."""
 
     def __init__(
         self,
@@ -106,12 +110,12 @@ class Mover:
         metrics: ReallocatorMetrics,
         costs: MoveCosts,
     ) -> None:
-        self.shunned = Shunned()
+        self.unreachable = UnreachableReceivers()
         self._costs = costs
         self._config = config
         self._members = members
         self._metrics = metrics
-        # By donor, as long as a transfer of it goes on.
+        # By donor, while a transfer from it is under way.
         self._slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def carry_out(self, transfer: Transfer, until: float = inf) -> MoveOutcome:
@@ -127,7 +131,7 @@ class Mover:
         slots = self._slots.setdefault(transfer.donor, asyncio.Semaphore(self._config.moves_at_once))
         loop = asyncio.get_running_loop()
 
-        async def carry(move: Move) -> None:
+        async def move_one(move: Move) -> None:
             async with slots:
                 if loop.time() > until:
                     # The listing is too old: the sample may have ended or moved.
@@ -135,7 +139,7 @@ class Mover:
                 elif not outcome.stopped:
                     await self._move(transfer, donor, receiver, move, outcome)
 
-        await asyncio.gather(*map(carry, transfer.moves))
+        await asyncio.gather(*map(move_one, transfer.moves))
         return outcome
 
     async def _move(
@@ -173,11 +177,13 @@ class Mover:
         if migration.outcome == pb.MOVE_OUTCOME_MOVED:
             outcome.done.append(move)
             outcome.bytes += migration.copied_bytes + migration.delta_bytes
-            self.shunned.worked(transfer.receiver)
+            self.unreachable.worked(transfer.receiver)
             self._metrics.moves.labels(transfer.rule, move.by).inc()
             if move.by is MoveBy.PREFIX:
                 return
-            self._costs.stalled(move.by, migration.stall_steps, seconds_of(migration.copy_time), move.tokens)
+            self._costs.learn_stall(
+                move.by, migration.stall_steps, seconds_of(migration.copy_time), move.tokens
+            )
             self._metrics.bytes.inc(migration.copied_bytes + migration.delta_bytes)
             self._metrics.stall_seconds.observe(seconds_of(migration.stall_time))
             self._metrics.stall_steps.observe(migration.stall_steps)
@@ -192,7 +198,7 @@ class Mover:
         outcome.stopped = outcome.stopped or migration.reason in _RECEIVERS
         if migration.reason in _UNREACHABLE:
             outcome.stopped = True
-            self.shunned.failed(transfer.receiver, epoch, asyncio.get_running_loop().time())
+            self.unreachable.failed(transfer.receiver, epoch, asyncio.get_running_loop().time())
         log.info(
             "sample_not_moved",
             donor=transfer.donor,
@@ -208,28 +214,24 @@ def _reason_name(reason: int) -> str:
     return pb.MoveReason.Name(reason)[len("MOVE_REASON_") :].lower() if known else str(reason)
 
 
-# Seconds between two rounds, after one that moved nothing and after many in a row.
-_FIRST_DELAY, _LONGEST_DELAY = 0.05, 1.0
-
-
 class Evacuation:
-    """One task per draining instance; it ends when the instance is empty or gone."""
+    """Evacuation of draining instances: one task for each, which ends when the instance is empty or gone."""
 
     def __init__(
         self,
         members: PolledInstances,
         mover: Mover,
         rules: Callable[[], ReallocationRules],
-        look: Callable[[list[PolledInstance]], Awaitable[list[InstanceView]]],
-        tell: Callable[[Transfer, MoveOutcome], Awaitable[None]],
+        list_views: Callable[[list[PolledInstance]], Awaitable[list[InstanceView]]],
+        report: Callable[[Transfer, MoveOutcome], Awaitable[None]],
     ) -> None:
-        """Take `look`, which lists instances, and `tell`, which is called with the outcome of each transfer."""
+        """Use `list_views` to look at instances, and pass the outcome of each transfer to `report`."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._members = members
         self._mover = mover
         self._rules = rules
-        self._look = look
-        self._tell = tell
+        self._list_views = list_views
+        self._report = report
 
     def watch(self) -> None:
         """Start a task for every instance that has begun to drain."""
@@ -242,20 +244,20 @@ class Evacuation:
 
     async def _empty(self, member: PolledInstance) -> None:
         log.info("evacuating", instance=member.instance_id, samples=member.samples)
-        moved, backoff = 0, ExponentialBackoff(_FIRST_DELAY, _LONGEST_DELAY)
+        moved, backoff = 0, ExponentialBackoff(_FIRST_ROUND_DELAY, _LONGEST_ROUND_DELAY)
         while self._members.known.get(member.instance_id) is member:
             others = [
                 each
                 for each in self._members.known.values()
                 if each.is_in(fleet_pb2.INSTANCE_STATE_SERVING) and each is not member
             ]
-            views = {each.instance_id: each for each in await self._look([member, *others])}
+            views = {each.instance_id: each for each in await self._list_views([member, *others])}
             donor = views.pop(member.instance_id, None)
             if donor is None or not donor.samples:
                 break
-            took = sum(await asyncio.gather(*map(self._round, self._plan(donor, views))))
-            moved += took
-            if took:
+            count = sum(await asyncio.gather(*map(self._round, self._plan(donor, views))))
+            moved += count
+            if count:
                 backoff.succeeded()
                 continue
             await asyncio.sleep(backoff.failed())
@@ -264,14 +266,14 @@ class Evacuation:
     def _plan(self, donor: InstanceView, others: dict[str, InstanceView]) -> list[Transfer]:
         # The cooldown does not apply: these samples have to go somewhere.
         now = asyncio.get_running_loop().time()
-        free = [replace(each, receives=not self._is_shunned(name, now)) for name, each in others.items()]
+        free = [replace(each, receives=not self._is_avoided(name, now)) for name, each in others.items()]
         return evacuate(donor, free, self._rules())
 
-    def _is_shunned(self, instance_id: str, now: float) -> bool:
+    def _is_avoided(self, instance_id: str, now: float) -> bool:
         member = self._members.known.get(instance_id)
-        return member is None or self._mover.shunned.is_shunned(instance_id, member.record.epoch, now)
+        return member is None or self._mover.unreachable.is_avoided(instance_id, member.record.epoch, now)
 
     async def _round(self, transfer: Transfer) -> int:
         outcome = await self._mover.carry_out(transfer)
-        await self._tell(transfer, outcome)
+        await self._report(transfer, outcome)
         return outcome.moved

@@ -1,6 +1,6 @@
-"""Watch the instances, decide every `decision_steps` engine steps, and have samples moved.
+"""Poll the instances, decide every `decision_steps` engine steps, and have samples moved.
 
-A review of each transfer measures its cost and its gain on the pair of instances, and learns from them.
+After each transfer a review measures its cost and its gain on the pair of instances, and the costs are learned.
 """
 
 from __future__ import annotations
@@ -23,144 +23,31 @@ from services.reallocator.members import PolledInstance, PolledInstances
 from services.reallocator.metrics import ReallocatorMetrics
 from services.reallocator.moves import Evacuation, MoveOutcome, Mover
 from services.reallocator.planning import throughput
-from services.reallocator.planning.decision_scope import Cooldown, ListingChoice, Name, Trigger
+from services.reallocator.planning.decision_scope import DecisionScope, Name
 from services.reallocator.planning.instance_view import instance_view, mean_length
 from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.records import InstanceView, LoadView, MoveBy, ReallocationRules, Transfer
 from services.reallocator.planning.throughput import InstanceReport, Roofline, Speed, steady
 
+log = structlog.get_logger(__name__)
+
+_DECISION_KIND, _OUTCOME_KIND = "migration", "migration_outcome"
+"""Kinds of entries in the decision log: a transfer, and its outcome."""
+# Step times are learned from at least this many engine steps with the same number of samples.
+_LEARN_STEPS = 16
+# The registry is read after this many polls or this many seconds, whichever comes first.
+_REGISTRY_POLLS, _REGISTRY_SECONDS = 5, 1.0
+# Longest interval between polls, in multiples of the configured one.
+_MAX_POLL_INTERVALS = 2.0
 # The gain is measured over this many engine steps after the moves, or this many seconds.
 _MEASURE_STEPS, _MEASURE_SECONDS = 32, 3.0
 # Length of the interval before the moves that their gain is compared with.
 _BEFORE_SECONDS = 1.0
 
 
-class Review:
-    """Review of one transfer by the reports of its two instances; created before its moves begin."""
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        members: PolledInstances,
-        learned: LearnedCosts,
-        metrics: ReallocatorMetrics,
-        poll_seconds: float,
-    ) -> None:
-        self._transfer = transfer
-        self._members = members
-        self._learned = learned
-        self._metrics = metrics
-        self._poll_seconds = poll_seconds
-        self._last = self._reports()
-        since = time.monotonic() - _BEFORE_SECONDS
-        self._earlier = {
-            name: throughput.settled(member.reports, since)
-            for name in self._last
-            if (member := members.known.get(name)) is not None
-        }
-        self._before = self._speed(self._earlier)
-
-    async def conclude(self, outcome: MoveOutcome) -> dict[str, object]:
-        """Measure until there is enough, learn, and return details for the decision log."""
-        # After a move by prefix the receiver has only begun to prefill.
-        await asyncio.sleep(self._poll_seconds)
-        told = self._cost(outcome)
-        after = None if self._before is None else await self._measure()
-        member = self._members.known.get(self._transfer.donor)
-        if self._before is None or after is None or member is None:
-            return told
-        achieved = throughput.achieved_gain(self._before, after, outcome.moved, member.roofline.curve())
-        rule, predicted = self._transfer.rule, self._transfer.rate_gain
-        if achieved is None:
-            # The samples ended before anything could be gained.
-            self._learned.trust.brought(rule, predicted, 0.0)
-            return told
-        self._metrics.achieved_gain.labels(rule).observe(achieved)
-        self._learned.trust.brought(rule, predicted, achieved)
-        return told | {
-            "predicted_rate_gain": predicted,
-            "achieved_gain": achieved,
-            "tokens_per_second": [self._before.tokens_per_second, after.tokens_per_second],
-            "step_seconds": [self._before.step_seconds, after.step_seconds],
-        }
-
-    def _cost(self, outcome: MoveOutcome) -> dict[str, object]:
-        donor, receiver = (self._lost(name) for name in (self._transfer.donor, self._transfer.receiver))
-        member = self._members.known.get(self._transfer.donor)
-        if member is not None and member.status is not None:
-            self._learned.costs.lost(outcome.done, donor, receiver, seconds_of(member.status.load.step_time))
-        return {"engine_seconds_lost": [donor, receiver]}
-
-    def _lost(self, name: str) -> float | None:
-        """Return the engine time that an instance has lost since the moves began, by its pace before them."""
-        member, since = self._members.known.get(name), self._last.get(name)
-        if member is None or since is None or not member.reports:
-            return None
-        earlier = self._earlier.get(name, [])
-        now, curve = member.reports[-1], member.roofline.curve()
-        if len(earlier) < 2:
-            return None
-        # Steps take another time with other samples; about half of the steps had them.
-        change = curve.step_seconds(now.samples) / curve.step_seconds(since.samples) if since.samples else 1.0
-        return throughput.lost_seconds(
-            since, now, throughput.step_seconds(earlier[0], earlier[-1]) * (1 + change) / 2
-        )
-
-    async def _measure(self) -> Speed | None:
-        """Measure the pair's speed from now on, until there is enough or one of them is idle."""
-        last, busy = self._reports(), self._reports()
-        until = time.monotonic() + _MEASURE_SECONDS
-        while time.monotonic() < until:
-            await asyncio.sleep(self._poll_seconds)
-            now = self._reports()
-            if now.keys() != last.keys():
-                return None
-            if not all(report.samples for report in now.values()):
-                break
-            busy = now
-            if min((now[name].steps - last[name].steps for name in last), default=0) >= _MEASURE_STEPS:
-                break
-        return self._speed(
-            {
-                name: [r for r in member.reports if report.at <= r.at <= busy[name].at]
-                for name, report in last.items()
-                if (member := self._members.known.get(name)) is not None
-            }
-        )
-
-    def _reports(self) -> dict[str, InstanceReport]:
-        """Return the last report of each instance of the pair."""
-        members = (self._members.known.get(name) for name in (self._transfer.donor, self._transfer.receiver))
-        return {m.instance_id: m.reports[-1] for m in members if m is not None and m.reports}
-
-    def _speed(self, over: Mapping[str, Sequence[InstanceReport]]) -> Speed | None:
-        together, longest = 0.0, 0.0
-        samples: list[float] = []
-        for name in (self._transfer.donor, self._transfer.receiver):
-            reports = over.get(name, ())
-            if len(reports) < 2:
-                return None
-            together += throughput.tokens_per_second(reports[0], reports[-1])
-            longest = max(longest, throughput.step_seconds(reports[0], reports[-1]))
-            samples.append(throughput.mean_samples(reports))
-        return Speed(together, longest, *samples)
-
-
-log = structlog.get_logger(__name__)
-
-KIND, OUTCOME = "migration", "migration_outcome"
-"""Kinds of entries in the decision log: a transfer, and its outcome."""
-# Fewest engine steps with the same samples whose mean time is learned from.
-_LEARN_STEPS = 16
-# The registry is read after this many polls, or seconds, whichever is sooner.
-_REGISTRY_POLLS, _REGISTRY_SECONDS = 5, 1.0
-# Longest interval between polls, in multiples of the configured one.
-_MAX_POLL_INTERVALS = 2.0
-
-
 class Reallocator:
-    """Reallocator while it leads: `run` until cancelled. Instances finish the moves under way by themselves."""
+    """One term of leadership: `run` it until it is cancelled. Instances finish moves under way on their own."""
 
     def __init__(
         self,
@@ -178,17 +65,15 @@ class Reallocator:
         self._learned = learned
         self._mover = Mover(config, self.members, metrics, learned.costs)
         self._evacuation = Evacuation(
-            self.members, self._mover, self._rules, self._look, self._tell_evacuation
+            self.members, self._mover, self._rules, self._list_views, self._report_evacuation
         )
-        self._trigger = Trigger(config.decision_steps)
-        self._cooldown = Cooldown(config.cooldown_decisions)
-        self._listing = ListingChoice()
-        # Instances that take part in a transfer now.
+        self._scope = DecisionScope(config.decision_steps, config.cooldown_decisions)
+        # Ids of the instances that take part in a transfer now.
         self._busy: set[str] = set()
-        # Samples that have been moved off an instance since it was last listed.
+        # Samples that have left each instance by a move since it was last listed.
         self._left: dict[str, set[str]] = {}
-        # Ids of the instances that are known, of which metrics and listings are kept.
-        self._shown: set[str] = set()
+        # Ids of the known instances; metrics and listings are kept for them.
+        self._observed: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -209,20 +94,20 @@ class Reallocator:
                 await self.members.close()
 
     def _poll_interval(self) -> float:
-        """Return the seconds until the next poll: about when a decision is due, because polls cost engine time."""
+        """Return the seconds until the next poll, at about the next decision: polls cost engine time."""
         poll, serving = self._config.poll_seconds, self._serving()
         if self._tasks or len(serving) < 2:
             return poll
         step = min(
             (seconds_of(m.status.load.step_time) for m in serving if m.status is not None), default=0.0
         )
-        left = self._trigger.steps_left(_steps_of(serving)) * step
+        left = self._scope.steps_left(_steps_of(serving)) * step
         return min(max(left, poll), _MAX_POLL_INTERVALS * poll)
 
     def _serving(self) -> list[PolledInstance]:
         return [m for m in self.members.known.values() if m.is_in(fleet_pb2.INSTANCE_STATE_SERVING)]
 
-    # Looking -------------------------------------------------------------------------------------------
+    # Observing instances ---------------------------------------------------------------------------------
 
     def _learn(self) -> None:
         self._forget_others(self.members.known.keys())
@@ -234,14 +119,14 @@ class Reallocator:
                 member.learned_at = member.reports[-1].at
 
     def _forget_others(self, known: Collection[str]) -> None:
-        """Forget the instances that are gone: those of a Deployment never come back."""
-        for instance_id in self._shown.difference(known):
+        """Forget the instances that are gone: a pod of a Deployment never comes back under its name."""
+        for instance_id in self._observed.difference(known):
             self._left.pop(instance_id, None)
             self._learned.forget(instance_id)
             self._metrics.forget_instance(instance_id)
-        self._shown = set(known)
+        self._observed = set(known)
 
-    async def _look(self, members: Sequence[PolledInstance]) -> list[InstanceView]:
+    async def _list_views(self, members: Sequence[PolledInstance]) -> list[InstanceView]:
         """Return the views of the instances that answer."""
         listed = await asyncio.gather(*(member.list_samples() for member in members))
         now, found = time.monotonic(), []
@@ -249,36 +134,37 @@ class Reallocator:
             if answer is None:
                 continue
             member.context = mean_length(answer)
+            name, epoch = member.instance_id, member.record.epoch
             remaining_lengths = self._learned.lengths_of(member.record.model)
             lengths: dict[Hashable, int] = {each.key: each.response_tokens for each in answer.samples}
-            remaining_lengths.saw(member.instance_id, lengths, self._left.pop(member.instance_id, ()))
-            shunned = self._mover.shunned.is_shunned(member.instance_id, member.record.epoch, now)
+            remaining_lengths.learn(name, lengths, self._left.pop(name, ()))
+            reachable = not self._mover.unreachable.is_avoided(name, epoch, now)
             found.append(
                 instance_view(
-                    member.instance_id,
+                    name,
                     member.record.model,
                     answer,
                     member.roofline,
                     remaining_lengths,
-                    gives=self._cooldown.gives(member.instance_id),
-                    receives=self._cooldown.receives(member.instance_id) and not shunned,
+                    gives=self._scope.gives(name),
+                    receives=self._scope.receives(name) and reachable,
                 )
             )
-            self._metrics.threshold.labels(member.instance_id).set(found[-1].threshold)
+            self._metrics.threshold.labels(name).set(found[-1].threshold)
         self._spread_context(
             [each for each, answer in zip(members, listed, strict=True) if answer is not None]
         )
         return found
 
     def _spread_context(self, listed: Sequence[PolledInstance]) -> None:
-        """Take the samples of the instances that were not listed to be as long as those of the others."""
+        """Assume that samples of unlisted instances are as long as samples of the listed ones of the same model."""
         contexts: defaultdict[str, list[float]] = defaultdict(list)
         for member in listed:
             contexts[member.record.model].append(member.context)
         names = {member.instance_id for member in listed}
         for name, member in self.members.known.items():
-            if name not in names and (own := contexts.get(member.record.model)):
-                member.context = fmean(own)
+            if name not in names and (lengths := contexts.get(member.record.model)):
+                member.context = fmean(lengths)
 
     def _rules(self) -> ReallocationRules:
         return self._config.rules(self._learned)
@@ -288,35 +174,33 @@ class Reallocator:
     async def _decide_if_due(self) -> None:
         serving, loop = self._serving(), asyncio.get_running_loop()
         steps = _steps_of(serving)
-        if not self._trigger.is_due(steps, [member.samples for member in serving]):
+        if not self._scope.is_due(steps, [member.samples for member in serving]):
             return
         until = loop.time() + self._config.stale_seconds
         with self._metrics.decision_seconds.time():
             free = [member for member in serving if member.instance_id not in self._busy]
-            fleet = await self._look(self._promising(free))
+            fleet = await self._list_views(self._promising(free))
             transfers = plan(fleet, self._rules()) if loop.time() < until else None
         if transfers is None:
-            # The next poll tries again.
+            # The listings are too old by now. The next poll tries again.
             self._metrics.decisions.labels("late").inc()
             return
-        self._trigger.decided(steps)
-        self._listing.decided(transfers)
-        self._cooldown.decided(transfers)
+        self._scope.decided(steps, transfers)
         self._learned.fade()
         self._metrics.show_learned(self._learned)
         self._metrics.decisions.labels("move" if transfers else "keep").inc()
         for transfer in transfers:
             self._busy |= {transfer.donor, transfer.receiver}
-            task = asyncio.create_task(self._carry_out(transfer, until))
+            task = asyncio.create_task(self._move(transfer, until))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _promising(self, members: Sequence[PolledInstance]) -> Sequence[PolledInstance]:
-        """Return the instances whose samples are listed for this decision."""
-        wanted = self._listing.choose([_load_of(each) for each in members], self._rules())
+        """Return the instances to list for this decision."""
+        wanted = self._scope.choose([_load_of(each) for each in members], self._rules())
         return [each for each in members if each.instance_id in wanted]
 
-    async def _carry_out(self, transfer: Transfer, until: float) -> None:
+    async def _move(self, transfer: Transfer, until: float) -> None:
         log.info(
             "moving",
             **_details(transfer),
@@ -326,7 +210,9 @@ class Reallocator:
         self._metrics.predicted_gain.labels(transfer.rule).observe(transfer.predicted_gain)
         review = Review(transfer, self.members, self._learned, self._metrics, self._config.poll_seconds)
         try:
-            decision = DecisionRecord(KIND, transfer.reason, transfer.predicted_gain, _details(transfer))
+            decision = DecisionRecord(
+                _DECISION_KIND, transfer.reason, transfer.predicted_gain, _details(transfer)
+            )
             # The moves do not wait for Redis, which may be down.
             _, outcome = await asyncio.gather(
                 self._decisions.write(decision), self._mover.carry_out(transfer, until)
@@ -339,12 +225,12 @@ class Reallocator:
             details |= await review.conclude(outcome)
         log.info("moved", **details)
         reason = f"{outcome.moved} of {len(transfer.moves)} samples were moved"
-        await self._decisions.write(DecisionRecord(OUTCOME, reason, transfer.predicted_gain, details))
+        await self._decisions.write(DecisionRecord(_OUTCOME_KIND, reason, transfer.predicted_gain, details))
 
-    async def _tell_evacuation(self, transfer: Transfer, outcome: MoveOutcome) -> None:
+    async def _report_evacuation(self, transfer: Transfer, outcome: MoveOutcome) -> None:
         self._note_left(transfer, outcome)
         details = _details(transfer, outcome)
-        await self._decisions.write(DecisionRecord(KIND, transfer.reason, 0.0, details))
+        await self._decisions.write(DecisionRecord(_DECISION_KIND, transfer.reason, 0.0, details))
 
     def _note_left(self, transfer: Transfer, outcome: MoveOutcome) -> None:
         """Remember the moved samples, so that they are not counted as ended."""
@@ -380,3 +266,121 @@ def _details(transfer: Transfer, outcome: MoveOutcome | None = None) -> dict[str
             "failed": dict(outcome.failed),
         }
     return details
+
+
+class Review:
+    """Measured cost and gain of one transfer, by the reports of its two instances.
+
+    Create it before the moves begin: it keeps the speed of the pair until then.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        members: PolledInstances,
+        learned: LearnedCosts,
+        metrics: ReallocatorMetrics,
+        poll_seconds: float,
+    ) -> None:
+        self._transfer = transfer
+        self._members = members
+        self._learned = learned
+        self._metrics = metrics
+        self._poll_seconds = poll_seconds
+        self._last = self._reports()
+        since = time.monotonic() - _BEFORE_SECONDS
+        self._earlier = {
+            name: throughput.settled(member.reports, since)
+            for name in self._last
+            if (member := members.known.get(name)) is not None
+        }
+        self._before = self._speed(self._earlier)
+
+    async def conclude(self, outcome: MoveOutcome) -> dict[str, object]:
+        """Measure for long enough, learn, and return details for the decision log."""
+        # After a move by prefix the receiver has only begun to prefill.
+        await asyncio.sleep(self._poll_seconds)
+        details = self._learn_cost(outcome)
+        after = None if self._before is None else await self._measure()
+        member = self._members.known.get(self._transfer.donor)
+        if self._before is None or after is None or member is None:
+            return details
+        achieved = throughput.achieved_gain(self._before, after, outcome.moved, member.roofline.curve())
+        rule, predicted = self._transfer.rule, self._transfer.rate_gain
+        if achieved is None:
+            # The samples ended too early for any gain.
+            self._learned.trust.learn(rule, predicted, 0.0)
+            return details
+        self._metrics.achieved_gain.labels(rule).observe(achieved)
+        self._learned.trust.learn(rule, predicted, achieved)
+        return details | {
+            "predicted_rate_gain": predicted,
+            "achieved_gain": achieved,
+            "tokens_per_second": [self._before.tokens_per_second, after.tokens_per_second],
+            "step_seconds": [self._before.step_seconds, after.step_seconds],
+        }
+
+    def _learn_cost(self, outcome: MoveOutcome) -> dict[str, object]:
+        donor, receiver = (
+            self._lost_seconds(name) for name in (self._transfer.donor, self._transfer.receiver)
+        )
+        member = self._members.known.get(self._transfer.donor)
+        if member is not None and member.status is not None:
+            self._learned.costs.learn_loss(
+                outcome.done, donor, receiver, seconds_of(member.status.load.step_time)
+            )
+        return {"engine_seconds_lost": [donor, receiver]}
+
+    def _lost_seconds(self, name: str) -> float | None:
+        """Return the engine time that an instance has lost since the moves began, relative to its earlier pace."""
+        member, since = self._members.known.get(name), self._last.get(name)
+        if member is None or since is None or not member.reports:
+            return None
+        earlier = self._earlier.get(name, [])
+        now, curve = member.reports[-1], member.roofline.curve()
+        if len(earlier) < 2:
+            return None
+        # The time of a step depends on the number of samples; about half of the steps had the new number.
+        change = curve.step_seconds(now.samples) / curve.step_seconds(since.samples) if since.samples else 1.0
+        return throughput.lost_seconds(
+            since, now, throughput.step_seconds(earlier[0], earlier[-1]) * (1 + change) / 2
+        )
+
+    async def _measure(self) -> Speed | None:
+        """Return the pair's speed from now until enough steps are measured or an instance is idle."""
+        last, busy = self._reports(), self._reports()
+        until = time.monotonic() + _MEASURE_SECONDS
+        while time.monotonic() < until:
+            await asyncio.sleep(self._poll_seconds)
+            now = self._reports()
+            if now.keys() != last.keys():
+                return None
+            if not all(report.samples for report in now.values()):
+                break
+            busy = now
+            if min((now[name].steps - last[name].steps for name in last), default=0) >= _MEASURE_STEPS:
+                break
+        return self._speed(
+            {
+                name: [r for r in member.reports if report.at <= r.at <= busy[name].at]
+                for name, report in last.items()
+                if (member := self._members.known.get(name)) is not None
+            }
+        )
+
+    def _reports(self) -> dict[str, InstanceReport]:
+        """Return the last report of each instance of the pair."""
+        members = (self._members.known.get(name) for name in (self._transfer.donor, self._transfer.receiver))
+        return {m.instance_id: m.reports[-1] for m in members if m is not None and m.reports}
+
+    def _speed(self, over: Mapping[str, Sequence[InstanceReport]]) -> Speed | None:
+        rate, longest = 0.0, 0.0
+        samples: list[float] = []
+        for name in (self._transfer.donor, self._transfer.receiver):
+            reports = over.get(name, ())
+            if len(reports) < 2:
+                return None
+            rate += throughput.tokens_per_second(reports[0], reports[-1])
+            longest = max(longest, throughput.step_seconds(reports[0], reports[-1]))
+            samples.append(throughput.mean_samples(reports))
+        return Speed(rate, longest, *samples)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from services.reallocator.config import ReallocatorConfig
-from services.reallocator.planning.decision_scope import Cooldown, ListingChoice, Name, Trigger
+from services.reallocator.planning.decision_scope import DecisionScope, Name
 from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.records import (
@@ -65,9 +65,7 @@ class SampleMoves:
         self._lengths = self._learned.lengths_of(_MODEL)
         self._roofline = Roofline(TableStepTime(device), max_running, config.flatness)
         self._curve: ThroughputCurve | None = None
-        self._trigger = Trigger(config.decision_steps)
-        self._listing = ListingChoice()
-        self._cooldown = Cooldown(config.cooldown_decisions)
+        self._scope = DecisionScope(config.decision_steps, config.cooldown_decisions)
         self._left: dict[str, set[Hashable]] = {}
         self._remaining: dict[int, float] = {}
 
@@ -75,25 +73,23 @@ class SampleMoves:
         """Return the time at which to look again: about when a decision is due."""
         steps, poll = _steps(instances, now), self._config.poll_seconds
         seconds = [each.span.seconds for each in instances if each.span is not None]
-        left = self._trigger.steps_left(steps) * min(seconds, default=0.0)
+        left = self._scope.steps_left(steps) * min(seconds, default=0.0)
         return now + min(max(left, poll), _MOST_INTERVALS * poll)
 
     def decide(self, instances: Sequence[ModelledInstance], now: float) -> list[Transfer]:
         """Return the transfers of a decision, none if it is not due."""
         steps = _steps(instances, now)
-        if not self._trigger.is_due(steps, [each.samples for each in instances]):
+        if not self._scope.is_due(steps, [each.samples for each in instances]):
             return []
         self._learn(instances, now)
         self._curve, self._remaining = self._roofline.curve(), {}
         threshold = self._roofline.threshold(self._curve)
         rules = self._config.rules(self._learned)
         loads = [LoadView(each.name, _of_step(each), self._curve, threshold) for each in instances]
-        listed = self._listing.choose(loads, rules)
+        listed = self._scope.choose(loads, rules)
         views = [self._view(each, self._curve, threshold, now) for each in instances if each.name in listed]
         transfers = plan(views, rules)
-        self._trigger.decided(steps)
-        self._listing.decided(transfers)
-        self._cooldown.decided(transfers)
+        self._scope.decided(steps, transfers)
         self._learned.fade()
         return transfers
 
@@ -120,8 +116,8 @@ class SampleMoves:
         self, each: ModelledInstance, curve: ThroughputCurve, threshold: int, now: float
     ) -> InstanceView:
         samples = [] if each.background else each.batch.samples
-        grown: dict[Hashable, int] = {one.number: int(each.generated(one, now)) for one in samples}
-        self._lengths.saw(each.name, grown, self._left.pop(each.name, ()))
+        lengths: dict[Hashable, int] = {one.number: int(each.generated(one, now)) for one in samples}
+        self._lengths.learn(each.name, lengths, self._left.pop(each.name, ()))
         free = each.device.kv_tokens - (0 if each.background else each.batch.context)
         count = _of_step(each)
         return InstanceView(
@@ -131,9 +127,9 @@ class SampleMoves:
             max(0, int(free // _BLOCK)),
             curve,
             threshold,
-            tuple(self._candidate(each, sample, grown[sample.number]) for sample in samples),
-            gives=self._cooldown.gives(each.name),
-            receives=self._cooldown.receives(each.name),
+            tuple(self._candidate(each, sample, lengths[sample.number]) for sample in samples),
+            gives=self._scope.gives(each.name),
+            receives=self._scope.receives(each.name),
         )
 
     def _candidate(self, each: ModelledInstance, sample: SimulatedSample, response: int) -> Candidate:

@@ -1,18 +1,8 @@
-"""Scope of a decision: when it is due, which instances take part, and whose samples are listed. Pure.
+"""Decide when a decision is due, which instances may take part, and whose samples are listed. Pure.
 
-A decision is due after a number of engine steps. An instance that gave samples takes none for a while, and the
-reverse.
-
-Choose by counts alone the instances whose samples are worth listing. Pure. Listing the samples of an instance
-takes its engine time between two steps, and a large fleet has more samples than one process can look at in every
-decision. The load of each instance is known anyway. From it follows the most that a pair can gain, before the
-cost of moves: the plan's own pairs (see `plan.py`), if samples were all alike.
-
-Choose whose samples are listed for a decision, so that none looks at all samples of a large fleet. Pure. Two
-kinds of instances are listed: those in pairs that could gain by their loads (`screening`), the most promising
-first and up to a bound; and in one of several decisions some witnesses, by which the lengths of samples are
-learned. Lengths follow from two listings of one instance, so the witnesses stay the same. A pair that was listed
-and moved nothing, for a reason that loads do not show, makes way for all others.
+Listing the samples of an instance takes engine time between two steps, and a large fleet has more samples than one
+process can look at in every decision. The load of each instance is known anyway. It bounds what a pair can gain
+before the cost of moves, as if all samples were alike: `worth_listing` finds the pairs that the plan could pick.
 """
 
 from __future__ import annotations
@@ -25,73 +15,101 @@ from typing import NamedTuple
 from services.reallocator.planning.plan import ROUNDING, emptiest_first, fullest_first, halves, rate_gain
 from services.reallocator.planning.records import LoadView, ReallocationRules, Rule, Transfer
 
+MOST_LISTED = 64
+"""Most instances listed for their pairs: with 256 samples each, about a quarter of a second of the process."""
+WITNESSES = 8
+"""Instances of each kind that are listed in some decisions to learn the lengths of samples."""
+# The witnesses are listed in one of this many decisions.
+_WITNESS_INTERVAL = 8
+
 Name = tuple[str, int]
 """Id of an instance, and its epoch."""
 
 
-class Trigger:
-    """Counter of engine steps since the last decision.
+class DecisionScope:
+    """Scope of a reallocator's next decision, given its earlier ones.
 
-    A decision is due when some instance has made `steps` engine steps, and at once when an instance has joined.
+    A decision is due when some instance has made `steps` engine steps, and at once when an instance has joined. In
+    the `cooldown` decisions after a transfer, its receiver gives no samples and its donor takes none.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, cooldown: int) -> None:
         self._steps = steps
-        self._at: dict[Name, int] = {}
-        self._seen: set[Name] = set()
+        self._cooldown = cooldown
+        self._decisions = 0
+        # Engine steps of each instance at the last decision.
+        self._steps_then: dict[Name, int] = {}
+        # Number of the decision, from 1 on, in which an instance gave or took samples last.
+        self._gave: dict[str, int] = {}
+        self._took: dict[str, int] = {}
+        # The same for instances that were listed and then took part in no transfer.
+        self._in_vain: dict[str, int] = {}
+        self._listed: frozenset[str] = frozenset()
 
     def is_due(self, steps: Mapping[Name, int], samples: Collection[int]) -> bool:
-        """Return whether to decide now, given the steps and samples of the instances that could take part.
+        """Return True if a decision is due, given the steps and samples of the instances that could take part.
 
         Instances that differ by fewer than two samples cannot be balanced any better.
         """
         if len(samples) < 2 or max(samples) - min(samples) < 2:
             return False
-        if not steps.keys() <= self._seen:
+        if not steps.keys() <= self._steps_then.keys():
             return True
-        return any(count - self._at.get(name, 0) >= self._steps for name, count in steps.items())
+        return any(count - self._steps_then.get(name, 0) >= self._steps for name, count in steps.items())
 
     def steps_left(self, steps: Mapping[Name, int]) -> int:
         """Return the engine steps until the first of these instances makes a decision due; at least 0."""
-        left = [self._steps - (count - self._at.get(name, 0)) for name, count in steps.items()]
+        left = [self._steps - (count - self._steps_then.get(name, 0)) for name, count in steps.items()]
         return max(0, min(left, default=0))
 
-    def decided(self, steps: Mapping[Name, int]) -> None:
-        """Note that a decision was made at these step counts."""
-        self._at = dict(steps)
-        self._seen = set(steps)
+    def choose(self, fleet: Sequence[LoadView], rules: ReallocationRules) -> frozenset[str]:
+        """Return the ids of the instances to list for the decision that is due now.
 
-
-class Cooldown:
-    """Instances that gave or took samples in the last `decisions` decisions."""
-
-    def __init__(self, decisions: int) -> None:
-        self._decisions = decisions
-        self._now = 0
-        self._gave: dict[str, int] = {}
-        self._took: dict[str, int] = {}
-
-    def decided(self, transfers: Iterable[Transfer]) -> None:
-        """Note the transfers of a decision. Evacuations do not count."""
-        self._now += 1
-        for transfer in transfers:
-            if transfer.rule is not Rule.EVACUATE:
-                self._gave[transfer.donor] = self._took[transfer.receiver] = self._now
-        oldest = self._now - self._decisions
-        self._gave = {name: at for name, at in self._gave.items() if at > oldest}
-        self._took = {name: at for name, at in self._took.items() if at > oldest}
+        These are the instances of the most promising pairs, and in some decisions the witnesses. Lengths are
+        learned from two listings of one instance, so the witnesses stay the same. A pair that was listed and moved
+        nothing, for a reason that loads do not show, yields to all other pairs.
+        """
+        names = {load.instance_id for load in fleet}
+        self._in_vain = {name: number for name, number in self._in_vain.items() if name in names}
+        self._listed = worth_listing(fleet, rules, MOST_LISTED, self._in_vain)
+        return self._listed if self._decisions % _WITNESS_INTERVAL else self._listed | _witnesses(fleet)
 
     def gives(self, instance_id: str) -> bool:
-        """Return whether the instance may give samples."""
+        """Return True if the cooldown lets the instance give samples."""
         return instance_id not in self._took
 
     def receives(self, instance_id: str) -> bool:
-        """Return whether the instance may take samples."""
+        """Return True if the cooldown lets the instance take samples."""
         return instance_id not in self._gave
+
+    def decided(self, steps: Mapping[Name, int], transfers: Iterable[Transfer]) -> None:
+        """Record a decision made at these step counts; until then the same decision stays due.
+
+        Evacuations start no cooldown.
+        """
+        self._decisions += 1
+        self._steps_then = dict(steps)
+        self._in_vain |= dict.fromkeys(self._listed, self._decisions)
+        for transfer in transfers:
+            self._in_vain.pop(transfer.donor, None)
+            self._in_vain.pop(transfer.receiver, None)
+            if transfer.rule is not Rule.EVACUATE:
+                self._gave[transfer.donor] = self._took[transfer.receiver] = self._decisions
+        oldest = self._decisions - self._cooldown
+        self._gave = {name: number for name, number in self._gave.items() if number > oldest}
+        self._took = {name: number for name, number in self._took.items() if number > oldest}
+
+
+def _witnesses(fleet: Iterable[LoadView]) -> frozenset[str]:
+    """Return the first instances of each kind, by their names."""
+    kinds: dict[Hashable, list[str]] = defaultdict(list)
+    for load in fleet:
+        kinds[load.peers].append(load.instance_id)
+    return frozenset(name for names in kinds.values() for name in nsmallest(WITNESSES, names))
 
 
 class PromisingPair(NamedTuple):
-    """Pair that could gain so much, relatively and before the cost of moves."""
+    """Pair of instances, and a bound on its relative gain before the cost of moves."""
 
     gain: float
     donor: str
@@ -101,10 +119,10 @@ class PromisingPair(NamedTuple):
 def worth_listing(
     fleet: Iterable[LoadView], rules: ReallocationRules, most: int, in_vain: Mapping[str, int] | None = None
 ) -> frozenset[str]:
-    """Return the ids of the instances in pairs whose gain could reach the least that their rule asks for.
+    """Return at most `most` instances, by id, from pairs whose gain could reach the least that their rule requires.
 
-    Of more than `most`, those in the pairs that could gain most; but a pair of which both were listed `in_vain`, in
-    the decisions with these numbers, comes after those that were so earlier or never.
+    Pairs that could gain most come first. `in_vain` has the number of the decision for which an instance was listed
+    without a transfer. A pair with such numbers for both instances comes after pairs with lower numbers or none.
     """
     groups: dict[Hashable, list[LoadView]] = defaultdict(list)
     for load in fleet:
@@ -112,7 +130,7 @@ def worth_listing(
     pairs: list[PromisingPair] = []
     for group in groups.values():
         ranked = emptiest_first(group)
-        # Both: the plan balances where the threshold rule finds nothing, which loads alone do not tell.
+        # By both rules: the plan balances where the threshold rule finds nothing, which loads alone do not show.
         pairs += _above_threshold(ranked, rules)
         pairs += _uneven(ranked, rules) if rules.balance else ()
     found: set[str] = set()
@@ -142,7 +160,8 @@ def _above_threshold(ranked: Sequence[LoadView], rules: ReallocationRules) -> It
 def _uneven(ranked: Sequence[LoadView], rules: ReallocationRules) -> Iterator[PromisingPair]:
     """Yield the pairs that could finish sooner; `ranked` begins with the emptiest.
 
-    Steps of the donor shorten most at once, while it has most samples. The bound is as if they did until the end.
+    The donor's steps shorten most right after the moves, while it has most samples. The bound assumes that gain
+    until the end.
     """
     trust = rules.trust.get(Rule.BALANCE, 1.0)
     for receiver, donor in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
@@ -153,44 +172,3 @@ def _uneven(ranked: Sequence[LoadView], rules: ReallocationRules) -> Iterator[Pr
         gain = trust * (donor.curve.step_seconds(donor.samples) / after - 1) if after else 0.0
         if gain >= rules.least_balance_gain - ROUNDING:
             yield PromisingPair(gain, donor.instance_id, receiver.instance_id)
-
-
-MOST_LISTED = 64
-"""Instances that are listed for their pairs: with 256 samples each, about a quarter of a second of the process."""
-WITNESSES = 8
-"""Instances of a kind whose samples are listed to learn from."""
-# Decisions in one of which the witnesses are listed.
-_WITNESSED = 8
-
-
-class ListingChoice:
-    """Choice of a reallocator, decision after decision."""
-
-    def __init__(self) -> None:
-        self._decision = 0
-        # Of instances that were listed and took part in no transfer, the number of that decision, from 1 on.
-        self._in_vain: dict[str, int] = {}
-        self._chosen: frozenset[str] = frozenset()
-
-    def choose(self, fleet: Sequence[LoadView], rules: ReallocationRules) -> frozenset[str]:
-        """Return the ids of the instances to list for the decision that is due now."""
-        names = {load.instance_id for load in fleet}
-        self._in_vain = {name: number for name, number in self._in_vain.items() if name in names}
-        self._chosen = worth_listing(fleet, rules, MOST_LISTED, self._in_vain)
-        return self._chosen if self._decision % _WITNESSED else self._chosen | _witnesses(fleet)
-
-    def decided(self, transfers: Iterable[Transfer]) -> None:
-        """Note what came of the instances that were chosen last. Without it the same decision is still due."""
-        self._decision += 1
-        moving = {name for transfer in transfers for name in (transfer.donor, transfer.receiver)}
-        self._in_vain |= dict.fromkeys(self._chosen, self._decision)
-        for name in moving:
-            self._in_vain.pop(name, None)
-
-
-def _witnesses(fleet: Iterable[LoadView]) -> frozenset[str]:
-    """Return the first instances of each kind, by their names."""
-    kinds: dict[Hashable, list[str]] = defaultdict(list)
-    for load in fleet:
-        kinds[load.peers].append(load.instance_id)
-    return frozenset(name for names in kinds.values() for name in nsmallest(WITNESSES, names))

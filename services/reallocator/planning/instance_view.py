@@ -1,10 +1,4 @@
-"""Views of instances for the plan, with remaining response lengths estimated from listed samples. Pure.
-
-Estimate the remaining response length of samples from censored observations. Pure. Two listings of an instance
-tell which samples have grown and which have ended. The estimator keeps a discrete hazard over response length:
-endings per generated token, in bins that grow by a factor of 1.3. The prior is heavy-tailed: a Pareto
-distribution with index 2, for which the expected remaining length equals the present length.
-"""
+"""Build the plan's views of instances, and estimate remaining response lengths from listed samples. Pure."""
 
 from __future__ import annotations
 
@@ -20,41 +14,48 @@ from services.reallocator.planning.throughput import Roofline
 
 # Factor between the edges of bins, the first edge in tokens, and the number of bins.
 _GRID, _SHORTEST, _BINS = 1.3, 8.0, 48
-# Endings that the prior counts for, and endings after which a bin is halved, so that old ones fade.
+# Weight of the prior in endings, and the endings at which a bin is halved, so that old ones fade.
 _PRIOR, _MEMORY = 2.0, 64.0
 
 
 class RemainingLengthEstimator:
-    """Hazard of the samples of one model. Lengths are response tokens."""
+    """Estimator of remaining response tokens for the samples of one model, from censored observations.
+
+    Two listings of an instance show which samples have grown and which have ended. The estimator keeps a discrete
+    hazard over response length: endings per generated token, in bins that grow by a factor of 1.3. The prior is
+    heavy-tailed: a Pareto distribution with index 2, whose expected remaining length equals the present length.
+    """
 
     def __init__(self) -> None:
         self._ended: NDArray[np.float64] = np.zeros(_BINS)
-        # Tokens that samples have generated at this length.
+        # Tokens that samples have generated in each bin of lengths.
         self._lived: NDArray[np.float64] = np.zeros(_BINS)
-        self._watched: dict[Hashable, dict[Hashable, int]] = {}
+        self._listed: dict[Hashable, dict[Hashable, int]] = {}
 
-    def saw(self, place: Hashable, lengths: Mapping[Hashable, int], left: Collection[Hashable] = ()) -> None:
+    def learn(
+        self, place: Hashable, lengths: Mapping[Hashable, int], left: Collection[Hashable] = ()
+    ) -> None:
         """Learn from a listing of one place: the length of each sample there, by key.
 
         Of the samples that the last listing had and this one lacks, `left` were moved; the others have ended.
         """
-        before, self._watched[place] = self._watched.get(place, {}), dict(lengths)
+        before, self._listed[place] = self._listed.get(place, {}), dict(lengths)
         gained = [lengths[key] - tokens for key, tokens in before.items() if key in lengths]
         if not gained:
-            # Without growth to compare with, the length of those that ended is unknown.
+            # Without a sample that has grown, the lengths of the ended samples are unknown.
             return
         typical = max(1, sorted(gained)[len(gained) // 2])
         for key, tokens in before.items():
             if key in lengths:
-                self._live(tokens, lengths[key])
+                self._add_lived(tokens, lengths[key])
             elif key not in left:
-                # It ended somewhere between the two listings: half-way, on average.
-                self._live(tokens, tokens + typical / 2)
-                self._end(tokens + typical / 2)
+                # It ended between the two listings: half-way, on average.
+                self._add_lived(tokens, tokens + typical / 2)
+                self._add_ending(tokens + typical / 2)
 
     def forget(self, place: Hashable) -> None:
         """Forget the last listing of a place that is gone."""
-        self._watched.pop(place, None)
+        self._listed.pop(place, None)
 
     def remaining(self, generated: int, limit: int) -> float:
         """Return the expected remaining tokens of a sample that may have at most `limit`; at least one."""
@@ -73,7 +74,7 @@ class RemainingLengthEstimator:
         length = max(at, _edge(place), 1.0)
         return float((self._ended[place] + _PRIOR) / (self._lived[place] + _PRIOR * length / 2))
 
-    def _live(self, begin: float, end: float) -> None:
+    def _add_lived(self, begin: float, end: float) -> None:
         at = float(begin)
         while at < end:
             place = _place(at)
@@ -81,7 +82,7 @@ class RemainingLengthEstimator:
             self._lived[place] += stop - at
             at = stop
 
-    def _end(self, at: float) -> None:
+    def _add_ending(self, at: float) -> None:
         place = _place(at)
         self._ended[place] += 1
         if self._ended[place] > _MEMORY:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from services.reallocator.planning.instance_view import RemainingLengthEstimator
 from services.reallocator.planning.records import Move, MoveBy, MoveCost, Rule
 
-# Prior. By prefix the context is prefilled, by KV it is sent. Engine times are those of an instance's Python
-# between two steps, which hardly depend on the model: measured on a small machine and rounded up.
+# Prior. By prefix the context is prefilled, by KV it is sent. Engine times are spent in an instance's Python
+# between two steps and hardly depend on the model: measured on a small machine and rounded up.
 _PRIORS = {
     MoveBy.KV: MoveCost(stall_steps=2.0, donor=0.001, receiver=0.002),
     MoveBy.PREFIX: MoveCost(stall_steps=2.0, donor=0.0005, receiver=0.0005, prefill=1.0),
@@ -32,7 +32,7 @@ class MoveCosts:
     """Cost of a move, by way. Times in seconds."""
 
     def __init__(self, ways: Sequence[MoveBy] = tuple(MoveBy)) -> None:
-        """Start from the prior of the ways that may be taken."""
+        """Start from the priors of the allowed ways to move."""
         self._ways = {way: _PRIORS[way] for way in ways}
 
     @property
@@ -43,8 +43,8 @@ class MoveCosts:
             for way, cost in self._ways.items()
         }
 
-    def stalled(self, by: MoveBy, stall_steps: float, sending_seconds: float, tokens: int) -> None:
-        """Learn from a move that paused its sample for so many steps and sent its KV in `sending_seconds`."""
+    def learn_stall(self, by: MoveBy, stall_steps: float, sending_seconds: float, tokens: int) -> None:
+        """Learn from a move that paused its sample for `stall_steps` and sent its KV in `sending_seconds`."""
         known = self._ways.get(by)
         if known is None:
             return
@@ -56,12 +56,12 @@ class MoveCosts:
             seconds_per_token=_towards(known.seconds_per_token, for_each, _SMOOTHING),
         )
 
-    def lost(
+    def learn_loss(
         self, moves: Sequence[Move], donor: float | None, receiver: float | None, step_seconds: float
     ) -> None:
-        """Learn from the engine time that both sides lost while these samples moved; None if unknown.
+        """Learn from the engine time that the donor and the receiver lost by these moves; None if unknown.
 
-        A step takes `step_seconds`. Moves of different ways cannot be separated, and teach nothing.
+        A step takes `step_seconds`. Moves made in different ways cannot be separated, so they are ignored.
         """
         ways = {move.by for move in moves}
         if len(ways) != 1 or (by := ways.pop()) not in self._ways:
@@ -101,8 +101,8 @@ class Trust:
         """Return the share of each rule."""
         return dict(self._shares)
 
-    def brought(self, rule: Rule, predicted: float, achieved: float) -> None:
-        """Learn from a transfer's predicted and achieved gain; a prediction of no gain teaches nothing."""
+    def learn(self, rule: Rule, predicted: float, achieved: float) -> None:
+        """Learn from a transfer's predicted and achieved gain; a prediction of no gain is ignored."""
         if predicted <= 0:
             return
         share = min(max(achieved / predicted, 0.0), 1.0)
@@ -116,7 +116,7 @@ class Trust:
 
 @dataclass(slots=True)
 class LearnedCosts:
-    """Everything that is learned, in one process across terms as leader. `remaining_lengths` are by model."""
+    """Learned state, kept by a process across its terms as leader. `remaining_lengths` are by model."""
 
     costs: MoveCosts = field(default_factory=MoveCosts)
     trust: Trust = field(default_factory=Trust)
@@ -127,7 +127,7 @@ class LearnedCosts:
         return self.remaining_lengths.setdefault(model, RemainingLengthEstimator())
 
     def forget(self, instance_id: str) -> None:
-        """Forget what is known of one instance alone, which is gone."""
+        """Drop the state of one instance that is gone."""
         for lengths in self.remaining_lengths.values():
             lengths.forget(instance_id)
 

@@ -2,12 +2,12 @@
 
 Instances above their threshold (the saturation point) give to instances below theirs: the fullest to the emptiest,
 until one side is used up, each instance at most once per decision. A pair moves at most min(donor - its threshold,
-its threshold - receiver) samples (equation 6), short ones with a low acceptance first, as far as they fit and pay.
+its threshold - receiver) samples (equation 6) that fit and pay, short ones with a low acceptance first.
 
 Where this finds nothing, the long tail of a step can still be uneven: no instance is above its threshold, or the
 emptier one has just reached it. Such a pair is balanced if it is predicted to finish sooner.
 
-Each sample moves by the cheapest way (see `price.py`). The cost of a pair's moves is subtracted from their gain
+Each sample moves by the cheapest way (`records.cheapest`). The cost of a pair's moves is subtracted from their gain
 before anything is decided, so by its own prediction no decision delays anything.
 """
 
@@ -35,7 +35,7 @@ from services.reallocator.planning.records import (
 Loaded = InstanceView | LoadView
 L = TypeVar("L", InstanceView, LoadView)
 ROUNDING = 1e-9
-"""Tolerance of a gain: it compares sums over samples, which rounding can make differ."""
+"""Tolerance of a gain, since it compares sums over samples, which differ by rounding."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def plan(fleet: Iterable[InstanceView], rules: ReallocationRules) -> list[Transf
 def evacuate(donor: InstanceView, others: Iterable[InstanceView], rules: ReallocationRules) -> list[Transfer]:
     """Plan to empty an instance: the longest sample first, each to the instance with the fewest samples.
 
-    Samples move with their KV, so that none is prefilled again. Those that fit nowhere are left out; an instance
+    Samples move with their KV, so that none is prefilled again. A sample that fits nowhere is left out; an instance
     may take part in several transfers.
     """
     spaces = [Space.of(each, rules) for each in others if _may_take(each, donor)]
@@ -173,7 +173,7 @@ def fullest_first(group: Iterable[L]) -> list[L]:
 
 
 def halves(most: int) -> Iterator[int]:
-    """Give the numbers of moves among which a pair chooses: all, half, a quarter, ..."""
+    """Yield the numbers of moves among which a pair chooses: all, half, a quarter, ..."""
     while most:
         yield most
         most //= 2
@@ -188,11 +188,11 @@ def rate_gain(donor: Loaded, receiver: Loaded, count: int) -> float:
 def _best(
     chosen: Sequence[PricedCandidate], gain: Callable[[Sequence[PricedCandidate]], float]
 ) -> tuple[Sequence[PricedCandidate], float]:
-    """Return the prefix of the candidates that gains most, of all, half, a quarter, ...; and its gain."""
+    """Return the best prefix of the candidates, among all of them, half, a quarter, ...; and its gain."""
     best: tuple[Sequence[PricedCandidate], float] = ((), float("-inf"))
     for count in halves(len(chosen)):
         found = gain(chosen[:count])
-        # Among equal gains the most samples move: rounding does not choose.
+        # Among equal gains, prefer the most samples: rounding must not decide.
         if found > best[1] + ROUNDING:
             best = chosen[:count], found
     return best
@@ -270,12 +270,12 @@ class _Pair:
         leaving = [each.candidate.remaining for each in part]
         present = [each.remaining for each in self.receiver.candidates]
 
-        # Three predictions of when the later of the two instances finishes: without the moves, with moves that
-        # cost nothing, and with moves that are paid for.
+        # Time at which the later of the two instances finishes: without the moves, with free moves, and with
+        # moves at their price.
         unmoved = max(here(staying + leaving), there(present))
         free = max(here(staying), there(present + leaving))
-        # A stalled sample generates its tokens later, as if it had more of them to go. Prefill is not part of that:
-        # it stalls the receiver's whole batch, and is counted as time that the receiver loses.
+        # A stalled sample finishes later, as if it had more tokens left. Prefill is not part of that: it stalls the
+        # receiver's whole batch and counts as time that the receiver loses.
         curve = self.receiver.curve
         tokens_per_second = curve.tokens / curve.step_seconds(self.receiver.samples + len(part))
         delayed = [

@@ -1,10 +1,9 @@
-"""Input and output of the plan as plain data, and the price of a move. Pure; times in seconds.
+"""Define the plan's input and output as plain data, and the price of a move. Pure; times in seconds.
 
-Price a move of one sample, by its KV or by its prefix. Pure; times in seconds. By KV (RLHFSpec, section 6.2) the
-sample pauses for some engine steps, and both engines spend a little time on it. By prefix the receiver prefills
-the sample's tokens, in one step that stalls its whole batch. The time to send grows far more slowly with the
-context than the time to prefill, so long contexts move by KV and short ones by prefix; the length at which both
-cost the same depends on model and machine.
+A sample that moves by KV (RLHFSpec, section 6.2) pauses for some engine steps, and both engines spend a little
+time on it. By prefix the receiver prefills the sample's tokens, in one step that stalls its whole batch. The time
+to send grows far more slowly with the context than the time to prefill, so long contexts move by KV and short ones
+by prefix; the length at which both cost the same depends on model and machine.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from services.reallocator.planning.throughput import ThroughputCurve
 
 
 class MoveBy(StrEnum):
-    """Form in which a sample goes from donor to receiver."""
+    """Form in which a sample moves from donor to receiver."""
 
     KV = "kv"
     PREFIX = "prefix"
@@ -91,11 +90,11 @@ def lost(prices: Iterable[MovePrice]) -> tuple[float, float]:
 class Rule(StrEnum):
     """Rule by which samples are moved; a label of metrics."""
 
-    # From above the saturation point to below it (RLHFSpec, section 6.1).
+    # Moves samples from above the saturation point to below it (RLHFSpec, section 6.1).
     THRESHOLD = "threshold"
-    # In the long tail of a step, where the threshold rule finds nothing: balanced instances finish sooner.
+    # Balances instances in the long tail of a step, where the threshold rule finds nothing: they finish sooner.
     BALANCE = "balance"
-    # The donor has to become empty.
+    # Empties the donor.
     EVACUATE = "evacuate"
 
 
@@ -108,7 +107,7 @@ class ReallocationRules:
     `least_saved_seconds`: time by which the pair must finish sooner, by any rule. `payback`: a moved sample must
     save this many times its stall. `ways`: cost of each allowed way to move. `trust`: share of its predicted gain
     that a rule has achieved. `spare_blocks`: share of the receiver's free KV blocks that stays free.
-    `cooldown_decisions`: decisions in which an instance that gave takes nothing, and one that took gives nothing.
+    `cooldown_decisions`: decisions in which a former donor takes nothing and a former receiver gives nothing.
     """
 
     least_gain: float = 0.03
@@ -140,7 +139,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class LoadView:
-    """Instance by its status alone: its samples, and the curve and threshold of its kind. `peers` as in a view."""
+    """Instance by its status alone: its samples, the curve and threshold of its kind, and `peers` as in a view."""
 
     instance_id: str
     samples: int
@@ -173,7 +172,7 @@ class InstanceView:
 class Move:
     """Move of one sample with its KV, or by its prefix, which the receiver prefills.
 
-    `tokens` are those with KV; `prefill` is the predicted time of that prefill in seconds, 0 by KV.
+    `tokens` is the number of tokens with KV; `prefill` is the predicted time to prefill them, 0 by KV.
     """
 
     key: str
@@ -186,7 +185,7 @@ class Move:
 class Transfer:
     """Samples to be moved from one instance to another, in this order.
 
-    `predicted_gain` is net of the moves' cost and means what its rule says; `rate_gain` is the relative gain of the
+    `predicted_gain` is net of the moves' cost, in the terms of its rule; `rate_gain` is the relative gain of the
     pair's tokens per second before costs, which is measured afterwards.
     """
 
@@ -204,5 +203,5 @@ class Transfer:
         return tuple(move.key for move in self.moves)
 
     def count(self, by: MoveBy) -> int:
-        """Return how many samples move this way."""
+        """Return the number of samples that move this way."""
         return sum(move.by is by for move in self.moves)

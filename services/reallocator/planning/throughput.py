@@ -1,15 +1,8 @@
-"""Throughput of an instance: its step-time model, its measured curve, and its saturation point.
-
-Pure: times are passed in (monotonic seconds). The method is RLHFSpec's (section 6.1).
-
-Step-time model of an instance that is not measured yet: a roofline by the sizes of its model. Pure. A step has a
-row (verified token) for each sample. Its dense layers read the weights and compute with each row; its attention
-reads the KV cache and computes with each row and the tokens before it. Each of the two takes as long as the
-longer of its memory and compute time. Only the shape counts: measured steps set the scale (see `throughput`).
+"""Model the throughput of an instance: its step time, its measured curve and its saturation point (RLHFSpec, 6.1).
 
 Throughput over the number of samples is a roofline: it grows in proportion while one more sample does not prolong
-a step, and stays constant once steps grow in proportion. The curve comes from the step-time model and is
-corrected by measured steps.
+a step, and stays constant once steps grow in proportion. The curve starts from a step-time model and is corrected
+by measured steps. Pure: times are passed in (monotonic seconds).
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.files import read_object
 
-# Of an unmeasured machine: modest, with the memory of a CPU or a small GPU.
+# Assumed for an unmeasured machine: modest compute, with the memory bandwidth of a CPU or a small GPU.
 _THROUGHPUT, _BANDWIDTH, _BASE, _PER_ROW = 1e12, 5e10, 2e-3, 4e-5
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIXTURE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -75,7 +68,13 @@ class Architecture(BaseModel):
 
 
 class StepTime(BaseModel):
-    """Time of a step in seconds, by samples, rows and context (the sum of the samples' lengths, in tokens)."""
+    """Roofline of the step time in seconds, by the sizes of the model.
+
+    A step has a row (verified token) for each sample. Its dense layers read the weights and compute with each row;
+    its attention reads the KV cache and computes with each row and the tokens before it. Each of the two takes as
+    long as the longer of its memory and compute time. Only the shape counts: measured steps set the scale.
+    `context` is the sum of the samples' lengths in tokens.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -119,7 +118,7 @@ def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) ->
     return found
 
 
-# Throughput is compared with that of this many times the samples, because measured curves are locally uneven.
+# Throughput is compared at this factor between numbers of samples, because measured curves are locally uneven.
 _WINDOW = 1.5
 # Measured times are kept for counts of samples that differ by this factor.
 _GRID = 1.25
@@ -132,7 +131,7 @@ _SHORTEST_PREFILL = 64.0
 
 
 class StepTimeModel(Protocol):
-    """Part of services.reallocator.planning.throughput.StepTime that is used here."""
+    """Step time that a curve starts from: `StepTime`, or a measured table."""
 
     def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
         """Return the predicted time of steps, in seconds."""
@@ -142,7 +141,7 @@ class StepTimeModel(Protocol):
 class ThroughputCurve:
     """Step time over the number of samples, and the throughput that follows from it.
 
-    `seconds` are those of a step with 1, 2, ... samples; `tokens` is the number that a step brings each sample
+    `seconds` has the step times with 1, 2, ... samples; `tokens` is the number that a step brings each sample
     (acceptance length); `prefill` is the time by which each prefilled token prolongs a step, infinite if unknown.
     """
 
@@ -151,11 +150,11 @@ class ThroughputCurve:
     prefill: float = inf
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the time by which prefilling so many tokens prolongs a step."""
+        """Return the time by which prefilling `tokens` tokens prolongs a step."""
         return self.prefill * max(0, tokens)
 
     def step_seconds(self, samples: int) -> float:
-        """Return the time of a step: 0 for no samples; beyond the curve as if they took turns."""
+        """Return the time of a step: 0 without samples; beyond the curve as if samples took turns."""
         most = len(self.seconds)
         if samples <= 0:
             return 0.0
@@ -164,7 +163,7 @@ class ThroughputCurve:
         return self.seconds[samples - 1]
 
     def throughput(self, samples: int) -> float:
-        """Return the tokens per second with so many samples (equation 4)."""
+        """Return the tokens per second with `samples` samples (equation 4)."""
         return samples * self.tokens / self.step_seconds(samples) if samples > 0 else 0.0
 
     def finish_seconds(self, remaining: Sequence[float]) -> float:
@@ -200,7 +199,7 @@ class Roofline:
         self._tokens = 1.0
         self._context = 1.0
         self._threshold: int | None = None
-        # Until the next measurement: many instances share it.
+        # Kept until the next measurement, because many instances share it.
         self._curve: ThroughputCurve | None = None
         # Place on the grid -> (samples, ratio of measured to predicted time).
         self._measured: dict[int, tuple[float, float]] = {}
@@ -233,7 +232,7 @@ class Roofline:
 
         The model's error is interpolated between measured counts, and constant beyond. The curve is made monotone
         and convex, as a roofline is: fewer samples take no longer, and each further sample adds no less than the
-        one before. Measurements above it were disturbed, because disturbances only prolong steps.
+        previous one. Measurements above it were disturbed, because disturbances only prolong steps.
         """
         if self._curve is None:
             self._curve = self._fitted()
@@ -259,7 +258,7 @@ class Roofline:
     def threshold(self, curve: ThroughputCurve) -> int:
         """Return the saturation point of the curve, or the most samples where there is none.
 
-        It follows the curve with some slack: a threshold that trembles would move samples back and forth.
+        It follows the curve with some slack: a jittering threshold would move samples back and forth.
         """
         found = curve.saturation_point(self._flatness) or self._most
         if self._threshold is None or abs(found - self._threshold) > _SLACK * self._threshold:
@@ -323,7 +322,7 @@ def steady(reports: Sequence[InstanceReport], since: float = float("-inf")) -> S
 
 
 def tokens_per_second(before: InstanceReport, after: InstanceReport) -> float:
-    """Return the tokens per second between two reports, whatever happened in between; 0 if unknown."""
+    """Return the mean tokens per second between two reports; 0 if unknown."""
     seconds, tokens = after.at - before.at, after.tokens - before.tokens
     return tokens / seconds if seconds > 0 and tokens > 0 else 0.0
 
@@ -337,7 +336,7 @@ def step_seconds(before: InstanceReport, after: InstanceReport) -> float:
 def settled(reports: Sequence[InstanceReport], since: float = float("-inf")) -> list[InstanceReport]:
     """Return the last reports since `since` between which the instance was busy, or idle, all the time.
 
-    The first busy report is left out: the work began at an unknown time before it.
+    The first busy report is left out, because the work began at an unknown time before it.
     """
     found: list[InstanceReport] = []
     for report in reversed(reports):
@@ -351,12 +350,12 @@ def settled(reports: Sequence[InstanceReport], since: float = float("-inf")) -> 
 
 
 def mean_samples(reports: Sequence[InstanceReport]) -> float:
-    """Return the mean number of samples over these reports; 0 of none."""
+    """Return the mean number of samples over these reports; 0 without reports."""
     return sum(each.samples for each in reports) / len(reports) if reports else 0.0
 
 
 def lost_seconds(before: InstanceReport, after: InstanceReport, step_seconds: float) -> float | None:
-    """Return the engine time that steps of `step_seconds` each do not explain; None if it was idle."""
+    """Return the time between two reports in excess of `step_seconds` a step; None if the instance was idle."""
     if not before.samples or not after.samples or step_seconds <= 0 or after.at <= before.at:
         return None
     return after.at - before.at - (after.steps - before.steps) * step_seconds

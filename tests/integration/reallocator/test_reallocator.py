@@ -115,7 +115,7 @@ async def test_what_is_cheaper_to_read_again_goes_by_its_prefix(fleet: Fleet) ->
     gateway, request = await crowded(fleet)
     # 100 tokens are read in no time beside a stall of two steps.
     reallocator = fleet.reallocator(prefill=1e-9, decision_steps=10**9)
-    reallocator.learned.costs.stalled(MoveBy.KV, 50.0, 0.0, 1)
+    reallocator.learned.costs.learn_stall(MoveBy.KV, 50.0, 0.0, 1)
     await fleet.join("i1", hold_at=HELD)
     await until(lambda: fleet.counts() == {"i0": 13, "i1": 11}, "i1 has as many as its threshold")
     await until(lambda: reallocator.metric("moves_total", rule="threshold", by="prefix") == 11, "it knows")

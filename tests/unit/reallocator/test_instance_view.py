@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.internal.v1 import migration_pb2 as pb
-from services.reallocator.moves import Shunned
+from services.reallocator.moves import UnreachableReceivers
 from services.reallocator.planning.instance_view import RemainingLengthEstimator, instance_view, mean_length
 from services.reallocator.planning.throughput import Architecture, Roofline, StepTime
 
@@ -67,39 +67,39 @@ def test_the_mean_length_counts_prompts() -> None:
 
 
 def test_a_receiver_that_fails_is_left_alone_for_longer_and_longer() -> None:
-    shunned = Shunned()
-    assert not shunned.is_shunned("a", 1, 0.0)
-    shunned.failed("a", 1, 0.0)
-    assert shunned.is_shunned("a", 1, 0.9)
-    assert not shunned.is_shunned("a", 1, 1.0)
-    shunned.failed("a", 1, 1.0)
-    assert shunned.is_shunned("a", 1, 2.9)
-    shunned.worked("a")
-    assert not shunned.is_shunned("a", 1, 2.9)
-    shunned.failed("a", 1, 3.0)
-    assert not shunned.is_shunned("a", 1, 4.0), "it begins anew"
+    unreachable = UnreachableReceivers()
+    assert not unreachable.is_avoided("a", 1, 0.0)
+    unreachable.failed("a", 1, 0.0)
+    assert unreachable.is_avoided("a", 1, 0.9)
+    assert not unreachable.is_avoided("a", 1, 1.0)
+    unreachable.failed("a", 1, 1.0)
+    assert unreachable.is_avoided("a", 1, 2.9)
+    unreachable.worked("a")
+    assert not unreachable.is_avoided("a", 1, 2.9)
+    unreachable.failed("a", 1, 3.0)
+    assert not unreachable.is_avoided("a", 1, 4.0), "it begins anew"
     for n in range(20):
-        shunned.failed("a", 1, 100.0 * n)
-    assert shunned.is_shunned("a", 1, 1929.9)
-    assert not shunned.is_shunned("a", 1, 1930.0), "never longer than half a minute"
+        unreachable.failed("a", 1, 100.0 * n)
+    assert unreachable.is_avoided("a", 1, 1929.9)
+    assert not unreachable.is_avoided("a", 1, 1930.0), "never longer than half a minute"
 
 
 def test_moves_that_fail_together_are_one_failure() -> None:
-    shunned = Shunned()
+    unreachable = UnreachableReceivers()
     for n in range(4):
-        shunned.failed("a", 1, 0.01 * n)
-    assert shunned.is_shunned("a", 1, 0.9)
-    assert not shunned.is_shunned("a", 1, 1.0)
-    shunned.failed("a", 1, 1.0)
-    assert not shunned.is_shunned("a", 1, 3.0), "the second one"
+        unreachable.failed("a", 1, 0.01 * n)
+    assert unreachable.is_avoided("a", 1, 0.9)
+    assert not unreachable.is_avoided("a", 1, 1.0)
+    unreachable.failed("a", 1, 1.0)
+    assert not unreachable.is_avoided("a", 1, 3.0), "the second one"
 
 
 def test_what_begins_anew_under_its_old_name_has_not_failed() -> None:
-    shunned = Shunned()
+    unreachable = UnreachableReceivers()
     for n in range(6):
-        shunned.failed("a", 1, 100.0 * n)
-    assert shunned.is_shunned("a", 1, 520.0)
-    assert not shunned.is_shunned("a", 2, 520.0)
-    shunned.failed("a", 2, 520.0)
-    assert shunned.is_shunned("a", 2, 520.9)
-    assert not shunned.is_shunned("a", 2, 521.0)
+        unreachable.failed("a", 1, 100.0 * n)
+    assert unreachable.is_avoided("a", 1, 520.0)
+    assert not unreachable.is_avoided("a", 2, 520.0)
+    unreachable.failed("a", 2, 520.0)
+    assert unreachable.is_avoided("a", 2, 520.9)
+    assert not unreachable.is_avoided("a", 2, 521.0)

@@ -17,10 +17,10 @@ READ = [Move("a", MoveBy.PREFIX, 100, prefill=0.01), Move("b", MoveBy.PREFIX, 10
 def test_stalls_and_sending_are_learned_and_bounded() -> None:
     costs = MoveCosts()
     for _ in range(50):
-        costs.stalled(MoveBy.KV, 5.0, 0.1, 100)
+        costs.learn_stall(MoveBy.KV, 5.0, 0.1, 100)
     assert costs.ways[MoveBy.KV].stall_steps == pytest.approx(5.0, abs=0.01)
     assert costs.ways[MoveBy.KV].seconds_per_token == pytest.approx(0.001, rel=0.01)
-    costs.stalled(MoveBy.KV, 1e9, -1.0, 0)
+    costs.learn_stall(MoveBy.KV, 1e9, -1.0, 0)
     assert costs.ways[MoveBy.KV].stall_steps < 20
     assert costs.ways[MoveBy.KV].seconds_per_token > 0
     assert costs.ways[MoveBy.PREFIX] == MoveCosts().ways[MoveBy.PREFIX]
@@ -29,13 +29,13 @@ def test_stalls_and_sending_are_learned_and_bounded() -> None:
 def test_engine_time_is_learned_for_each_move_of_one_way() -> None:
     costs = MoveCosts()
     for _ in range(50):
-        costs.lost(KV, 0.004, 0.008, 0.01)
+        costs.learn_loss(KV, 0.004, 0.008, 0.01)
     assert costs.ways[MoveBy.KV].donor == pytest.approx(0.002, rel=0.01)
     assert costs.ways[MoveBy.KV].receiver == pytest.approx(0.004, rel=0.01)
-    costs.lost([*KV, *READ], 9.0, 9.0, 0.01)
+    costs.learn_loss([*KV, *READ], 9.0, 9.0, 0.01)
     assert costs.ways[MoveBy.KV].donor == pytest.approx(0.002, rel=0.01), "of both ways nothing can be told"
     for _ in range(50):
-        costs.lost(KV, None, -1.0, 0.01)
+        costs.learn_loss(KV, None, -1.0, 0.01)
     assert costs.ways[MoveBy.KV].donor == pytest.approx(0.002, rel=0.01)
     assert costs.ways[MoveBy.KV].receiver == 0.0, "a gain is no cost"
 
@@ -44,7 +44,7 @@ def test_prefilling_is_learned_as_times_what_was_predicted() -> None:
     costs = MoveCosts()
     for _ in range(100):
         predicted = costs.ways[MoveBy.PREFIX].prefill * 0.04
-        costs.lost([Move("a", MoveBy.PREFIX, 100, prefill=predicted)], 0.0, 0.24, 0.01)
+        costs.learn_loss([Move("a", MoveBy.PREFIX, 100, prefill=predicted)], 0.0, 0.24, 0.01)
     assert costs.ways[MoveBy.PREFIX].prefill == pytest.approx(6.0, rel=0.05)
     assert costs.ways[MoveBy.PREFIX].receiver == MoveCosts().ways[MoveBy.PREFIX].receiver
 
@@ -52,8 +52,8 @@ def test_prefilling_is_learned_as_times_what_was_predicted() -> None:
 def test_what_is_not_tried_is_forgotten() -> None:
     costs, trust = MoveCosts(), Trust()
     for _ in range(30):
-        costs.stalled(MoveBy.KV, 40.0, 0.0, 1)
-        trust.brought(Rule.BALANCE, 0.1, -0.5)
+        costs.learn_stall(MoveBy.KV, 40.0, 0.0, 1)
+        trust.learn(Rule.BALANCE, 0.1, -0.5)
     assert trust.shares[Rule.BALANCE] < 0.01
     for _ in range(1000):
         costs.fade()
@@ -65,18 +65,18 @@ def test_what_is_not_tried_is_forgotten() -> None:
 def test_a_rule_is_trusted_as_far_as_it_keeps_its_word() -> None:
     trust = Trust()
     for _ in range(50):
-        trust.brought(Rule.THRESHOLD, 0.4, 0.2)
+        trust.learn(Rule.THRESHOLD, 0.4, 0.2)
     assert trust.shares[Rule.THRESHOLD] == pytest.approx(0.5, abs=0.01)
     assert trust.shares[Rule.BALANCE] == 1.0
-    trust.brought(Rule.BALANCE, 0.0, -1.0)
+    trust.learn(Rule.BALANCE, 0.0, -1.0)
     assert trust.shares[Rule.BALANCE] == 1.0, "nothing was promised"
 
 
 def test_only_ways_that_may_be_taken_are_known() -> None:
     assert list(MoveCosts((MoveBy.KV,)).ways) == [MoveBy.KV]
     costs = MoveCosts((MoveBy.KV,))
-    costs.stalled(MoveBy.PREFIX, 5.0, 0.0, 1)
-    costs.lost(READ, 1.0, 1.0, 0.01)
+    costs.learn_stall(MoveBy.PREFIX, 5.0, 0.0, 1)
+    costs.learn_loss(READ, 1.0, 1.0, 0.01)
     assert list(costs.ways) == [MoveBy.KV]
 
 
@@ -88,8 +88,8 @@ def test_lifetimes_are_of_a_model() -> None:
 
 def test_what_was_learned_rules_unless_moves_are_to_be_tried_out() -> None:
     learned = LearnedCosts()
-    learned.costs.stalled(MoveBy.KV, 9.0, 0.0, 1)
-    learned.trust.brought(Rule.BALANCE, 0.1, 0.0)
+    learned.costs.learn_stall(MoveBy.KV, 9.0, 0.0, 1)
+    learned.trust.learn(Rule.BALANCE, 0.1, 0.0)
     rules = ReallocatorConfig().rules(learned)
     assert rules.ways == learned.costs.ways
     assert rules.trust[Rule.BALANCE] < 1
@@ -107,9 +107,9 @@ def test_nothing_that_is_measured_breaks_the_bounds(seen: list[tuple[float, floa
     costs, trust = MoveCosts(), Trust()
     for donor, receiver, step, by_prefix in seen:
         moves = READ if by_prefix else KV
-        costs.lost(moves, donor, receiver, step)
-        costs.stalled(moves[0].by, donor, receiver, 10)
-        trust.brought(Rule.BALANCE, donor, receiver)
+        costs.learn_loss(moves, donor, receiver, step)
+        costs.learn_stall(moves[0].by, donor, receiver, 10)
+        trust.learn(Rule.BALANCE, donor, receiver)
     for cost in costs.ways.values():
         assert 0.5 <= cost.stall_steps <= 50
         assert 0 <= cost.donor <= 8

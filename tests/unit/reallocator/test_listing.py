@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.reallocator.planning.decision_scope import MOST_LISTED, WITNESSES, ListingChoice
+from services.reallocator.planning.decision_scope import MOST_LISTED, WITNESSES, DecisionScope
 from services.reallocator.planning.records import LoadView, Move, ReallocationRules, Rule, Transfer
 from tests.unit.reallocator.fleets import FIGURE_5
 
@@ -16,36 +16,36 @@ def _fleet(count: int, samples: int | None = None, peers: object = "model") -> l
 
 
 def test_a_decision_lists_few_of_a_large_fleet_and_comes_to_all_that_could_gain() -> None:
-    choice, fleet, seen = ListingChoice(), _fleet(400), set[str]()
+    scope, fleet, seen = DecisionScope(1, 0), _fleet(400), set[str]()
     # Two rules pair an instance with two others.
     for decision in range(2 * 400 // MOST_LISTED + 1):
-        chosen = choice.choose(fleet, _RULES)
+        chosen = scope.choose(fleet, _RULES)
         assert len(chosen) <= MOST_LISTED + (WITNESSES if decision == 0 else 0)
         assert len(chosen) >= MOST_LISTED // 2
         seen |= chosen
-        choice.decided(())
+        scope.decided({}, ())
     assert seen == {each.instance_id for each in fleet}, "pairs that moved nothing make way"
 
 
 def test_a_pair_that_moved_samples_is_looked_at_again() -> None:
-    choice, fleet = ListingChoice(), _fleet(400)
-    first = choice.choose(fleet, _RULES)
+    scope, fleet = DecisionScope(1, 0), _fleet(400)
+    first = scope.choose(fleet, _RULES)
     donor, receiver = (next(n for n in sorted(first) if int(n[1:]) % 2 == odd) for odd in (1, 0))
-    choice.decided([Transfer(donor, receiver, (Move("s"),), Rule.THRESHOLD, 0.5, "")])
-    again = choice.choose(fleet, _RULES)
+    scope.decided({}, [Transfer(donor, receiver, (Move("s"),), Rule.THRESHOLD, 0.5, "")])
+    again = scope.choose(fleet, _RULES)
     assert donor in again
     assert len(again & first) < len(first) / 2
 
 
 def test_the_same_witnesses_of_each_kind_are_listed_in_every_eighth_decision() -> None:
-    choice = ListingChoice()
+    scope = DecisionScope(1, 0)
     fleet = [*_fleet(20, 8), *(LoadView(f"other-{n}", 8, FIGURE_5, 19, "other") for n in range(3))]
     expected = {f"i{n:04d}" for n in range(WITNESSES)} | {f"other-{n}" for n in range(3)}
     found = []
     for _ in range(17):
-        found.append(choice.choose(fleet, _RULES))
+        found.append(scope.choose(fleet, _RULES))
         # A decision that comes too late is due again.
-        assert choice.choose(fleet, _RULES) == found[-1]
-        choice.decided(())
+        assert scope.choose(fleet, _RULES) == found[-1]
+        scope.decided({}, ())
     assert [n for n, chosen in enumerate(found) if chosen] == [0, 8, 16]
     assert found[0] == found[8] == found[16] == expected

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.reallocator.planning.decision_scope import Cooldown
+from services.reallocator.planning.decision_scope import DecisionScope
 from services.reallocator.planning.plan import evacuate, plan
 from services.reallocator.planning.records import (
     Candidate,
@@ -329,17 +329,17 @@ def transfer(rule: Rule = Rule.BALANCE, **fields: Any) -> Transfer:
 
 
 def test_who_took_gives_nothing_for_a_while_and_who_gave_takes_nothing() -> None:
-    cooldown = Cooldown(2)
-    cooldown.decided([transfer()])
+    scope = DecisionScope(1, cooldown=2)
+    scope.decided({}, [transfer()])
     for _ in range(2):
-        assert (cooldown.gives("a"), cooldown.receives("a")) == (True, False)
-        assert (cooldown.gives("b"), cooldown.receives("b")) == (False, True)
-        cooldown.decided([])
-    assert (cooldown.receives("a"), cooldown.gives("b")) == (True, True)
+        assert (scope.gives("a"), scope.receives("a")) == (True, False)
+        assert (scope.gives("b"), scope.receives("b")) == (False, True)
+        scope.decided({}, [])
+    assert (scope.receives("a"), scope.gives("b")) == (True, True)
 
 
 def test_evacuation_is_held_against_nobody() -> None:
-    cooldown = Cooldown(2)
-    cooldown.decided([transfer(Rule.EVACUATE)])
-    assert cooldown.gives("b")
-    assert cooldown.receives("a")
+    scope = DecisionScope(1, cooldown=2)
+    scope.decided({}, [transfer(Rule.EVACUATE)])
+    assert scope.gives("b")
+    assert scope.receives("a")

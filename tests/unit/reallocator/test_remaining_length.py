@@ -23,7 +23,7 @@ def watched(
         while len(alive) < 16:
             alive[f"s{number}"] = (0, length_of(chosen))
             number += 1
-        remaining_lengths.saw("i0", {key: at for key, (at, _) in alive.items()})
+        remaining_lengths.learn("i0", {key: at for key, (at, _) in alive.items()})
         alive = {key: (at + step, length) for key, (at, length) in alive.items() if at + step < length}
     return remaining_lengths
 
@@ -33,7 +33,7 @@ def test_a_place_that_is_gone_is_forgotten() -> None:
     tracemalloc.start()
     try:
         for number in range(200):
-            estimator.saw(f"i{number}", {f"s{sample}": 10_000 + sample for sample in range(200)})
+            estimator.learn(f"i{number}", {f"s{sample}": 10_000 + sample for sample in range(200)})
             estimator.forget(f"i{number}")
         held, _ = tracemalloc.get_traced_memory()
     finally:
@@ -73,8 +73,8 @@ def test_one_that_was_moved_away_has_not_ended() -> None:
     stayed, ended = RemainingLengthEstimator(), RemainingLengthEstimator()
     for remaining_lengths, left in ((stayed, {"b"}), (ended, set())):
         for _ in range(20):
-            remaining_lengths.saw("i0", {"a": 50, "b": 50})
-            remaining_lengths.saw("i0", {"a": 60}, left)
+            remaining_lengths.learn("i0", {"a": 50, "b": 50})
+            remaining_lengths.learn("i0", {"a": 60}, left)
     assert ended.remaining(50, 1000) < stayed.remaining(50, 1000)
 
 
@@ -82,8 +82,8 @@ def test_policies_change_and_so_does_what_is_known() -> None:
     remaining_lengths = watched(lambda _: 60, samples=2000)
     short = remaining_lengths.remaining(50, 2000)
     for number in range(300):
-        remaining_lengths.saw("i0", {f"n{number}": 40})
-        remaining_lengths.saw("i0", {f"n{number}": 90})
+        remaining_lengths.learn("i0", {f"n{number}": 40})
+        remaining_lengths.learn("i0", {f"n{number}": 90})
     assert remaining_lengths.remaining(50, 2000) > 2 * short
 
 
@@ -98,7 +98,7 @@ def test_the_rest_is_always_between_one_and_what_the_limit_leaves(
 ) -> None:
     remaining_lengths = RemainingLengthEstimator()
     for each in seen:
-        remaining_lengths.saw("i0", dict(each))
+        remaining_lengths.learn("i0", dict(each))
     assert 1 <= remaining_lengths.remaining(generated, generated + more) <= max(1, more)
     longer = remaining_lengths.remaining(generated, generated + 2 * more)
     assert longer >= remaining_lengths.remaining(generated, generated + more) - 1e-9
