@@ -15,7 +15,7 @@ SecondsOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class PoolConfig(BaseModel):
-    """A StatefulSet of like instances, which are scaled together."""
+    """StatefulSet of equal instances, which are scaled together."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -34,7 +34,7 @@ class PoolConfig(BaseModel):
 
 
 class ScalingConfig(BaseModel):
-    """Pools and when to scale them; without pools nothing is recommended. Times are in seconds."""
+    """Pools, and when to scale them; without pools nothing is recommended. Times are in seconds."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -86,7 +86,7 @@ class ScalingConfig(BaseModel):
 
 
 class PolicyConfig(LeaderConfig):
-    """Settings of the policy service; services.platform.config has those that all services share."""
+    """Settings of the policy service, in addition to the shared ones of services.platform.config."""
 
     port: int = 7430
     """Port of the gRPC server; 0 picks a free one."""

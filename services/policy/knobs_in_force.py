@@ -1,6 +1,7 @@
-"""Knobs in force: settings, ladders and their revision, and the knobs that instances really use.
+"""Keep the knobs in force, and derive the knobs that instances use.
 
-The effective knobs of an instance are its own configuration under the settings of all scopes.
+Knobs in force are settings, ladders and their revision. The effective knobs of an instance are its own
+configuration, overridden by the settings of all scopes.
 """
 
 from __future__ import annotations
@@ -22,48 +23,50 @@ from services.contracts.knobs import Knobs, KnobScope, Setting, apply_request, c
 from services.platform.tasks import Notifier
 from services.policy.metrics import PolicyMetrics
 
+log = structlog.get_logger(__name__)
 
-def is_of(report: pb.GetSpeculationReportResponse, scope: KnobScope) -> bool:
-    """Return True if the settings of a scope apply to an instance; a run's apply to all instances."""
+
+def in_scope(report: pb.GetSpeculationReportResponse, scope: KnobScope) -> bool:
+    """Return True if the settings of a scope apply to an instance; the settings of a run apply to all."""
     return scope.name == {"model": report.model, "pool": report.pool}.get(scope.kind, scope.name)
 
 
 def effective(
     records: KnobRecords, scope: KnobScope, reports: Mapping[str, pb.GetSpeculationReportResponse]
 ) -> tuple[list[knobs_pb2.EffectiveKnobs], list[str]]:
-    """Return what instances use, in the samples of a run if `scope` is one.
+    """Return the knobs that instances use, for the samples of a run if `scope` is one.
 
     Args:
         records: settings and ladders in force.
-        scope: of which the instances are.
+        scope: scope of the instances.
         reports: latest reports of these instances, by instance id.
 
     Returns:
         Distinct knobs with the ids of their instances, most instances first, and the ids of instances that do not
-        tell their own configuration. Without any instance: the knobs of an instance that has no configuration.
+        report their own configuration. Without any instance: the knobs of an instance without configuration.
     """
     alike: dict[tuple[bytes, str, str], list[str]] = {}
-    untold = []
+    unreported = []
     for instance_id, report in sorted(reports.items()):
         if report.HasField("own_knobs"):
             own = report.own_knobs.SerializeToString(deterministic=True)
             alike.setdefault((own, report.model, report.pool), []).append(instance_id)
         else:
-            untold.append(instance_id)
+            unreported.append(instance_id)
     found: dict[Knobs, list[str]] = {}
     for (own, model, pool), ids in alike.items():
         try:
             base = _knobs(own)
         except InvalidArgument:
-            # The instance is of a later version, which has other values.
-            untold += ids
+            # The instance runs a later version, whose values are unknown here.
+            unreported += ids
             continue
         found.setdefault(_used(records, scope, base, model, pool), []).extend(ids)
     if not reports:
         named = {scope.kind: scope.name}
         found[_used(records, scope, Knobs(), named.get("model", ""), named.get("pool", ""))] = []
     entries = sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[1]))
-    return [_message(knobs, sorted(ids)) for knobs, ids in entries], sorted(untold)
+    return [_message(knobs, sorted(ids)) for knobs, ids in entries], sorted(unreported)
 
 
 def _knobs(own: bytes) -> Knobs:
@@ -84,16 +87,14 @@ def _message(knobs: Knobs, instance_ids: list[str]) -> knobs_pb2.EffectiveKnobs:
     )
 
 
-log = structlog.get_logger(__name__)
-
-
 class KnobsInForce:
-    """Copy of the knob store that one term of leadership keeps, writes through and sends to instances.
+    """Write-through copy of the knob store for one term of leadership, which is sent to instances.
 
-    `changed` notifies of a new revision, `answered` of an instance that uses one or is gone.
+    `changed` notifies of a new revision, `answered` when an instance uses one or is gone.
 
-    A change always gets a revision above the latest, even where Redis gave it a lower one: `exceed` may have raised
-    the revision while the change was stored, and instances may have got that one without the change.
+    A change always gets a revision above the latest, even if Redis gave it a lower one: `exceed` may have raised
+    the revision while the change was stored, and instances may have received the raised revision without the
+    change.
     """
 
     def __init__(self, store: KnobStore, records: KnobRecords, metrics: PolicyMetrics) -> None:
@@ -106,7 +107,7 @@ class KnobsInForce:
 
     @classmethod
     async def load(cls, store: KnobStore, metrics: PolicyMetrics) -> KnobsInForce:
-        """Read what former leaders left. Raises what Redis raises."""
+        """Load the records of former leaders. Errors of Redis are raised."""
         records = await store.load()
         records.revision = await store.raise_to(records.revision)
         return cls(store, records, metrics)
@@ -117,24 +118,24 @@ class KnobsInForce:
         return self.records.revision
 
     def setting(self, scope: KnobScope) -> StoredSetting:
-        """Return the setting of a scope itself, without those of wider scopes."""
+        """Return the setting of a scope itself, without the settings of wider scopes."""
         return self.records.settings.get(scope, StoredSetting())
 
     def seconds_since(self, revision: int) -> float:
-        """Return the seconds since a revision was made; 0 for one that is not the latest."""
+        """Return the seconds since the latest revision was made; 0 for another revision."""
         latest, changed_at = self._changed_at
         return asyncio.get_running_loop().time() - changed_at if revision == latest else 0.0
 
     def request_for(self, report: pb.GetSpeculationReportResponse) -> pb.ApplyKnobsRequest:
-        """Return everything that an instance should use, by its model and pool."""
+        """Return all knobs that an instance should use, by its model and pool."""
         shared, runs = self.records.settings_for(report.model, report.pool)
         return apply_request(self.revision, shared, runs, self.records.caps())
 
     async def set(self, scope: KnobScope, revision: int, knobs: Setting) -> int:
         """Store a checked setting made from `revision` and return the new revision. Raises as `KnobStore.set`.
 
-        Where it is the scope's setting already, the answer is its revision: a change whose answer was lost is
-        made again.
+        If the scope has this setting already, its revision is returned: a caller may repeat a change whose answer
+        was lost.
         """
         try:
             made = await self._store.set(scope, revision, knobs, uuid.uuid4().hex)
@@ -161,14 +162,14 @@ class KnobsInForce:
         self._advance(max(revision, self.revision + moved))
 
     async def exceed(self, revision: int) -> None:
-        """Continue above a revision that an instance has and Redis has lost."""
+        """Raise the revision above one that an instance has and Redis has lost."""
         try:
             self._advance(await self._store.raise_to(revision + 1))
         except (ServiceError, RedisError) as error:
             log.warning("revision_not_raised", error=str(error))
 
     async def _reload(self) -> None:
-        """Adopt the settings of a Redis that has lost some: those are in force, and callers are told so."""
+        """Adopt the settings of a Redis that has lost some, so that callers see which are in force."""
         stored = await self._store.load()
         if stored.settings != self.records.settings:
             log.warning("settings_lost", known=len(self.records.settings), kept=len(stored.settings))

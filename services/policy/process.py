@@ -1,10 +1,8 @@
-"""Process of the policy service: a registered server with its servicer, and the knob controller while it leads.
+"""Run the policy service: a registered server, and the knob controller while this process leads.
 
-The controller sends knobs to instances, takes their reports, climbs the ladders at step boundaries, and explains
-its decisions.
-
-Work of the leading policy service: knobs, reports of instances, ladders, and the decisions it explains. A link to
-each instance sends it the knobs in force and fetches its reports.
+`PolicyProcess` is the composition root, `PolicyService` the servicer. The controller keeps a link to each instance,
+which sends it the knobs in force and fetches its reports. It climbs the ladders at step boundaries and explains its
+decisions.
 """
 
 from __future__ import annotations
@@ -34,23 +32,25 @@ from services.platform.service import LeadingServer
 from services.platform.tasks import until_one_ends
 from services.policy import steps
 from services.policy.config import PolicyConfig
-from services.policy.knobs_in_force import KnobsInForce, effective, is_of
+from services.policy.knobs_in_force import KnobsInForce, effective, in_scope
 from services.policy.metrics import PolicyMetrics
 from services.policy.scaling.scaler import Scaler
-from services.policy.steps import StepBook, StepEnd, climb, start
+from services.policy.steps import StepEnd, StepStatistics, climb, start
 
 log = structlog.get_logger(__name__)
 
+SERVICE = "policy"
+"""Name in the registry."""
 _TICK_SECONDS = 0.25
 
-
+Context = grpc.aio.ServicerContext[Any, Any]
 TakeReport = Callable[[InstanceRecord, pb.GetSpeculationReportResponse], None]
 
 
 class KnobLink(Link):
     """Link to one process of an instance.
 
-    `applied` is the latest revision that the process is known to use, -1 before it has taken any. `report` is its
+    `applied` is the latest revision that the process is known to use, -1 before the first. `report` is its
     latest report, None before the first.
     """
 
@@ -89,7 +89,7 @@ class KnobLink(Link):
         report = await self._stub.GetSpeculationReport(request, timeout=self._config.push_timeout_seconds)
         self._switch = max([self._switch, *(each.serial for each in report.switches)])
         if self.report is None and report.revision:
-            # Knobs of an earlier leader, or those that the instance read when it started.
+            # Knobs of an earlier leader, or read by the instance when it started.
             log.info("instance_has_knobs", instance=self.record.instance_id, revision=report.revision)
         self._take_report(self.record, report)
         return report
@@ -98,7 +98,7 @@ class KnobLink(Link):
         request = self._knobs.request_for(report)
         answer = await self._stub.ApplyKnobs(request, timeout=self._config.push_timeout_seconds)
         if answer.revision > request.revision:
-            # The instance has a later change than Redis, which has lost something.
+            # The instance has a later revision than Redis, which has lost data.
             self._metrics.pushes.labels("behind").inc()
             await self._knobs.exceed(answer.revision)
             return
@@ -110,7 +110,7 @@ class KnobLink(Link):
 
 
 class KnobLinks(Links[KnobLink]):
-    """Links to all registered instances. `run` until cancelled."""
+    """Links to all registered instances. `run` them until cancelled."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class KnobLinks(Links[KnobLink]):
         self._metrics = metrics
 
     async def applied(self, revision: int, seconds: float) -> tuple[list[str], list[str]]:
-        """Wait until every instance uses a revision, at most `seconds`: ids of those that do, and of the others."""
+        """Wait at most `seconds` until every instance uses a revision; return the ids that do, and the others."""
         try:
             async with asyncio.timeout(seconds):
                 while self._split(revision)[1]:
@@ -138,13 +138,13 @@ class KnobLinks(Links[KnobLink]):
         return self._split(revision)
 
     def used(self, scope: KnobScope) -> tuple[list[knobs_pb2.EffectiveKnobs], list[str]]:
-        """Return what the instances of a scope use, and the ids of those of which that is not known."""
+        """Return the knobs in use by the instances of a scope, and the ids of instances whose knobs are unknown."""
         reports, pending = {}, []
         for instance_id, link in self.known.items():
             if link.report is None:
-                # It may be of any scope.
+                # Its scope is unknown yet.
                 pending.append(instance_id)
-            elif not is_of(link.report, scope):
+            elif not in_scope(link.report, scope):
                 continue
             elif link.applied < self._knobs.revision:
                 pending.append(instance_id)
@@ -152,8 +152,8 @@ class KnobLinks(Links[KnobLink]):
                 reports[instance_id] = link.report
         if pending and not reports:
             return [], sorted(pending)
-        found, untold = effective(self._knobs.records, scope, reports)
-        return found, sorted([*pending, *untold])
+        found, unreported = effective(self._knobs.records, scope, reports)
+        return found, sorted([*pending, *unreported])
 
     def _split(self, revision: int) -> tuple[list[str], list[str]]:
         names = sorted(self.known)
@@ -161,7 +161,7 @@ class KnobLinks(Links[KnobLink]):
         return done, [name for name in names if name not in done]
 
     def _show(self, _: dict[str, InstanceRecord] | None) -> None:
-        # Nobody should wait for an instance that is gone.
+        # Wakes callers of `applied`, which must not wait for an instance that is gone.
         self._knobs.answered.notify()
         done, others = self._split(self._knobs.revision)
         self._metrics.instances.labels("current").set(len(done))
@@ -184,7 +184,7 @@ class KnobController:
         self._config = config
         self._decisions = decisions
         self._metrics = metrics
-        self._book = StepBook(config.settle_seconds)
+        self._statistics = StepStatistics(config.settle_seconds)
         # The latest step for which the ladder of a run was climbed.
         self._climbed: dict[str, int] = {}
 
@@ -219,27 +219,27 @@ class KnobController:
         return made, applied, pending
 
     def _take_report(self, instance: InstanceRecord, report: pb.GetSpeculationReportResponse) -> None:
-        self._book.report((instance.instance_id, report.epoch), tallies(report.steps), time.time())
+        self._statistics.report((instance.instance_id, report.epoch), tallies(report.steps), time.time())
         for switch in report.switches:
             self._explain(steps.switched(switch, instance.instance_id))
 
     async def _watch_steps(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            for ended in self._book.ended(time.time()):
+            for ended in self._statistics.ended(time.time()):
                 self._explain(steps.step_ended(ended, time.time()))
                 if ended.totals.acceptance.verifications:
                     self._metrics.block_efficiency.set(ended.totals.acceptance.block_efficiency)
                 try:
                     await self._climb(ended)
                 except (ServiceError, RedisError) as error:
-                    # The ladder keeps its position; the next step will move it.
+                    # The ladder keeps its position; the next step may move it.
                     log.warning("ladder_not_kept", run_id=ended.run_id, error=str(error))
 
     async def _climb(self, ended: StepEnd) -> None:
         run_id, records = ended.run_id, self.knobs.records
         knobs = records.knobs_of(run_id)
-        # Once per step, even if more of the step becomes known later.
+        # Once per step, even if further reports of the step arrive later.
         if not knobs.ladder.on or not run_id or self._climbed.get(run_id, -1) >= ended.step:
             return
         first = run_id not in records.rungs
@@ -256,19 +256,14 @@ class KnobController:
         self._decisions.post(decision)
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
-SERVICE = "policy"
-"""Name in the registry."""
-
-
 class PolicyService(rpc.PolicyServiceServicer):
-    """Serves the knobs. `leading` returns the controller, or raises Unavailable while another process leads."""
+    """Servicer of knobs. `leading` returns the controller, or raises Unavailable while another process leads."""
 
     def __init__(self, leading: Callable[[], KnobController]) -> None:
         self._leading = leading
 
     async def GetKnobs(self, request: pb.GetKnobsRequest, context: Context) -> pb.GetKnobsResponse:
-        """Return the setting of a scope itself, the cap of a run's ladder, and what instances use."""
+        """Return the setting of a scope itself, the cap of a run's ladder, and the knobs that instances use."""
         controller = self._leading()
         scope = KnobScope.of_request(request.run_id, request.model, request.pool)
         stored = controller.knobs.setting(scope)
@@ -283,7 +278,7 @@ class PolicyService(rpc.PolicyServiceServicer):
         )
 
     async def SetKnobs(self, request: pb.SetKnobsRequest, context: Context) -> pb.SetKnobsResponse:
-        """Store a setting and send it to the instances that can be reached before answering."""
+        """Store a setting, and answer once the reachable instances use it."""
         controller = self._leading()
         scope = KnobScope.of_request(request.run_id, request.model, request.pool)
         try:
@@ -325,6 +320,6 @@ class PolicyProcess(LeadingServer[KnobController]):
         return KnobController(self._config, knobs, registry, self._decisions, self._metrics)
 
     async def _explain(self, decision: DecisionRecord) -> None:
-        # Standbys recommend as well, for their metrics; the leader alone explains.
+        # Standbys recommend as well, for their metrics; only the leader explains.
         if self.leadership.term is not None:
             await self._decisions.write(decision)

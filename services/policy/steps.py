@@ -1,17 +1,4 @@
-"""Training steps of runs: merged statistics, the adaptive cap on draft lengths, and explanations. Pure.
-
-An instance reports totals since it began a step, so lost and repeated reports do no harm. A step ends when a
-later one of its run is reported, or when nothing has changed for a while. Totals that arrive after that, of an
-instance that was paused for example, make one more end of the same step.
-
-Adaptive cap on draft length at step boundaries, after EfficientRollout (section 4.3). Pure. The cap moves along a
-ladder of lengths. The measured block efficiency of a step is compared with its ceiling, drafted + 1 per
-verification: close to the ceiling the cap rises, far below it falls, each after `patience` steps in a row that
-agree.
-
-The ceiling of the paper is the cap + 1, because it always drafts that many tokens. A planner drafts fewer where
-fewer pay, so here the ceiling is what was drafted, and a cap that drafts do not come close to is not raised.
-"""
+"""Merge the statistics of training steps, adapt the cap on draft lengths, and explain decisions. Pure."""
 
 from __future__ import annotations
 
@@ -27,9 +14,12 @@ from services.platform.redis.decision_log import DecisionRecord
 
 MAX_STEPS = 64
 """Most steps that are remembered, over all runs."""
-
+LEAST_VERIFICATIONS = 16
+"""Fewest verifications of a step for the ladder to consider it."""
+# Share of the settling time after which a step ends once a later one has begun.
 _LATE = 0.25
-"""Share of the settling time for which a step is waited for once a later one has begun."""
+# The cap binds if drafts have at least this share of its length on average.
+_BINDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +45,13 @@ class _Entry:
         return whole
 
 
-class StepBook:
-    """Collects reports. A step ends after `settle` seconds without a change."""
+class StepStatistics:
+    """Merged reports of steps. A step ends after `settle` seconds without a change.
+
+    An instance reports totals since it began a step, so lost and repeated reports do no harm. A step ends when a
+    later one of its run is reported, or when nothing has changed for a while. Totals that arrive after that, from a
+    paused instance for example, make one more end of the same step.
+    """
 
     def __init__(self, settle: float) -> None:
         self._settle = settle
@@ -65,7 +60,7 @@ class StepBook:
     def report(
         self, instance: tuple[str, int], steps: Iterable[tuple[StepKey, StepTotals]], now: float
     ) -> None:
-        """Take in the totals of steps that an instance, named by id and epoch, reports."""
+        """Record the totals of steps from an instance, which is named by id and epoch."""
         for key, totals in steps:
             entry = self._entries.get(key)
             if entry is None:
@@ -77,13 +72,13 @@ class StepBook:
                 entry.changed_at = now
 
     def ended(self, now: float) -> list[StepEnd]:
-        """Return the ends of steps that were not returned before, earliest step first."""
+        """Return the ends of steps since the last call, earliest step first."""
         newest: dict[str, int] = {}
         for run_id, step in self._entries:
             newest[run_id] = max(newest.get(run_id, step), step)
         found = []
         for (run_id, step), entry in self._entries.items():
-            # With a later step known, the last reports of this one are on their way.
+            # Once a later step has begun, the last reports of this one are under way.
             wait = self._settle if step == newest[run_id] else self._settle * _LATE
             if now - entry.changed_at < wait:
                 continue
@@ -93,12 +88,6 @@ class StepBook:
                 entry.returned = totals
                 found.append(StepEnd(run_id, step, new, len(entry.by_instance)))
         return sorted(found, key=lambda each: (each.run_id, each.step))
-
-
-LEAST_VERIFICATIONS = 16
-"""Fewest verifications of a step for it to count."""
-# The cap binds if drafts have at least this share of its length on average.
-_BINDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +100,20 @@ class LadderMove:
 
 
 def start(knobs: LadderKnobs, draft_cap: int) -> Rung:
-    """Return the first rung: the greatest length that is not above the cap, or else the least."""
+    """Return the first rung: the greatest length up to the cap, or else the least."""
     return Rung(max((each for each in knobs.lengths if each <= draft_cap), default=knobs.lengths[0]))
 
 
 def climb(knobs: LadderKnobs, rung: Rung, step: Acceptance) -> LadderMove:
-    """Move a run on its ladder by the acceptance of a finished step.
+    """Move a run on its ladder by the acceptance of a finished step, after EfficientRollout (section 4.3).
+
+    The cap moves along a ladder of lengths. The measured block efficiency of a step is compared with its ceiling,
+    drafted + 1 per verification: close to the ceiling the cap rises, far below it falls, each after `patience`
+    steps in a row that agree.
+
+    The ceiling of the paper is the cap + 1, because it always drafts that many tokens. A planner drafts fewer
+    where fewer pay, so here the ceiling is the number of drafted tokens, and a cap that drafts do not come close
+    to is not raised.
 
     Args:
         knobs: the ladder; a cap that is not on it, because it was changed, is moved onto it first.
@@ -190,7 +187,7 @@ def knobs_set(
 
 
 def step_ended(end: StepEnd, now: float) -> DecisionRecord:
-    """Explain how a step was speculated. The gain is the mean of those predicted over plain decoding."""
+    """Explain the speculation of a step. The gain is the mean predicted gain over plain decoding."""
     totals = end.totals
     steps, acceptance = totals.engine_steps, totals.acceptance
     drafted = sum(totals.reasons[reason] for reason in DRAFTED)
@@ -225,7 +222,7 @@ def step_ended(end: StepEnd, now: float) -> DecisionRecord:
 
 
 def cap_moved(end: StepEnd, before: Rung, move: LadderMove, now: float) -> DecisionRecord:
-    """Explain a move on a ladder. The gain is that of tokens per verification if acceptance stays as it was."""
+    """Explain a move on a ladder. The gain is in tokens per verification, if acceptance stays the same."""
     cap, acceptance = move.rung.cap, end.totals.acceptance
     words = f"step {end.step}: cap {before.cap} -> {cap} tokens: {move.reason}"
     details = {"step": end.step, "from": before.cap, "to": cap, "fullness": round(acceptance.fullness, 4)}

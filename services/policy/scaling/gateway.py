@@ -1,4 +1,4 @@
-"""Connection to the gateway: reads the demand, evacuates instances."""
+"""Read the demand from the gateway, and have it evacuate instances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
-from services.policy.scaling.errors import GatewayError, UnknownInstance
+from services.policy.scaling.metrics import ScalingError
 from services.policy.scaling.recommendation import Demand, Due
 
 CALL_SECONDS = 5.0
@@ -21,21 +21,31 @@ CALL_SECONDS = 5.0
 T = TypeVar("T")
 
 
+class GatewayError(ScalingError):
+    """Raised when the gateway does not answer, or refuses."""
+
+    kind = "unreachable"
+
+
+class UnknownInstance(GatewayError):
+    """Raised when the gateway has no connection to the instance."""
+
+
 class GatewayLink:
-    """A connection to the gateway. Every call raises GatewayError when it fails."""
+    """Connection to the gateway. Every call raises GatewayError if it fails."""
 
     def __init__(self, address: str, config: ServiceConfig) -> None:
-        """ValueError when the token would travel to the gateway in plain text."""
+        """Connect. ValueError if the token would travel to the gateway in plain text."""
         self._channel = open_channel(address, config)
         self._demand: Any = demand_pb2_grpc.DemandServiceStub(self._channel)
         self._fleet: Any = fleet_pb2_grpc.FleetServiceStub(self._channel)
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         await self._channel.close()
 
     async def demand(self) -> Demand:
-        """Return the demand of this moment."""
+        """Return the present demand."""
         found = await _answer(self._demand.GetDemand(demand_pb2.GetDemandRequest(), timeout=CALL_SECONDS))
         return Demand(
             waiting_samples=found.waiting_samples,

@@ -1,11 +1,6 @@
-"""Client of the Kubernetes API as scaling needs it, with typed errors, and leader election by a Lease.
+"""Call the Kubernetes API with typed errors, and elect a leader among controllers by a Lease.
 
 No other module of scaling imports the `kubernetes` package.
-
-Leader election among controllers by a Lease in Kubernetes. Clocks of different machines are never compared: a
-Lease has expired when an observer has not seen it change for its duration, by the clock of the observer. Its
-holder stops acting earlier, by its own clock. The election of the `kubernetes` package is not used: it compares
-wall-clock times, ends at the first connection error, and neither releases the Lease nor keeps notes in it.
 """
 
 from __future__ import annotations
@@ -25,21 +20,49 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
-from services.policy.scaling.errors import (
-    ApiConflict,
-    ApiForbidden,
-    ApiNotFound,
-    ApiUnreachable,
-    ClusterError,
-)
-from services.policy.scaling.metrics import ScalingMetrics
+from services.policy.scaling.metrics import ScalingError, ScalingMetrics
+
+log = structlog.get_logger(__name__)
 
 CALL_SECONDS = 5.0
 """Deadline of one call."""
 FIELD_MANAGER = "paceline-policy"
 """Name under which the API records which fields this service has written."""
 
+_RENEW, _TRUST = 1 / 5, 2 / 3
+"""Shares of the Lease's duration: a renewal is due after the first, and relied on for the second."""
+_NEVER = float("-inf")
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class ClusterError(ScalingError):
+    """Raised when a call to the Kubernetes API fails."""
+
+
+class ApiUnreachable(ClusterError):
+    """Raised when the API is down or overloaded: try again."""
+
+    kind = "unreachable"
+
+
+class ApiConflict(ClusterError):
+    """Raised when the object has changed since it was read: read it again."""
+
+    kind = "conflict"
+
+
+class ApiForbidden(ClusterError):
+    """Raised when the service account lacks a permission: correct its role."""
+
+    kind = "forbidden"
+
+
+class ApiNotFound(ClusterError):
+    """Raised when the object does not exist."""
+
+    kind = "not_found"
+
+
 _ERRORS: dict[int, type[ClusterError]] = {
     401: ApiForbidden,
     403: ApiForbidden,
@@ -60,7 +83,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """A coordination.k8s.io Lease; `version` is empty while it does not exist."""
+    """State of a coordination.k8s.io Lease; `version` is empty while it does not exist."""
 
     holder: str = ""
     renewed: datetime.datetime | None = None
@@ -130,13 +153,13 @@ class KubernetesClient:
 async def connected(
     url: str | None = None, namespace: str | None = None, ca_file: Path | None = None
 ) -> AsyncIterator[KubernetesClient]:
-    """Connect to the cluster at `url`, or to that of this pod, or else of the kubeconfig.
+    """Connect to the cluster at `url`, or else to the cluster of this pod, or of the kubeconfig.
 
     `ca_file` holds the authorities that the certificate of an https `url` must come from. ClusterError if no
     cluster is configured or the namespace is unknown.
     """
     settings = client.Configuration()
-    settings.retries = None  # the callers try again, and report it
+    settings.retries = None  # callers retry, and report that
     if url is not None:
         settings.host, settings.ssl_ca_cert = url, None if ca_file is None else str(ca_file)
     else:
@@ -191,22 +214,20 @@ def _lease(found: Any) -> LeaseRecord:
     )
 
 
-log = structlog.get_logger(__name__)
-
-_RENEW, _TRUST = 1 / 5, 2 / 3
-"""Shares of the Lease's duration after which it is renewed, and for which a renewal is relied on."""
-_NEVER = float("-inf")
-
-
 def may_take(record: LeaseRecord, identity: str, unchanged: float) -> bool:
-    """Return True if the Lease is ours already, free, or expired after `unchanged` seconds. Pure."""
+    """Return True if `identity` holds the Lease, or it is free, or expired after `unchanged` seconds. Pure."""
     return record.holder in ("", identity) or unchanged >= record.seconds
 
 
 class Election:
-    """One candidate. `run` until cancelled; `leading` is True while it may act.
+    """Candidate for the Lease. `run` it until cancelled; `leading` is True while it may act.
 
-    `notes` are annotations of the Lease, which tell a successor what its predecessor was doing.
+    Clocks of different machines are never compared: a Lease has expired when an observer has not seen it change
+    for its duration, by the clock of the observer. Its holder stops acting earlier, by its own clock. The
+    election of the `kubernetes` package is not used: it compares wall-clock times, ends at the first connection
+    error, and neither releases the Lease nor keeps notes in it.
+
+    `notes` are annotations of the Lease. They show a successor what its predecessor was doing.
     """
 
     def __init__(
@@ -253,7 +274,7 @@ class Election:
             while True:
                 async with self._lock:
                     await self._attempt()
-                _ = self.leading  # reports a loss
+                _ = self.leading  # logs a loss
                 await asyncio.sleep(self._seconds * _RENEW)
         finally:
             await self._release()

@@ -1,4 +1,4 @@
-"""Prometheus metrics of scaling."""
+"""Prometheus metrics of scaling, and the error that they count."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from services.platform.observability.metric_set import MetricSet, counter, gauge
-from services.policy.scaling.errors import ScalingError
 
 log = structlog.get_logger(__name__)
+
+
+class ScalingError(Exception):
+    """Raised when a call that scaling makes fails; `kind` is a label of metrics."""
+
+    kind = "failed"
 
 
 class ScalingMetrics(MetricSet, prefix="paceline_scaling_"):
@@ -41,12 +46,12 @@ class ScalingMetrics(MetricSet, prefix="paceline_scaling_"):
         self._logged: dict[str, str] = {}
 
     def failed(self, call: str, error: ScalingError) -> None:
-        """Count a failed call; repetitions of the same failure are not logged."""
+        """Count a failed call, and log it unless the call failed in the same way before."""
         self.errors.labels(call, error.kind).inc()
         if self._logged.get(call) != error.kind:
             self._logged[call] = error.kind
             log.warning("scaling_call_failed", call=call, kind=error.kind, error=str(error))
 
     def succeeded(self, call: str) -> None:
-        """Let the next failure of the call be logged again."""
+        """Note a success: the next failure of the call is logged again."""
         self._logged.pop(call, None)

@@ -1,8 +1,8 @@
-"""Make a StatefulSet have the wanted replicas: grow at once, shrink by one evacuated instance at a time.
+"""Scale a StatefulSet to the wanted replicas: grow at once, shrink by one evacuated instance at a time.
 
 A StatefulSet removes its highest ordinal, so that instance is drained first. The Lease notes which instance is
-being drained before the drain begins: a successor finds the note, and continues or reverts the drain. An instance
-that somebody else drains is left alone.
+being drained before the drain begins: a successor finds the note, and continues or reverts the drain. Drains that
+others began are left alone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import structlog
 
 from services.platform.tasks import Notifier, end
 from services.policy.config import ScalingConfig
-from services.policy.scaling.errors import (
+from services.policy.scaling.gateway import GatewayError, GatewayLink, UnknownInstance
+from services.policy.scaling.kubernetes_client import (
     ApiConflict,
     ClusterError,
-    GatewayError,
-    ScalingError,
-    UnknownInstance,
+    Election,
+    KubernetesClient,
+    Scale,
 )
-from services.policy.scaling.gateway import GatewayLink
-from services.policy.scaling.kubernetes_client import Election, KubernetesClient, Scale
-from services.policy.scaling.metrics import ScalingMetrics
+from services.policy.scaling.metrics import ScalingError, ScalingMetrics
 from services.policy.scaling.recommendation import ordinal
 
 log = structlog.get_logger(__name__)
@@ -33,7 +32,7 @@ NOTE = "paceline.io/draining-"
 
 
 class PoolScaler:
-    """One pool. `run` until cancelled; `want` sets how many replicas there should be."""
+    """Scaler of one pool. `run` it until cancelled; `want` sets the wanted replicas."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class PoolScaler:
             self._changed.notify()
 
     async def run(self) -> None:
-        """Follow what is wanted until cancelled; failures are tried again."""
+        """Scale to the wanted replicas until cancelled; failures are retried."""
         while True:
             changed = self._changed.next_change()
             await self.follow()
@@ -73,7 +72,7 @@ class PoolScaler:
                     await changed.wait()
 
     async def follow(self) -> None:
-        """Make one attempt, with as many evacuations as it takes. Failures are counted and logged, not raised."""
+        """Make one attempt, with every evacuation that it needs. Failures are counted and logged, not raised."""
         try:
             scale: Scale | None = await self._read()
             while scale is not None and self._election.leading:
@@ -85,7 +84,7 @@ class PoolScaler:
             self._metrics.failed(f"evacuate {self._pool}", error)
 
     async def _step(self, scale: Scale) -> Scale | None:
-        """Return the scale after a change; None if nothing is to be changed."""
+        """Make one change and return the scale after it; None if there is nothing to change."""
         wanted = scale.replicas if self._wanted is None else self._wanted
         await self._revert_drain(scale.replicas, wanted)
         if wanted > scale.replicas:
@@ -113,7 +112,7 @@ class PoolScaler:
         return after
 
     async def _remove(self, scale: Scale, victim: str) -> Scale | None:
-        """Remove the evacuated instance; None if it is not the highest any more."""
+        """Remove the evacuated instance; return None if it no longer has the highest number."""
         while True:
             try:
                 return await self._write(scale.replicas - 1, scale, "down")
@@ -126,7 +125,7 @@ class PoolScaler:
                 scale = fresh
 
     async def _evacuate(self, victim: str, replicas: int) -> bool:
-        """Drain an instance; False if it is wanted again, or this controller may not act any more."""
+        """Drain an instance; return False if it is wanted again, or this controller may no longer act."""
 
         def may_remove() -> bool:
             return self._election.leading and self._wanted is not None and self._wanted < replicas
@@ -135,7 +134,7 @@ class PoolScaler:
         try:
             while not draining.done():
                 changed = asyncio.create_task(self._changed.next_change().wait())
-                # With a timeout, since nobody notifies of a lost Lease.
+                # With a timeout, because the loss of the Lease causes no notification.
                 await asyncio.wait((draining, changed), timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 await end([changed])
                 if not may_remove():
@@ -149,7 +148,7 @@ class PoolScaler:
         try:
             handed_over = await self._gateway.drain(victim, self._drain_seconds)
         except UnknownInstance:
-            # A pod that never came up holds nothing. One that is ready does, and the gateway has yet to find it.
+            # A pod that never came up has no samples. A ready one may, and the gateway has yet to find it.
             if await self._cluster.pod_is_ready(victim):
                 raise
             handed_over = 0
@@ -161,7 +160,7 @@ class PoolScaler:
         await self._resume(victim)
 
     async def _revert_drain(self, replicas: int, wanted: int) -> None:
-        """Resume an instance that is to stay and that an earlier attempt, or a former leader, was draining."""
+        """Resume an instance that is to stay, if an earlier attempt or a former leader was draining it."""
         victim = self._election.notes.get(self._note, "")
         number = ordinal(victim, self._pool)
         if number is None:
@@ -172,9 +171,9 @@ class PoolScaler:
             await self._resume(victim)
 
     async def _resume(self, victim: str) -> None:
-        """Let an instance take samples again. If that fails, its note stays, so that it is tried again."""
+        """Let an instance take samples again. If that fails, its note stays, so that it is retried."""
         try:
-            # An unknown one is gone, or will register as one that serves.
+            # An unknown instance is gone, or will serve once it registers.
             with suppress(UnknownInstance):
                 await self._gateway.resume(victim)
             await self._election.note(self._note, None)

@@ -4,13 +4,13 @@ The demand of the fleet is plain data; throughput and idleness are averaged over
 
 The wanted capacity is the highest of three:
 
-- queue: while samples wait, what is unfinished should be done within `queue_seconds`;
+- queue: while samples wait, all unfinished ones should be done within `queue_seconds`;
 - deadlines: all tokens due by a deadline should be done within `deadline_margin` of the time that is left;
-- bubbles: the present capacity, less what idles within steps beyond `bubble_share`. Between steps nothing counts as
-  idle, since instances pre-generate the coming step then.
+- bubbles: the present capacity, less the share that idles within steps beyond `bubble_share`. Between steps nothing
+  counts as idle, because instances pre-generate the coming step then.
 
-Capacity is in measured tokens a second; before there is a measurement it is in samples at once, and deadlines are
-not considered. Earlier pools grow first and shrink last.
+Capacity is in measured tokens a second. Before the first measurement it is in concurrent samples, and deadlines
+are not considered. Earlier pools grow first and shrink last.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from paceline.internal.v1.demand_pb2 import InstanceDemand
 from paceline.v1 import fleet_pb2
 from services.policy.config import PoolConfig, ScalingConfig
 
+# Tolerance of a number of replicas, so that rounding errors add no instance.
+_FINEST = 1e-9
 HALF_FULL = 0.5
 """Share of its capacity that an instance must run for its throughput to be measured."""
 RATE_SECONDS, BUBBLE_SECONDS = 60.0, 120.0
@@ -61,7 +63,7 @@ class Demand:
 
 
 def ordinal(instance_id: str, pool: str) -> int | None:
-    """Return the number of an instance in a pool, whose instances are called <pool>-<number>; None if not of it."""
+    """Return the number in an instance's name <pool>-<number>; None if it is not in the pool."""
     name, _, number = instance_id.rpartition("-")
     return int(number) if name == pool and number.isdecimal() else None
 
@@ -78,18 +80,18 @@ class Meter:
         self._last: dict[str, tuple[InstanceDemand, float]] = {}
 
     def rate(self, pool: str) -> float | None:
-        """Return tokens a second of a well-filled instance; the mean of all pools where the pool's is unknown."""
+        """Return the tokens a second of a well-filled instance; the mean of all pools if this one has no rate."""
         known = self._rates.get(pool)
         if known is not None or not self._rates:
             return known
         return sum(self._rates.values()) / len(self._rates)
 
     def idle_for(self, now: float) -> float:
-        """Return the seconds since there was work last."""
+        """Return the seconds since the last work."""
         return 0.0 if self._worked_at is None else max(0.0, now - self._worked_at)
 
     def observe(self, demand: Demand, pools: Collection[str], now: float) -> None:
-        """Update the averages; instances that belong to none of the pools do not count."""
+        """Update the averages; instances outside the pools do not count."""
         if demand.samples or self._worked_at is None:
             self._worked_at = now
         mine = {each.instance_id: each for each in demand.instances if _pool_of(each, pools) is not None}
@@ -121,12 +123,12 @@ def _average(old: float | None, new: float, elapsed: float, constant: float) -> 
     return new if old is None else old + (1.0 - exp(-elapsed / constant)) * (new - old)
 
 
-_FINEST = 1e-9
-
-
 @dataclass(frozen=True, slots=True)
 class PoolCapacity:
-    """Desired replicas of a pool, and the capacity of one: tokens a second (None: unmeasured), samples at once."""
+    """Desired replicas of a pool, and the capacity of one.
+
+    `rate` is in tokens a second (None: unmeasured), `capacity` in concurrent samples.
+    """
 
     replicas: int
     rate: float | None
@@ -158,7 +160,7 @@ def recommend(
 
     Args:
         config: pools and thresholds.
-        demand: what is unfinished.
+        demand: unfinished samples and deadlines.
         capacities: in the order of `config.pools`.
         bubble_share: share of instance time that bubbles took within steps; None if unknown.
         idle: there has been no work for long.
@@ -206,7 +208,6 @@ def _allocate(
     for pool, unit in zip(pools, units, strict=True):
         if missing > 0 and unit > 0:
             room = pool.maximum - replicas[pool.name]
-            # A hair above a whole number is that number.
             more = room if missing == inf else min(room, ceil(missing / unit - _FINEST))
             replicas[pool.name] += more
             missing = max(0.0, missing - more * unit)
@@ -217,7 +218,7 @@ def _allocate(
             replicas[pool.name] -= fewer
             missing += fewer * unit
             if fewer < room:
-                # A smaller instance of another pool might fit, but the next bit of work would reverse that.
+                # A smaller instance of another pool might fit, but the next work would reverse that.
                 break
     return replicas
 
@@ -238,10 +239,10 @@ class Stabilizer:
         self._last: int | None = None
         self._target = 0
 
-    def next(self, current: int, recommended: int, now: float) -> int:
-        """Return the replicas to have, for the currently desired ones and a recommendation.
+    def update(self, current: int, recommended: int, now: float) -> int:
+        """Return the wanted replicas, given the currently desired ones and a recommendation.
 
-        A change may be carried out one replica at a time: it counts as one, and the cooldown follows its end.
+        A change that is made one replica at a time counts as one change; the cooldown begins when it has ended.
         """
         self._remember(recommended, now)
         self._observe(current, now)
@@ -252,7 +253,7 @@ class Stabilizer:
         if not moving and abs(wanted - current) < self._config.tolerance * current:
             wanted = current
         if moving and wanted == current:
-            # Giving up half-way is a change, too.
+            # Stopping half-way is a change, too.
             self._changed_at = now
         self._target = wanted
         return wanted
@@ -261,12 +262,12 @@ class Stabilizer:
         self._began = now if self._began is None else self._began
         self._history.append((now, recommended))
         horizon = now - max(self._config.up_seconds, self._config.down_seconds)
-        # The last one before the horizon was in force at the horizon.
+        # The last recommendation before the horizon was in force at the horizon.
         while len(self._history) > 1 and self._history[1][0] <= horizon:
             self._history.popleft()
 
     def _observe(self, current: int, now: float) -> None:
-        """Start the cooldown when the replicas have reached the target, or somebody else has changed them."""
+        """Start the cooldown once the replicas have reached the target, or were changed from outside."""
         last, self._last = self._last, current
         if last is None:
             self._target = current
@@ -287,7 +288,7 @@ class Stabilizer:
         return current
 
     def _within(self, since: float) -> list[int]:
-        """Return the recommendations from a time on, including the one in force then."""
+        """Return the recommendations since a time, including the one in force then."""
         values = [value for at, value in self._history if at > since]
         before = [value for at, value in self._history if at <= since]
         return [*before[-1:], *values]

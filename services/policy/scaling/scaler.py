@@ -1,4 +1,4 @@
-"""Control loop of scaling: observe the demand, recommend, and apply the recommendation if configured."""
+"""Observe the demand, recommend replicas, and apply the recommendation if configured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from services.platform.config import ServiceConfig
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import until_one_ends
 from services.policy.config import ScalingConfig
-from services.policy.scaling.errors import GatewayError
-from services.policy.scaling.gateway import GatewayLink
+from services.policy.scaling.gateway import GatewayError, GatewayLink
 from services.policy.scaling.metrics import ScalingMetrics
 from services.policy.scaling.recommendation import (
     Demand,
@@ -32,7 +31,7 @@ from services.policy.scaling.recommendation import (
 if TYPE_CHECKING:
     from services.policy.scaling.pool_scaler import PoolScaler
 
-Tell = Callable[[DecisionRecord], Awaitable[object]]
+Explain = Callable[[DecisionRecord], Awaitable[object]]
 
 _CAPACITY = 128.0
 """Samples that an instance runs at once while none has reported it: the default of the instance."""
@@ -48,26 +47,26 @@ _REASONS = {
 
 
 class Scaler:
-    """Scaling in one process: every process recommends, the holder of the Lease applies. `run` until cancelled.
+    """Control loop of one process: every process recommends, the holder of the Lease applies.
 
-    `tell` receives a decision for every change of what is wanted.
+    `explain` receives a decision for every change of the wanted replicas.
     """
 
     def __init__(
-        self, config: ServiceConfig, scaling: ScalingConfig, registry: CollectorRegistry, tell: Tell
+        self, config: ServiceConfig, scaling: ScalingConfig, registry: CollectorRegistry, explain: Explain
     ) -> None:
         self._config = config
         self._scaling = scaling
         self._metrics = ScalingMetrics(registry)
-        self._tell = tell
+        self._explain = explain
         self._meter = Meter()
         self._stabilizers = {pool.name: Stabilizer(scaling) for pool in scaling.pools}
         self._wanted: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Observe and scale until cancelled; outlasts outages of gateway and Kubernetes.
+        """Observe and scale until cancelled, also through outages of the gateway and of Kubernetes.
 
-        ClusterError when recommendations are to be applied and no cluster is configured.
+        ClusterError if recommendations are to be applied and no cluster is configured.
         """
         async with AsyncExitStack() as stack:
             link = GatewayLink(self._scaling.gateway, self._config)
@@ -78,9 +77,9 @@ class Scaler:
     async def _appliers(
         self, stack: AsyncExitStack, link: GatewayLink
     ) -> tuple[dict[str, PoolScaler], list[Coroutine[Any, Any, None]]]:
-        """Return what applies recommendations, by pool, and what is to run for that."""
-        # Imported only here, since the client of Kubernetes is optional, and in a thread, since that takes seconds
-        # in which heartbeats have to go on.
+        """Return the scalers, by pool, and the coroutines that have to run for them."""
+        # Imported only here, because the client of Kubernetes is optional, and in a thread, because the import
+        # takes seconds in which heartbeats must continue.
         await asyncio.to_thread(import_module, "services.policy.scaling.kubernetes_client")
         from services.policy.scaling.kubernetes_client import Election, connected
         from services.policy.scaling.pool_scaler import PoolScaler
@@ -101,7 +100,7 @@ class Scaler:
                 demand = await link.demand()
                 self._metrics.succeeded("demand")
             except GatewayError as error:
-                # An unreachable gateway is no reason to change anything.
+                # While the gateway is unreachable, nothing changes.
                 self._metrics.failed("demand", error)
             else:
                 known = {name: pool.replicas for name, pool in pools.items()}
@@ -112,14 +111,14 @@ class Scaler:
             await asyncio.sleep(self._scaling.interval_seconds)
 
     async def _want(self, demand: Demand, known: dict[str, int | None], now: float) -> dict[str, int]:
-        """Return the wanted replicas of each pool; `known` are the desired replicas of the StatefulSets."""
+        """Return the wanted replicas of each pool; `known` has the desired replicas of the StatefulSets."""
         self._meter.observe(demand, self._stabilizers, now)
         capacities = {name: self._capacity(name, demand, known.get(name)) for name in self._stabilizers}
         idle = self._meter.idle_for(now) >= self._scaling.idle_seconds
         share = self._meter.bubble_share
         found = recommend(self._scaling, demand, list(capacities.values()), share, idle)
         wanted = {
-            name: stabilizer.next(capacities[name].replicas, found.replicas[name], now)
+            name: stabilizer.update(capacities[name].replicas, found.replicas[name], now)
             for name, stabilizer in self._stabilizers.items()
         }
         for name, capacity in capacities.items():
@@ -128,7 +127,7 @@ class Scaler:
             if capacity.rate is not None:
                 self._metrics.rate.labels(name).set(capacity.rate)
             if wanted[name] != self._wanted.get(name, capacity.replicas):
-                await self._tell(_decision(name, capacity.replicas, wanted[name], found, demand))
+                await self._explain(_decision(name, capacity.replicas, wanted[name], found, demand))
         if share is not None:
             self._metrics.bubble_share.set(share)
         self._wanted = wanted

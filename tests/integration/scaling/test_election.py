@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
-from services.policy.scaling.errors import ApiConflict
 from services.policy.scaling.kubernetes_client import (
+    ApiConflict,
     Election,
     KubernetesClient,
     LeaseRecord,

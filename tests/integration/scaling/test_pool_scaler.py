@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
 from services.policy.config import ScalingConfig
-from services.policy.scaling.errors import GatewayError, UnknownInstance
-from services.policy.scaling.gateway import GatewayLink
+from services.policy.scaling.gateway import GatewayError, GatewayLink, UnknownInstance
 from services.policy.scaling.kubernetes_client import Election, KubernetesClient, connected
 from services.policy.scaling.metrics import ScalingMetrics
 from services.policy.scaling.pool_scaler import NOTE, PoolScaler

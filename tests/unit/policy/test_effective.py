@@ -9,7 +9,7 @@ from paceline.internal.v1 import policy_pb2 as pb
 from services.contracts.knob_store import KnobRecords, Rung, StoredSetting
 from services.contracts.knobs import Knobs, KnobScope
 from services.generation.speculation.planner import ActiveKnobs
-from services.policy.knobs_in_force import effective, is_of
+from services.policy.knobs_in_force import effective, in_scope
 
 FLEET = KnobScope()
 RUN = KnobScope("run", "r")
@@ -41,7 +41,7 @@ def test_instances_are_grouped_by_what_they_use() -> None:
         "d": report({"draft_cap": 8}, pool="spot"),
         "e": report({"speculation": False}),
     }
-    found, untold = effective(
+    found, unreported = effective(
         records(fleet={"margin": 0.1, "speculation": True}, spot={"margin": 0.2}), FLEET, reports
     )
     used = values(found)
@@ -54,7 +54,7 @@ def test_instances_are_grouped_by_what_they_use() -> None:
     }
     assert [each["draft_cap"] for each in used.values()] == [8, 16, 8, 16]
     assert [each["speculation"] for each in used.values()] == [True, True, True, False]
-    assert untold == []
+    assert unreported == []
 
 
 def test_a_run_s_are_what_an_instance_prepares_for_its_samples() -> None:
@@ -72,17 +72,17 @@ def test_a_run_s_are_what_an_instance_prepares_for_its_samples() -> None:
 def test_an_instance_that_tells_nothing_or_what_is_not_known_is_in_no_group() -> None:
     later = report({})
     later.own_knobs.mode = "of a later version"
-    found, untold = effective(records(), FLEET, {"old": report(None), "new": later, "a": report({})})
+    found, unreported = effective(records(), FLEET, {"old": report(None), "new": later, "a": report({})})
     assert list(values(found)) == [("a",)]
-    assert untold == ["new", "old"]
+    assert unreported == ["new", "old"]
 
 
 def test_without_an_instance_they_are_those_of_one_without_configuration() -> None:
-    found, untold = effective(records(spot={"draft_cap": 2}), KnobScope("pool", "spot"), {})
+    found, unreported = effective(records(spot={"draft_cap": 2}), KnobScope("pool", "spot"), {})
     assert values(found) == {(): Knobs(draft_cap=2).model_dump(mode="json")}
-    assert untold == []
+    assert unreported == []
 
 
 def test_a_scope_has_the_instances_that_its_setting_reaches() -> None:
     scopes = [FLEET, RUN, KnobScope("model", "m"), KnobScope("pool", "spot"), KnobScope("pool", "other")]
-    assert [is_of(report({}, pool="spot"), each) for each in scopes] == [True, True, True, True, False]
+    assert [in_scope(report({}, pool="spot"), each) for each in scopes] == [True, True, True, True, False]

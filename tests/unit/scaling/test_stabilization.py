@@ -17,7 +17,7 @@ def follow(recommended: list[int], current: int = 5, every: float = 5.0) -> list
     """Return the replicas at each observation."""
     stabilizer, seen = Stabilizer(CONFIG), []
     for turn, value in enumerate(recommended):
-        current = stabilizer.next(current, value, turn * every)
+        current = stabilizer.update(current, value, turn * every)
         seen.append(current)
     return seen
 
@@ -48,17 +48,17 @@ def test_after_a_change_there_is_a_pause() -> None:
 def test_a_change_by_somebody_else_starts_the_pause_too() -> None:
     stabilizer = Stabilizer(CONFIG)
     for turn in range(10):
-        stabilizer.next(5, 8, turn)
-    assert stabilizer.next(6, 8, 10.0) == 6
-    assert stabilizer.next(6, 8, 39.0) == 6
-    assert stabilizer.next(6, 8, 40.0) == 8
+        stabilizer.update(5, 8, turn)
+    assert stabilizer.update(6, 8, 10.0) == 6
+    assert stabilizer.update(6, 8, 39.0) == 6
+    assert stabilizer.update(6, 8, 40.0) == 8
 
 
 def one_at_a_time(recommended: list[int], current: int) -> list[tuple[int, int]]:
     """Return the present and the wanted replicas at each observation, where at most one goes at each."""
     stabilizer, seen = Stabilizer(CONFIG), []
     for turn, value in enumerate(recommended):
-        wanted = stabilizer.next(current, value, turn * 5.0)
+        wanted = stabilizer.update(current, value, turn * 5.0)
         seen.append((current, wanted))
         current = max(wanted, current - 1)
     return seen
@@ -81,12 +81,12 @@ def test_a_change_is_broken_off_when_the_need_is_back() -> None:
 def test_somebody_who_turns_it_back_is_heeded() -> None:
     stabilizer = Stabilizer(CONFIG)
     for turn in range(13):
-        wanted = stabilizer.next(5, 2, turn * 5.0)
+        wanted = stabilizer.update(5, 2, turn * 5.0)
     assert wanted == 2
-    assert stabilizer.next(4, 2, 65.0) == 2
-    assert stabilizer.next(7, 2, 70.0) == 7
-    assert stabilizer.next(7, 2, 99.0) == 7
-    assert stabilizer.next(7, 2, 100.0) == 2
+    assert stabilizer.update(4, 2, 65.0) == 2
+    assert stabilizer.update(7, 2, 70.0) == 7
+    assert stabilizer.update(7, 2, 99.0) == 7
+    assert stabilizer.update(7, 2, 100.0) == 2
 
 
 def test_small_changes_are_passed_over() -> None:
