@@ -1,10 +1,7 @@
 """Refuse HTTP requests that may not be served, before their bodies are read.
 
-`Access` checks tokens, scopes and sizes, and counts every request, as the interceptor does for RPCs. A path needs
-the scope of the gateway's method behind it; a path that is not listed needs the scope `internal`, so a new one is
-closed by default. `Origins` keeps web pages out where no token does: a page can send requests with its visitor's
-browser and can read the answers once its name resolves to this host (DNS rebinding), but it can neither choose
-the header Host nor hide its origin.
+`Access` checks tokens, scopes and sizes, and counts every request, as the interceptor does for RPCs. `Origins`
+keeps web pages out where no token does.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ UPDATE_PATHS = (
     "/update_weights",
     "/update_weights_from_disk",
 )
-"""Paths of a weight update."""
+"""Paths that belong to a weight update."""
 ABSENT = (
     "/destroy_weights_update_group",
     "/finish_weight_update",
@@ -66,7 +63,7 @@ ABSENT = (
     "/v1/unload_lora_adapter",
     "/wake_up",
 )
-"""Paths of the dialects that are answered 501: weights go by folders, and devices are not lent."""
+"""Paths of the dialects that are answered 501: weights are pushed by folders, and devices are not shared."""
 OF_ONE_FACADE = frozenset(
     {
         "/abort_request",
@@ -81,11 +78,11 @@ OF_ONE_FACADE = frozenset(
         "/v1/loads",
     }
 )
-"""Paths that are about the requests in work of one facade."""
+"""Paths that concern the running requests of one facade."""
 OPEN = frozenset(
     {"/health", "/health/", "/health_generate", "/livez", "/readyz", "/docs", "/openapi.json", "/version"}
 )
-"""Paths that anybody may read: probes have no token; version and page of the API say nothing of a deployment."""
+"""Paths without access control: probes have no token; version and API page reveal nothing of a deployment."""
 METHODS: dict[str, str] = {
     "/metrics": SCRAPE,
     "/v1/models": READ,
@@ -113,7 +110,7 @@ METHODS: dict[str, str] = {
     **dict.fromkeys(UPDATE_PATHS, UPDATE),
     **dict.fromkeys(ABSENT, UPDATE),
 }
-"""The gateway's method behind each path."""
+"""Method of the gateway behind each path."""
 
 _SAFE_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _CODES = {
@@ -132,10 +129,19 @@ _CODES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
+_AUTHORITY = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5})?)?")
+_CROSS = "{} is another origin than this server, and no token was sent; pages of others may not call it"
+_PORTS = {"http": 80, "https": 443}
+_NO_OTHER_PAGE = ("same-origin", "none")
+"""Values of sec-fetch-site for requests that no page of another origin has caused."""
 
 
 class Access:
-    """ASGI middleware: who may call what, how large a body may be, and what is counted of it."""
+    """ASGI middleware that checks tokens, scopes and sizes of requests, and counts them.
+
+    A path needs the scope of the gateway's method behind it. A path that is not listed needs the scope
+    `internal`, so a new one is closed by default.
+    """
 
     def __init__(
         self,
@@ -186,7 +192,7 @@ class Access:
                 except Exception:
                     log.exception("request_failed")
                     if begun:
-                        raise  # The connection is cut: what has been sent is no whole answer.
+                        raise  # Cuts the connection, because the answer that was sent is incomplete.
                     refused = fault()
             if refused is not None:
                 found = in_dialect(path, refused)
@@ -200,8 +206,8 @@ class Access:
             structlog.contextvars.clear_contextvars()
 
     def _refused(self, path: str, headers: Mapping[str, str]) -> HttpError | None:
-        """Return the answer to a request that is refused; None: it may go on."""
-        # Whatever served this connection before: from here on nothing is done for another caller.
+        """Return the answer to a refused request; None: it may continue."""
+        # Clears the caller of an earlier request on this connection.
         act_for(None)
         try:
             self._admit(path, headers)
@@ -236,21 +242,18 @@ class Access:
         self._guard.admit(method, authorization)
 
 
-_AUTHORITY = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5})?)?")
-_CROSS = "{} is another origin than this server, and no token was sent; pages of others may not call it"
-_PORTS = {"http": 80, "https": 443}
-_NO_OTHER_PAGE = ("same-origin", "none")
-"""What browsers say of a request that no page of another origin has caused."""
-
-
 class Origins:
-    """ASGI middleware: refuse requests without a token under unknown names, or from pages of other origins."""
+    """ASGI middleware that refuses requests without a token under unknown names, or from pages of other origins.
+
+    A page can send requests with its visitor's browser, and can read the answers once its name resolves to this
+    host (DNS rebinding), but it can neither choose the header Host nor hide its origin.
+    """
 
     def __init__(self, app: ASGIApp, config: FacadeConfig) -> None:
         self._app = app
         self._tokens = config.token is not None or config.tokens_file is not None
         self._anonymous = bool(config.anonymous_scopes)
-        # With TLS the certificate has the names: a browser goes to no other.
+        # With TLS the certificate has the names, and a browser accepts no other.
         self._any_host = config.tls is not None
         self._here = is_loopback(config.host)
         own = {config.host, config.advertise_host or config.host}
@@ -293,12 +296,12 @@ class Origins:
             return False
         if is_loopback(host) or any(fnmatchcase(host, name) for name in self._names):
             return True
-        # Where more than loopback is served, whoever dials a number was led here by no name.
+        # A client that dials an IP address was led here by no name. On loopback, only loopback addresses count.
         return not self._here and _is_number(host)
 
 
 def _read(authority: str, usual_port: int | None = None) -> tuple[str | None, int | None]:
-    """Return the host, in lower case and without brackets, and the port; (None, None) if it is no authority."""
+    """Return the host, in lower case and without brackets, and the port; (None, None) for an invalid authority."""
     found = _AUTHORITY.fullmatch(authority)
     if found is None:
         return None, None

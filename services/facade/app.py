@@ -22,19 +22,18 @@ from paceline.errors import PacelineError
 from services.contracts.errors import ServiceError
 from services.facade.access import Access, Origins
 from services.facade.config import FacadeConfig, GenerationDefaults
-from services.facade.dialects.vllm import GENERATION_CONFIG as FILE
-from services.facade.dialects.vllm import model_defaults
+from services.facade.dialects.vllm import GENERATION_CONFIG, model_defaults
 from services.facade.gateway import Forecasts, GatewayClient, ServedFleet, Updates
 from services.facade.http_errors import HttpError, error_body, http_error, in_dialect, validation_error
 from services.facade.metrics import FacadeMetrics
-from services.facade.names import SampleNames
 from services.facade.routes.paceline import health_routes, paceline_routes, server_routes
 from services.facade.routes.sglang import sglang_routes
 from services.facade.routes.vllm import tokens_routes, vllm_routes
+from services.facade.sample_names import SampleNames
 from services.facade.samples import SamplesInWork
 from services.facade.server.connections import ConnectionLimits
 from services.facade.server.http_server import HttpServer, most_connections
-from services.facade.serving import Desk, Facade, names_in_body
+from services.facade.serving import Facade, JobRunner, names_in_body
 from services.facade.text import FolderTokenizer, Tokenizer
 from services.facade.work.pool import WorkerPool
 from services.platform.config import ConfigError, listening_problems
@@ -50,7 +49,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
     """Return the application; it connects to the gateway at the first request.
 
     ConfigError if the tokenizer, the tokens or the certificates cannot be read. The metrics are in `registry`.
-    Unless `warm`, the workers start with the first work.
+    Unless `warm`, the workers start with the first job.
     """
     client, metrics = GatewayClient(config), FacadeMetrics(registry)
     pool = WorkerPool(
@@ -59,7 +58,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
     if warm:
         pool.launch()
     tokenizer = _tokenizer(config)
-    # Each of several facades sees a part of a step only, and numbers its own samples.
+    # Each of several facades sees only a part of a step, and numbers its own samples.
     remembered = config.forecast_prompts if config.alone else 0
     forecasts = Forecasts(client.current, remembered, config.max_hinted_samples, metrics)
     facade = Facade(
@@ -76,7 +75,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
         metrics=metrics,
         names=SampleNames(alone=config.alone),
         forecasts=forecasts,
-        desk=Desk(tokenizer, pool),
+        jobs=JobRunner(tokenizer, pool),
         defaults=_defaults(config),
     )
     made = FastAPI(
@@ -126,7 +125,7 @@ def _tokenizer(config: FacadeConfig) -> Tokenizer | None:
 
 
 def _defaults(config: FacadeConfig) -> dict[str, float]:
-    """Return the sampling parameters for requests that name none; tell of those in the model's folder."""
+    """Return the sampling parameters for requests that leave them out; log the ones in the model's folder."""
     if config.model is None:
         return {}
     applied = config.generation_config is GenerationDefaults.AUTO
@@ -134,8 +133,10 @@ def _defaults(config: FacadeConfig) -> dict[str, float]:
         found = model_defaults(config.model)
     except (OSError, ValueError) as error:
         if applied:
-            raise ConfigError([f"model: {FILE} in {config.model} cannot be used: {error}"]) from error
-        log.warning("generation_config_not_read", file=FILE, error=str(error))
+            raise ConfigError(
+                [f"model: {GENERATION_CONFIG} in {config.model} cannot be used: {error}"]
+            ) from error
+        log.warning("generation_config_not_read", file=GENERATION_CONFIG, error=str(error))
         return {}
     if found:
         log.info("generation_config", applied=applied, **found)

@@ -1,4 +1,4 @@
-"""Calls to the gateway other than those that generate samples.
+"""Call the gateway for everything but samples.
 
 `GatewayClient` holds the SDK's client with the current token and certificates. `ServedFleet` reads the model, the
 health and the published version, `Updates` publishes weights and pauses requests, and `Forecasts` announces
@@ -34,20 +34,29 @@ from services.platform.security.certificates import Certificates, watch_certific
 from services.platform.security.guard import own_token
 from services.platform.tasks import end
 
+log = structlog.get_logger(__name__)
+
 _MOST_CLIENTS = 8
-"""Clients that live at once. The oldest ends, with its calls, when there would be more."""
+"""Most clients that are open. One more closes the oldest, with its calls."""
+HEALTH_SECONDS = 5.0
+"""Deadline of the request to the gateway behind a probe."""
+HEALTH_KEPT_SECONDS = 1.0
+"""Seconds for which probes share one answer of the gateway."""
+VERSION_SECONDS = 1.0
+"""Seconds for which requests use the last known published version."""
+_LIVE = (t.InstanceState.SERVING, t.InstanceState.PAUSED)
 
 
 class GatewayClient:
-    """The SDK's client, made anew when token or certificates have changed.
+    """Client of the SDK, replaced when the token or the certificates change.
 
-    One that was replaced lives on, for the streams that are still on it, until several others have come.
+    A replaced client stays open for its streams, until `_MOST_CLIENTS` newer ones exist.
     """
 
     def __init__(self, config: FacadeConfig) -> None:
         """Read token and certificates.
 
-        ConfigError if an address cannot be meant, or the token would travel in plain text; OSError or Unreadable if
+        ConfigError if an address is malformed, or the token would travel in plain text; OSError or Unreadable if
         the files cannot be used.
         """
         self._config = config
@@ -69,7 +78,7 @@ class GatewayClient:
         self._closing: set[asyncio.Task[None]] = set()
 
     def current(self) -> AsyncClient:
-        """Return the client; call it on the event loop."""
+        """Return the current client; to be called on the event loop."""
         key = (self._token(), self._certificates())
         if not self._made or self._made[-1][0] != key:
             self._made.append((key, self._make(key[0])))
@@ -98,18 +107,9 @@ class GatewayClient:
         )
 
 
-HEALTH_SECONDS = 5.0
-"""Deadline of what a probe asks."""
-HEALTH_KEPT_SECONDS = 1.0
-"""Seconds for which probes are answered from what the gateway said: thousands cost it what one does."""
-VERSION_SECONDS = 1.0
-"""Seconds for which requests begin under the name of a version that was published."""
-_LIVE = (t.InstanceState.SERVING, t.InstanceState.PAUSED)
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that the instances serve."""
+    """Model that the instances serve."""
 
     name: str
     max_model_len: int
@@ -117,25 +117,25 @@ class ServedModel:
 
 
 class ServedFleet:
-    """Fleet as requests see it: its model, instances and policy version."""
+    """Model, instances and policy version of the fleet, as requests see them."""
 
     def __init__(self, client: Callable[[], AsyncClient], name: str | None) -> None:
-        """`name` replaces the model's own."""
+        """`name` replaces the model's name."""
         self._client = client
         self._name = name
         self._model: ServedModel | None = None
         self._recent, self._recent_until = 0, -math.inf
-        self._asking: asyncio.Task[int] | None = None
+        self._version_call: asyncio.Task[int] | None = None
         self._health: _Health | None = None
 
     async def model(self) -> ServedModel:
-        """Return the model, which stays the same. UnavailableError: no instance is known."""
+        """Return the model, which never changes. UnavailableError: no instance is known."""
         if self._model is None:
             self._model = served_model(await self._client().instances(), self._name)
         return self._model
 
     async def instances(self) -> tuple[t.Instance, ...]:
-        """Return the instances; DeadlineExceededError or another error soon, for a probe."""
+        """Return the instances, or raise within the deadline of a probe."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 return await self._client().instances()
@@ -147,32 +147,32 @@ class ServedFleet:
         return (await self._client().versions()).policy_version
 
     async def recent_version(self) -> int:
-        """Return the version that is published, or was within the last second: thousands of requests ask once."""
+        """Return the published version, or one of the last second: concurrent requests share a call."""
         if time.monotonic() < self._recent_until:
             return self._recent
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self.policy_version())
-        # Who asks first may leave.
-        version = await asyncio.shield(self._asking)
+        if self._version_call is None or self._version_call.done():
+            self._version_call = asyncio.create_task(self.policy_version())
+        # Shielded, because the first caller may leave.
+        version = await asyncio.shield(self._version_call)
         if time.monotonic() >= self._recent_until:
             self.published(version)
         return version
 
     def published(self, version: int) -> None:
-        """Note the version that is published now."""
+        """Record the version that is published now."""
         self._recent, self._recent_until = version, time.monotonic() + VERSION_SECONDS
 
     async def problem(self, *, needs_instance: bool) -> str:
-        """Return why requests cannot be served now; empty if they can. It may be a second old."""
+        """Return the reason why requests cannot be served, empty if they can. It may be a second old."""
         health = self._health
         if health is None or time.monotonic() >= health.until:
-            # One asks at a time. Who asked first may leave.
-            health = self._health = _Health(asyncio.create_task(self._look()))
-            health.asked.add_done_callback(health.keep)
-        return (await asyncio.shield(health.asked))[needs_instance]
+            # Probes share one call, which is shielded because the first probe may leave.
+            health = self._health = _Health(asyncio.create_task(self._problems()))
+            health.call.add_done_callback(health.keep)
+        return (await asyncio.shield(health.call))[needs_instance]
 
-    async def _look(self) -> tuple[str, str]:
-        """Return the problem without regard to instances, and the one with."""
+    async def _problems(self) -> tuple[str, str]:
+        """Return the problem of the gateway alone, and the problem with regard to instances."""
         try:
             instances = await self.instances()
         except PacelineError as error:
@@ -181,19 +181,19 @@ class ServedFleet:
 
 
 class _Health:
-    """What the gateway said, or is being asked."""
+    """Call for the health of the gateway, and the time until which its result is used."""
 
-    def __init__(self, asked: asyncio.Task[tuple[str, str]]) -> None:
-        self.asked = asked
+    def __init__(self, call: asyncio.Task[tuple[str, str]]) -> None:
+        self.call = call
         self.until = math.inf
 
-    def keep(self, asked: asyncio.Task[tuple[str, str]]) -> None:
-        failed = asked.cancelled() or asked.exception() is not None
+    def keep(self, call: asyncio.Task[tuple[str, str]]) -> None:
+        failed = call.cancelled() or call.exception() is not None
         self.until = time.monotonic() + (0.0 if failed else HEALTH_KEPT_SECONDS)
 
 
 def served_model(instances: Sequence[t.Instance], name: str | None) -> ServedModel:
-    """Return the model of the instances: the least of their lengths and of their vocabularies."""
+    """Return the model of the instances, with the least of their lengths and of their vocabularies."""
     if not instances:
         raise UnavailableError(grpc.StatusCode.UNAVAILABLE, "no instance has registered yet")
     return ServedModel(
@@ -205,7 +205,7 @@ def served_model(instances: Sequence[t.Instance], name: str | None) -> ServedMod
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """A published update."""
+    """Result of a published update."""
 
     version: int
     instances: Sequence[t.InstanceUpdate]
@@ -214,7 +214,7 @@ class UpdateOutcome:
 
     @property
     def message(self) -> str:
-        """Summary for people; names the instances that failed."""
+        """Summary with the failed instances."""
         failed = [f"{each.instance_id}: {each.error}" for each in self.instances if each.error]
         counts = f"{self.aborted} samples ended and {self.continued} go on"
         summary = f"version {self.version} is published; {counts}"
@@ -229,14 +229,14 @@ class Updates:
     samples: SamplesInWork
     metrics: FacadeMetrics
     published: Callable[[int], None]
-    """Gets the version of each update that is published."""
+    """Called with the version of each published update."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def pause(self, mode: str) -> int:
-        """Let new requests wait; return how many samples were aborted.
+        """Let new requests wait; return the number of aborted samples.
 
-        Mode `abort` ends the requests of this facade that run, of runs that the caller may name; `wait` waits until
-        all have ended, and any other lets them go on.
+        Mode `abort` ends the running requests of this facade, if the caller may name their runs; `wait` waits until
+        all have ended, and in any other mode they continue.
         """
         self.samples.pause()
         self.metrics.paused.set(1)
@@ -256,8 +256,8 @@ class Updates:
     ) -> UpdateOutcome:
         """Check, stage, apply and publish the weights in a folder; an error aborts the update.
 
-        `version_of` returns the new version for the published one. A repeated request goes on with the update that
-        it began, as long as that is not published.
+        `version_of` returns the new version for the published one. A repeated request continues the update that it
+        began, until that is published.
         """
         async with self._lock:
             try:
@@ -288,47 +288,44 @@ class Updates:
         )
 
 
-log = structlog.get_logger(__name__)
-
-
 class Forecasts:
-    """Looks at the samples that are asked for, and announces what is forecast. Nothing waits for it."""
+    """Forecasts coming steps from requested samples, and announces them in the background."""
 
     def __init__(
         self, client: Callable[[], AsyncClient], most_prompts: int, most_samples: int, metrics: FacadeMetrics
     ) -> None:
-        """Remember at most `most_prompts` prompts, 0 for none, and announce at most `most_samples` of a step."""
+        """Remember at most `most_prompts` (0: forecast nothing), and announce at most `most_samples` of a step."""
         self._client = client
         self._orders = EpochOrders(most_prompts) if most_prompts else None
         self._most_samples = min(most_samples, MAX_SAMPLES)
         self._metrics = metrics
         self._announcing: dict[str, asyncio.Task[None]] = {}
-        """The one hint of each run that is on its way."""
+        """Hint in flight, at most one for each run."""
 
-    def asked(self, requests: Iterable[t.SampleRequest]) -> None:
-        """Note samples that are asked for, in order."""
+    def observe(self, requests: Iterable[t.SampleRequest]) -> None:
+        """Take in requested samples, in order."""
         if self._orders is None:
             return
         missed = self._orders.missed
         for request in requests:
             hint = self._orders.ask(request)
             if hint is not None and hint.run_id not in self._announcing:
-                # In the context of the request, so that the call to the gateway names its caller.
+                # Created in the context of the request, so that the call to the gateway names its caller.
                 self._announcing[hint.run_id] = asyncio.create_task(self._announce(hint))
         self._metrics.forecasts.labels("missed").inc(self._orders.missed - missed)
 
     def announced(self, run_id: str, step: int) -> None:
-        """Note that a trainer announces a step itself: what is forecast must not replace that."""
+        """Record that a trainer announces a step itself, which a forecast must not replace."""
         if self._orders is not None:
             self._orders.announced(run_id, step)
 
     async def close(self) -> None:
-        """End the hints that are on their way."""
+        """End the hints in flight."""
         await end(self._announcing.values())
 
     async def _announce(self, hint: t.BatchHint) -> None:
         try:
-            # Some large prompts may be millions of tokens, which are not to hold up requests.
+            # In a thread, because prompts may have millions of tokens, which would delay requests.
             request = await asyncio.to_thread(self._request, hint)
             answer = await self._client().call(Unary("Rollout", "HintNextBatch", request))
         except PacelineError as error:

@@ -1,4 +1,4 @@
-"""Errors of calls as HTTP answers, in the form of OpenAI's API. Pure."""
+"""Convert errors of calls to HTTP answers, in the form of OpenAI's API. Pure."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _STATUS: dict[grpc.StatusCode, tuple[int, str]] = {
 _FAULT = (500, "server_error")
 _PROMPT = "prompt_token_ids"
 _PLACES = ("body", "query", "path", "header")
-"""First parts of a location: where in a request a field is."""
+"""First parts of a location, for the place of a field in a request."""
 _TYPES = ("bool", "float", "int", "str")
 _WITH_SUCCESS = frozenset(
     {"/abort_request", "/continue_generation", "/pause_generation", "/update_weights_from_disk"}
 )
-"""Paths of SGLang's server whose answers say whether they succeeded, in errors too."""
-_COMES_AGAIN = (429, 503)
+"""Paths of SGLang's server whose answers have a field `success`, also in errors."""
+_WITH_RETRY = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class HttpError:
 def http_error(error: PacelineError | ServiceError, names: Mapping[str, str] | None = None) -> HttpError:
     """Return the answer for an error of the gateway or of this process.
 
-    `param` is the first field at fault, under its name in the body: `names` are those that differ from the SDK's.
+    `param` is the first wrong field, under its name in the body; `names` has the names that differ from the SDK's.
     `code` is the reason, such as `STALE_VERSION`.
     """
     if isinstance(error, ServiceError):
@@ -62,8 +62,8 @@ def http_error(error: PacelineError | ServiceError, names: Mapping[str, str] | N
     if status in (400, 404) and error.violations:
         param = _name_in_body(error.violations[0].field, names or {})
     headers: dict[str, str] = {}
-    if status in _COMES_AGAIN:
-        # Whole seconds, and never 0: a client that waits 0 s would come again at once.
+    if status in _WITH_RETRY:
+        # Whole seconds, and never 0, because a client would then retry at once.
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1.0)))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -74,7 +74,7 @@ def http_error(error: PacelineError | ServiceError, names: Mapping[str, str] | N
 def _name_in_body(field: str, names: Mapping[str, str]) -> str | None:
     """Return the name that a body has for a field of the gateway's request."""
     if field.startswith(_PROMPT):
-        # Its ids are checked before they are sent, so what is wrong is all of it.
+        # Its ids are checked before they are sent, so the prompt as a whole is wrong.
         return names.get("prompt", "prompt")
     field = field.removeprefix("sampling.")
     name, bracket, place = field.partition("[")
@@ -82,7 +82,7 @@ def _name_in_body(field: str, names: Mapping[str, str]) -> str | None:
 
 
 def in_dialect(path: str, found: HttpError) -> HttpError:
-    """Return an error in the form of the dialect that has the path."""
+    """Return an error in the form of the path's dialect."""
     if path not in _WITH_SUCCESS:
         return found
     body = {"success": False, "message": found.body["error"]["message"], **found.body}
@@ -90,13 +90,13 @@ def in_dialect(path: str, found: HttpError) -> HttpError:
 
 
 def fault() -> HttpError:
-    """Return the answer to a request that failed by a defect of this process."""
+    """Return the answer for a defect of this process."""
     message = "the facade failed; its log says more, under the x-request-id of this answer"
     return HttpError(500, error_body(message, "server_error", param=None, code="INTERNAL"), {})
 
 
 def error_of(sample: t.Sample) -> PacelineError:
-    """Return the error of a sample that has failed: of its request, if that has a field which is wrong."""
+    """Return the error of a failed sample: InvalidArgument if a field of its request is wrong."""
     failure = sample.failure
     if failure is not None and failure.code == "INVALID_ARGUMENT":
         wrong = InvalidArgument([Violation(failure.field, failure.reason)])
@@ -110,9 +110,9 @@ def error_body(message: str, kind: str, *, param: str | None, code: str) -> dict
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> HttpError:
-    """Return the answer for a body that pydantic refused; `problems` are its errors, which name fields.
+    """Return the answer for a body that pydantic refused; `problems` are pydantic's errors, which name fields.
 
-    Values are not repeated: a prompt may be long, and may be nobody's business.
+    Values are not repeated, because a prompt may be long, and may be private.
     """
     fields = [field_of(each["loc"]) for each in problems]
     lines = [f"{field or 'the body'}: {each['msg']}" for field, each in zip(fields, problems, strict=True)]
@@ -129,7 +129,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> HttpError:
 def field_of(location: Sequence[Any]) -> str:
     """Return the path of a field, such as `sampling_params.top_p` or `messages[0]`; empty for the whole body.
 
-    A location names which member of a union was tried, such as `list[int]`; no field is called so.
+    A location may include the tried member of a union, such as `list[int]`, which is not a field.
     """
     path = ""
     for part in location[1:] if location and location[0] in _PLACES else location:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the HTTP facade, beside those of requests, which are counted as RPCs are."""
+"""Prometheus metrics of the HTTP facade; its requests are counted by the metrics of RPCs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from services.platform.observability.metric_set import MetricSet, counter, gauge
 OUTCOMES = ("published", "failed")
 """Outcomes of a weight update."""
 ENDINGS = ("header", "idle", "body", "reader", "ending", "crowded", "refused")
-"""Why the server ended a connection."""
+"""Reasons for which the server ends a connection."""
 
 
 class FacadeMetrics(MetricSet, prefix="paceline_facade_"):

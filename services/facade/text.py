@@ -1,8 +1,4 @@
-"""Convert between text and tokens with the tokenizer of the served model.
-
-This includes its chat template. The syntax tree of a template shows what it expects of its messages, by the rules
-of vLLM's server.
-"""
+"""Convert between text and tokens with the tokenizer and the chat template of the served model."""
 
 from __future__ import annotations
 
@@ -23,21 +19,34 @@ from paceline.files import read_object
 from paceline.text import until_stop
 from services.contracts.errors import InvalidArgument
 
+_OTHER_TYPES = frozenset({"gpt_oss"})
+_OTHER_ARCHITECTURES = frozenset(
+    {
+        *("DeepseekV32ForCausalLM", "DeepseekV41ForCausalLM", "DeepseekV4ForCausalLM"),
+        *("DeepseekV4ForConditionalGeneration", "InklingForCausalLM", "InklingForConditionalGeneration"),
+        *("KimiK3ForConditionalGeneration", "MoonshotKimiaForCausalLM"),
+    }
+)
+"""Architectures for which vLLM's server does not use the chat template."""
+_MISTRAL = ("tekken.json", "tokenizer.model.v*")
+_UNFINISHED = "\ufffd"
+"""Replacement character, which decoders return for incomplete bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template expects."""
+    """Form of the messages that a chat template expects."""
 
     openai_content: bool = False
-    """Whether contents are lists of parts; otherwise they are strings."""
+    """True: contents are lists of parts; otherwise they are strings."""
     developer: bool = False
-    """Whether there are messages of role `developer`; otherwise they are system messages."""
+    """True: messages may have the role `developer`; otherwise they become system messages."""
     variables: frozenset[str] = frozenset()
-    """Variables that it reads."""
+    """Variables that the template reads."""
 
 
 class _Generation(Extension):
-    """The tag that marks what an assistant wrote; it has no effect on the text."""
+    """Tag that marks the text of an assistant; it does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -53,18 +62,21 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
 
 
 def traits_of(template: str) -> TemplateTraits:
-    """Return what a template expects. ValueError if it is none."""
+    """Return the traits of a template, by its syntax tree and the rules of vLLM's server.
+
+    ValueError: it is invalid.
+    """
     try:
         tree = _ENVIRONMENT.parse(template)
         variables = meta.find_undeclared_variables(tree)
     except TemplateError as error:
         raise ValueError(f"is no template: {error}") from error
     developer = any(f"{quote}developer{quote}" in template for quote in "\"'")
-    return TemplateTraits(_goes_through_parts(tree), developer, frozenset(variables))
+    return TemplateTraits(_iterates_over_parts(tree), developer, frozenset(variables))
 
 
-def _goes_through_parts(tree: nodes.Template) -> bool:
-    """Return True if a loop goes through the content of a message."""
+def _iterates_over_parts(tree: nodes.Template) -> bool:
+    """Return True if a loop iterates over the content of a message."""
     conversations = _aliases(tree, "messages")
     if conversations is None:
         return False
@@ -86,7 +98,7 @@ def _goes_through_parts(tree: nodes.Template) -> bool:
 
 
 def _aliases(tree: nodes.Template, name: str) -> set[str] | None:
-    """Return the names under which a variable, or a part of it, is known; None: one is no plain name."""
+    """Return the names assigned from a variable or a part of it; None: a target is not a plain name."""
     found, waiting = {name}, [name]
     while waiting:
         known = waiting.pop(0)
@@ -102,7 +114,7 @@ def _aliases(tree: nodes.Template, name: str) -> set[str] | None:
 
 
 def _argument_loops(tree: nodes.Template, messages: Iterable[str]) -> Iterator[tuple[int, set[str]]]:
-    """Yield each loop in a macro with the macro's arguments that are called with the content of a message."""
+    """Yield each loop in a macro, with the arguments of the macro that receive the content of a message."""
     for macro in tree.find_all(nodes.Macro):
         names = [argument.name for argument in macro.args]
         contents = set()
@@ -122,7 +134,7 @@ def _argument_loops(tree: nodes.Template, messages: Iterable[str]) -> Iterator[t
 
 
 def _reads(node: nodes.Node | None, name: str, attribute: str = "") -> bool:
-    """Return True if an expression is a variable, or an attribute of it: as it is, filtered, tested or sliced."""
+    """Return True if an expression is a variable or an attribute of it, possibly filtered, tested or sliced."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -141,22 +153,8 @@ def _reads(node: nodes.Node | None, name: str, attribute: str = "") -> bool:
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
 
 
-_OTHER_TYPES = frozenset({"gpt_oss"})
-_OTHER_ARCHITECTURES = frozenset(
-    {
-        *("DeepseekV32ForCausalLM", "DeepseekV41ForCausalLM", "DeepseekV4ForCausalLM"),
-        *("DeepseekV4ForConditionalGeneration", "InklingForCausalLM", "InklingForConditionalGeneration"),
-        *("KimiK3ForConditionalGeneration", "MoonshotKimiaForCausalLM"),
-    }
-)
-"""Models whose conversations vLLM's server does not write by their chat template."""
-_MISTRAL = ("tekken.json", "tokenizer.model.v*")
-_UNFINISHED = "\ufffd"
-"""What a decoder gives for bytes that are no character yet."""
-
-
 def not_by_template(folder: Path) -> str:
-    """Return why the tokenizer's template does not give vLLM's prompts of a conversation; empty if it does."""
+    """Return the reason why the tokenizer's template yields other prompts than vLLM; empty if there is none."""
     config = _json(folder / "config.json")
     if config.get("model_type") in _OTHER_TYPES or _OTHER_ARCHITECTURES & {
         *(config.get("architectures") or ())
@@ -178,10 +176,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Tokenizer of a model."""
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Return the tokens of a text; with `special`, those around it that the model expects."""
+        """Return the tokens of a text; with `special`, also the special tokens that the model expects around it."""
 
     def decode(self, token_ids: Sequence[int], skip_special: bool) -> str:
         """Return the text of tokens."""
@@ -190,7 +188,7 @@ class Tokenizer(Protocol):
         """Return the text of one token."""
 
     def template(self) -> TemplateTraits:
-        """Return what the chat template expects; InvalidArgument if there is none that can be used."""
+        """Return the traits of the chat template; InvalidArgument if there is no usable one."""
 
     def chat(
         self,
@@ -198,14 +196,14 @@ class Tokenizer(Protocol):
         options: Mapping[str, Any],
         max_model_len: int | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation, which is as the template expects it.
+        """Return the tokens of a conversation in the form that the template expects.
 
         InvalidArgument: the template refuses it, or its text cannot fit into the model.
         """
 
 
 def leave_out_torch() -> None:
-    """Let transformers do without torch in this process: it takes seconds and hundreds of megabytes to load."""
+    """Hide torch from transformers in this process: loading it takes seconds and hundreds of megabytes."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
@@ -214,17 +212,17 @@ class FolderTokenizer:
     """Tokenizer of a model folder in Hugging Face layout."""
 
     def __init__(self, folder: Path) -> None:
-        """OSError or ValueError if the folder has none. Code that the folder may hold is not run."""
-        # Imported late: it takes seconds, and a facade for token ids needs no tokenizer.
+        """OSError or ValueError if the folder has no tokenizer. Code in the folder is not run."""
+        # Imported late, because it takes seconds, and a facade for token ids needs no tokenizer.
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
         self.fast = bool(self._tokenizer.is_fast)
-        """False: it is written in Python, and takes long."""
+        """False: it is written in Python, and slow."""
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
-        """Most characters that a token of the vocabulary stands for."""
+        """Most characters of a token in the vocabulary."""
         self._traits: TemplateTraits | None = None
         self._no_chat = not_by_template(folder)
         if not self._no_chat:
@@ -238,7 +236,7 @@ class FolderTokenizer:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
 
     def decode(self, token_ids: Sequence[int], skip_special: bool) -> str:
-        """Return the text of tokens, as it is in the model's data: no spaces are tidied."""
+        """Return the text of tokens without tidying spaces, as in the model's data."""
         return str(
             self._tokenizer.decode(
                 list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
@@ -250,7 +248,7 @@ class FolderTokenizer:
         return self.decode([token_id], skip_special=False)
 
     def template(self) -> TemplateTraits:
-        """Return what the chat template expects."""
+        """Return the traits of the chat template."""
         if self._traits is None:
             raise InvalidArgument([Violation("messages", f"cannot be written as a prompt: {self._no_chat}")])
         return self._traits
@@ -264,7 +262,7 @@ class FolderTokenizer:
         """Return the tokens of a conversation."""
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates may raise anything
             raise InvalidArgument(
                 [Violation("messages", f"the chat template refuses them: {error}")]
             ) from error
@@ -283,7 +281,7 @@ def needs_text(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
 
 
 def check_text(text: str, tokenizer: Tokenizer, max_model_len: int | None, field: str) -> None:
-    """Refuse a text that cannot fit into the model, whatever its tokens are, as vLLM's server does."""
+    """Refuse a text that is too long for the model with any tokens, as vLLM's server does."""
     longest = getattr(tokenizer, "longest_token", None)
     if max_model_len is not None and longest is not None and len(text) > max_model_len * longest:
         found = (
@@ -293,20 +291,20 @@ def check_text(text: str, tokenizer: Tokenizer, max_model_len: int | None, field
 
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special: bool, stop_string: str = "") -> str:
-    """Return the text of tokens up to the stop string that the last of them completes, if there is one."""
+    """Return the text of tokens, up to the stop string that the last token completes, if there is one."""
     return until_stop(lambda ids: tokenizer.decode(ids, skip_special), token_ids, stop_string)
 
 
 def longest_beginning(stop: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may be the beginning of a stop string."""
+    """Return the most characters at the end of a text that may be the beginning of a stop string."""
     return max(map(len, stop), default=1) - 1
 
 
 class TextStream:
-    """Text of a sample that grows: whole characters only, though their bytes may be in several tokens."""
+    """Text of a growing sample, in whole characters, although their bytes may be in several tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, skip_special: bool, held: int = 0) -> None:
-        """Hold the last `held` characters back until the end: they may be the beginning of a stop string."""
+        """Hold the last `held` characters back until the end, since they may be the beginning of a stop string."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._held = held
@@ -315,9 +313,9 @@ class TextStream:
         self._given = 0
 
     def grow(self, token_ids: Sequence[int], ended: bool, stop_string: str = "") -> str:
-        """Return the text that is new; `token_ids` are all tokens so far. All of it comes at the end.
+        """Return the new text; `token_ids` are all tokens so far. At the end no text is held back.
 
-        `stop_string` is left out, which the last token completes.
+        `stop_string`, which the last token completes, is cut off.
         """
         if self._tokenizer is None:
             return ""
@@ -331,7 +329,7 @@ class TextStream:
         return text[:given]
 
     def _decoded(self, token_ids: Sequence[int], ended: bool, tokenizer: Tokenizer) -> str:
-        # Decoded with the tokens before them: some tokenizers write the same token otherwise at a beginning.
+        # Decoded with the previous tokens, because some tokenizers decode a first token differently.
         before = tokenizer.decode(token_ids[self._begin : self._given], self._skip_special)
         now = tokenizer.decode(token_ids[self._begin :], self._skip_special)
         if now.endswith(_UNFINISHED) and not ended:

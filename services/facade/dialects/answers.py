@@ -1,4 +1,4 @@
-"""Answers of `/v1/completions` and `/v1/chat/completions`, whole or as events. Pure."""
+"""Write the answers of `/v1/completions` and `/v1/chat/completions`, whole or as events. Pure."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class AnswerWriter:
         self._ended: set[int] = set()
         trims = not body.include_stop_str_in_output
         self._held = longest_beginning(stops_of(body.stop)) if trims else 0
-        self._logprobs = body.tells_logprobs()
+        self._logprobs = body.has_logprobs()
 
     def whole(self, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> Json:
-        """Return the answer with all samples, each a part."""
+        """Return the answer with all samples, each written by `part`."""
         answer = self._object("" if not self._chat else "chat.completion")
         answer["choices"] = [part(self._choice(index, output)) for index, output in enumerate(outputs)]
         answer["usage"] = usage(outputs, self._body.n)
@@ -51,11 +51,11 @@ class AnswerWriter:
         return answer
 
     def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
-        """Return the events for what is new since the last call in samples that come with their places."""
+        """Return the events of changed samples, given with their places: their tokens since the last call."""
         return [event for index, output in changed if (event := self._event(index, output))]
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
-        """Return what follows the samples: their numbers of tokens, if they were asked for."""
+        """Return the events that follow the samples: the numbers of tokens, if they were requested."""
         options = self._body.stream_options
         if options is None or not options.include_usage:
             return []
@@ -105,11 +105,11 @@ class AnswerWriter:
         return event
 
     def _trimmed(self, output: SampleOutput) -> str:
-        """Return the stop string that the text of a sample is without."""
+        """Return the stop string to cut off the text of a sample."""
         return "" if self._body.include_stop_str_in_output else output.stop_string
 
     def _tail(self, output: SampleOutput, begin: int) -> Json:
-        """Return what a choice has beside its text, of the tokens from `begin` on."""
+        """Return the fields of a choice in addition to its text, for the tokens from `begin` on."""
         reason = output.finish_reason
         last = output.token_ids[-1] if output.token_ids else None
         stopped = reason is t.FinishReason.STOP and last in (self._body.stop_token_ids or ())
@@ -148,10 +148,14 @@ class AnswerWriter:
             "text_offset": [],
         }
 
-    def _prompt(self, output: SampleOutput, told: t.PromptLogprobs) -> list[Json | None]:
-        """Return what is told of each token of the prompt: nothing of the first."""
+    def _prompt(self, output: SampleOutput, logprobs: t.PromptLogprobs) -> list[Json | None]:
+        """Return the log-probabilities at each token of the prompt; the first has none."""
         found: list[Json | None] = [None]
-        columns = (told.logprobs.tolist(), told.top_token_ids.tolist(), told.top_logprobs.tolist())
+        columns = (
+            logprobs.logprobs.tolist(),
+            logprobs.top_token_ids.tolist(),
+            logprobs.top_logprobs.tolist(),
+        )
         for token, own, ids, values in zip(output.request.prompt_token_ids[1:], *columns, strict=True):
             entries: dict[int, tuple[float, int | None]] = {int(token): (own, None)}
             entries |= {
@@ -178,24 +182,12 @@ class AnswerWriter:
         return self._tokenizer.token(token)
 
 
-def whole_answer(
-    body: SamplingBody,
-    kind: Kind,
-    head: tuple[str, int, str],
-    tokenizer: Tokenizer | None,
-    outputs: Sequence[SampleOutput],
-    part: Part,
-) -> Json:
-    """Return the answer of `AnswerWriter` with all samples."""
-    return AnswerWriter(body, kind, head, tokenizer).whole(outputs, part)
-
-
 def _entry(name: str, logprob: float) -> Json:
     return {"token": name, "logprob": logprob, "bytes": None}
 
 
 def usage(outputs: Sequence[SampleOutput], samples: int) -> Json:
-    """Return the numbers of tokens: each prompt is counted once, however many samples it has."""
+    """Return the numbers of tokens. Each prompt is counted once, with any number of samples."""
     prompt = sum(output.prompt_tokens for output in outputs[::samples])
     completion = sum(len(output.token_ids) for output in outputs)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,8 +1,8 @@
-"""Read the parts of a request body that all dialects share.
+"""Read the parts of a request body that all dialects share. Pure.
 
-`Body` refuses parameters by name unless their value asks for nothing. `AsksSamples` turns a body into checked
-samples with their prompts as arrays. The checks bound the size of a request before anything is sent to the
-gateway. Pure.
+`Body` refuses unknown and unsupported parameters by name, unless their value is neutral. `SamplesBody` turns a body
+into checked samples with their prompts as arrays. The checks bound the size of a request before anything is sent to
+the gateway.
 """
 
 from __future__ import annotations
@@ -28,22 +28,32 @@ from services.contracts.schemas import LONGEST_SCHEMA
 from services.facade.text import Tokenizer, check_text, needs_text
 
 LEAST_LOGPROB = -9999.0
-"""Log-probability in place of one that JSON cannot express, as in vLLM."""
+"""Log-probability that replaces values which JSON cannot express, as in vLLM."""
 T = TypeVar("T", int, int | None)
 Part = Callable[[Any], Any]
-"""Writes a part of an answer: as JSON, or as it is."""
-_MOST_TOLD = 32
+"""Converts a part of an answer to JSON, or returns it unchanged."""
+_MOST_REPORTED = 32
 """Most parameters that an error reports; a body may have hundreds of thousands."""
 _SEEDS = range(-(1 << 63), 1 << 64)
 _COUNTS = range(-(1 << 31), 1 << 31)
+FINISH_REASONS: dict[t.FinishReason, str] = {
+    t.FinishReason.STOP: "stop",
+    t.FinishReason.LENGTH: "length",
+    t.FinishReason.ABORTED: "abort",
+    t.FinishReason.UNSPECIFIED: "abort",
+}
+"""Names of finish reasons in both dialects."""
+Ids = Sequence[int] | npt.NDArray[np.int64]
+MOST_STOP_TOKENS = 4096
+"""Most stop token ids of a request; each of its samples sends them."""
 
 
 class Body(BaseModel):
-    """Body of a request. Parameters without a field are refused, unless their value asks for nothing."""
+    """Body of a request. Parameters without a field are refused, unless their value is neutral."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
     of_model: ClassVar[bool] = False
-    """Whether it is checked against the model that is served."""
+    """True: the body is checked against the served model."""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,16 +68,16 @@ class Body(BaseModel):
         return {}
 
     def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
-        """Do what takes time by the size or the content of the body. It may run in another process.
+        """Check and convert the body, which takes time by its size and content. May run in another process.
 
-        InvalidArgument names what is wrong. `limits` is None for a body that is not about a model.
+        InvalidArgument names the wrong field. `limits` is None for a body that does not concern the model.
         """
         check_unsupported(self, {})
 
 
 @cache
 def _without_null(body: type[Body]) -> frozenset[str]:
-    """Return the parameters that may be left out and have no meaning for null: null is as left out."""
+    """Return the optional parameters for which null has no meaning, and so counts as left out."""
     return frozenset(
         name
         for name, field in body.model_fields.items()
@@ -76,38 +86,38 @@ def _without_null(body: type[Body]) -> frozenset[str]:
 
 
 TokenId = Annotated[int, Strict()]
-"""Id of a token: a number, and not a text or a truth value that could be read as one."""
+"""Id of a token: a number. Texts and truth values are not converted."""
 VllmSeed = Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 else seed)]
-"""Seed of vLLM's server, for which -1 is as left out."""
+"""Seed of vLLM's server; -1 counts as left out."""
 
 
 def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: str = "") -> None:
-    """Refuse parameters that have no field, unless their value asks for nothing.
+    """Refuse parameters that have no field, unless their value is neutral. InvalidArgument names each.
 
-    `neutral` has such values of known ones, beside those that ask for nothing anywhere. InvalidArgument names each.
+    `neutral` has the neutral values of known parameters, in addition to null, false and empty values.
     """
     found = []
     for name, value in (body.model_extra or {}).items():
-        if name in neutral and not _asks_for_nothing(value, neutral[name]):
+        if name in neutral and not _is_neutral(value, neutral[name]):
             allowed = " or ".join(map(repr, neutral[name])) or "left out"
             found.append(Violation(path + name, f"is not supported; must be {allowed}"))
-        elif name not in neutral and not _asks_for_nothing(value, ()):
+        elif name not in neutral and not _is_neutral(value, ()):
             found.append(Violation(path + name, "is not known here; leave it out"))
-        if len(found) >= _MOST_TOLD:
+        if len(found) >= _MOST_REPORTED:
             break
     if found:
         raise InvalidArgument(found)
 
 
-def _asks_for_nothing(value: Any, neutral: Sequence[Any]) -> bool:
+def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     if value is False and True in neutral:
-        # It is on when it is left out.
+        # The parameter is on by default, so false is a request.
         return False in neutral
     return value is None or value is False or value in ("", [], {}) or value in neutral
 
 
 def run_seed(seed: int | None, field: str = "seed") -> int | None:
-    """Return the run seed of a request that has a seed, 64 bit."""
+    """Return the 64-bit run seed for the seed of a request, if it has one."""
     if seed is None:
         return None
     if seed not in _SEEDS:
@@ -123,7 +133,7 @@ def prompt_id_of(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
 def check_samples(
     prompts: Sequence[Sequence[int]], samples: int, most: int, names: Mapping[str, str]
 ) -> None:
-    """Refuse a request for more than `most` samples, which are `samples` of each prompt."""
+    """Refuse a request for more than `most` samples, with `samples` of each prompt."""
     if len(prompts) * samples > most:
         description = (
             f"{samples} samples of {len(prompts)} prompts are more than {most}, the most of a request"
@@ -135,7 +145,7 @@ def check_samples(
 def check_whole_numbers(
     prompts: Sequence[Sequence[int]], sampling: t.SamplingParams, names: Mapping[str, str], vocab_size: int
 ) -> None:
-    """Refuse whole numbers that the protocol has no room for, and ids that the model does not have.
+    """Refuse integers outside the range of the protocol, and ids outside the vocabulary.
 
     The gateway checks the rest.
     """
@@ -160,7 +170,7 @@ def check_whole_numbers(
 
 
 def _first_outside(ids: Sequence[int], allowed: range) -> int | None:
-    # Nearly always there is none: two loops in C tell.
+    # Nearly always there is none; min and max find that out in C.
     if not ids or (min(ids) in allowed and max(ids) in allowed):
         return None
     return next(place for place, token in enumerate(ids) if token not in allowed)
@@ -171,7 +181,7 @@ def _not_in(value: int, allowed: range) -> str:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Refuse ids that the model does not have."""
+    """Refuse ids outside the vocabulary."""
     check_whole_numbers([token_ids], t.SamplingParams(), {"prompt": field}, vocab_size)
 
 
@@ -183,7 +193,7 @@ def checked_count(samples: int, field: str = "n") -> int:
 
 
 def checked_likeliest(count: T, field: str) -> T:
-    """Return how many of the likeliest tokens are asked for; InvalidArgument below 0 or above what there is."""
+    """Return the requested number of likeliest tokens; InvalidArgument unless it is in the allowed range."""
     if count is not None and not 0 <= count <= MOST_TOP_LOGPROBS:
         found = f"{count} is not allowed; must be in [0, {MOST_TOP_LOGPROBS}]"
         raise InvalidArgument([Violation(field, found)])
@@ -196,49 +206,35 @@ def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def top_k_of(top_k: int | None) -> int | None:
-    """Return the SDK's top_k: 0 is off there, -1 in the dialects."""
+    """Return the SDK's top_k, for which 0 is off; in the dialects -1 is off."""
     return 0 if top_k == -1 else top_k
 
 
 def as_it_is(part: Any) -> Any:
-    """Return a part of an answer unwritten."""
+    """Return a part of an answer unchanged."""
     return part
 
 
 def finite(logprobs: list[float]) -> list[float]:
     """Return log-probabilities that JSON can express."""
-    # Nearly always all of them can: two loops in C tell, where one in Python would take most of the writing.
+    # Nearly always all are finite; sum and min find that out in C. A loop in Python would dominate the writing.
     if not logprobs or (math.isfinite(sum(logprobs)) and min(logprobs) >= LEAST_LOGPROB):
         return logprobs
     return [max(value, LEAST_LOGPROB) if math.isfinite(value) else LEAST_LOGPROB for value in logprobs]
 
 
 def identity_of(request: t.SampleRequest) -> dict[str, Any]:
-    """Return the names of a sample, under which its reward is reported."""
+    """Return the identity of a sample, by which its reward is reported."""
     return {"step": request.step, "prompt_id": request.prompt_id, "slot": request.slot}
 
 
 def weight_versions(spans: Iterable[t.VersionSpan]) -> list[dict[str, Any]]:
-    """Return the versions that sampled a sample's tokens, as vLLM writes them."""
+    """Return the weight versions that sampled the tokens of a sample, in vLLM's form."""
     return [{"version": str(span.policy_version), "start": span.begin, "end": span.end} for span in spans]
 
 
-FINISH_REASONS: dict[t.FinishReason, str] = {
-    t.FinishReason.STOP: "stop",
-    t.FinishReason.LENGTH: "length",
-    t.FinishReason.ABORTED: "abort",
-    t.FinishReason.UNSPECIFIED: "abort",
-}
-"""Reasons for the end of a sample, as both dialects have them."""
-
-
-Ids = Sequence[int] | npt.NDArray[np.int64]
-MOST_STOP_TOKENS = 4096
-"""Most stop token ids of a request; each of its samples sends them."""
-
-
 class ModelNotServed(InvalidArgument):
-    """Raised for a request that names another model than the one that is served: 404, as of vLLM and OpenAI."""
+    """Raised if a request names another model than the served one: 404, as in vLLM and OpenAI's API."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "MODEL_NOT_FOUND"
@@ -246,7 +242,7 @@ class ModelNotServed(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a body is checked against: the model that is served, and the limits of the facade."""
+    """Limits for a body: the served model, and the limits of the facade."""
 
     model: str
     vocab_size: int
@@ -258,17 +254,17 @@ class Limits:
     prefix: int = 0
     """Tokens at the end of each prompt that are the beginning of its response."""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """Sampling parameters of vLLM's dialect that a request leaves out."""
+    """Sampling parameters of vLLM's dialect for requests that leave them out."""
 
-    def check_model(self, asked: str | None) -> None:
+    def check_model(self, named: str | None) -> None:
         """Raise ModelNotServed for a request that names another model."""
-        if asked and asked != self.model:
-            raise ModelNotServed([Violation("model", f"{asked!r} is not served; must be {self.model!r}")])
+        if named and named != self.model:
+            raise ModelNotServed([Violation("model", f"{named!r} is not served; must be {self.model!r}")])
 
 
 @dataclass(frozen=True, slots=True)
-class SamplesAsked:
-    """Samples that a request asks for, `each` of every prompt. `seed` is the request's own, if it has one."""
+class RequestedSamples:
+    """Samples that a request asks for: `each` of every prompt. `seed` is the seed of the request, if any."""
 
     prompts: Sequence[Ids]
     each: int
@@ -276,10 +272,10 @@ class SamplesAsked:
     seed: int | None
     seed_field: str = "seed"
     prompt_ids: Sequence[tuple[str, str]] = ()
-    """Hashes of each prompt, whole and without its prefix; empty: they are computed when they are needed."""
+    """Hashes of each prompt, whole and without its prefix; empty: they are computed on demand."""
 
 
-def samples_asked(
+def requested_samples(
     prompts: Sequence[Sequence[int]],
     each: int,
     sampling: t.SamplingParams,
@@ -287,17 +283,18 @@ def samples_asked(
     limits: Limits,
     names: Mapping[str, str],
     seed_field: str = "seed",
-) -> SamplesAsked:
-    """Return checked samples, their prompts as arrays and hashed. `names` are those of the body.
+) -> RequestedSamples:
+    """Return checked samples, with their prompts hashed and as arrays.
 
-    InvalidArgument: there are too many, a prompt leaves no room, or a number or an id is out of range.
+    `names` has the names of parameters in the body, where they differ from the SDK's. InvalidArgument: there are
+    too many samples, a prompt leaves no room, or a number or an id is out of range.
     """
     check_whole_numbers(prompts, sampling, names, limits.vocab_size)
     check_samples(prompts, each, limits.max_samples, names)
     check_sizes(prompts, sampling, limits, names)
     arrays = [np.array(prompt, np.int64) for prompt in prompts]
     ids = [_ids(array, limits.prefix) for array in arrays]
-    return SamplesAsked(arrays, each, sampling, seed, seed_field, ids)
+    return RequestedSamples(arrays, each, sampling, seed, seed_field, ids)
 
 
 def token_ids_of(
@@ -311,8 +308,8 @@ def token_ids_of(
 ) -> list[list[int]]:
     """Return the token ids of prompts that are texts or token ids. InvalidArgument: there is no tokenizer.
 
-    Before the first is tokenized, more of them than a request may have are refused, `hinted` ones or others. A text
-    that cannot fit into the model is refused before it is tokenized.
+    Too many prompts for a request, or for a hint if `hinted`, are refused before any is tokenized. So is a text
+    that cannot fit into the model.
     """
     most = limits.max_model_len if limits is not None else None
     if limits is not None:
@@ -333,7 +330,7 @@ def token_ids_of(
 def check_sizes(
     prompts: Sequence[Sequence[int]], sampling: t.SamplingParams, limits: Limits, names: Mapping[str, str]
 ) -> None:
-    """Refuse what the gateway would refuse of each sample for its size, before it is sent once a sample."""
+    """Refuse sizes that the gateway would refuse, before they are sent once for each sample."""
     found = []
     longest = max(map(len, prompts), default=0)
     if longest >= limits.max_model_len:
@@ -358,28 +355,28 @@ def _ids(prompt: npt.NDArray[np.int64], prefix: int) -> tuple[str, str]:
     return whole, prompt_id_of(prompt[: len(prompt) - prefix]) if 0 < prefix < len(prompt) else whole
 
 
-class AsksSamples(Body):
-    """Body of a request for samples. Prepared, it has them with their prompts, and no prompts of its own."""
+class SamplesBody(Body):
+    """Body of a request for samples. Once prepared, it has the samples, and its own prompts are dropped."""
 
     of_model = True
-    _asked: SamplesAsked | None = PrivateAttr(None)
+    _requested: RequestedSamples | None = PrivateAttr(None)
 
     @property
-    def asked(self) -> SamplesAsked:
-        """Samples that the prepared body asks for."""
-        assert self._asked is not None, "it is prepared"
-        return self._asked
+    def requested(self) -> RequestedSamples:
+        """Samples that the prepared body requests."""
+        assert self._requested is not None, "it is prepared"
+        return self._requested
 
     def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
-        """Check the body, and make its prompts token ids."""
+        """Check the body, and convert its prompts to token ids."""
         assert limits is not None, "it is about a model"
-        self._asked = self.samples(tokenizer, limits)
+        self._requested = self.samples(tokenizer, limits)
         self.drop_prompts()
 
-    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
-        """Return the samples that the body asks for. InvalidArgument names what is wrong."""
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> RequestedSamples:
+        """Return the requested samples. InvalidArgument names the wrong field."""
         raise NotImplementedError
 
     def drop_prompts(self) -> None:
-        """Forget the prompts, which `asked` has."""
+        """Drop the prompts, which `requested` has."""
         raise NotImplementedError

@@ -1,8 +1,7 @@
-"""Read the bodies of `/v1/chat/completions`, and make their conversations tokens.
+"""Read the bodies of `/v1/chat/completions`, and convert their conversations to tokens. Pure.
 
-A chat template gets the messages in the form that vLLM's server gives it: parts of a content are joined, null is
-empty, and arguments of tool calls are objects. Content that a template of text cannot take is refused by its
-field. Pure.
+A chat template gets the messages in the same form as from vLLM's server: parts of a content are joined, null is
+empty, and arguments of tool calls are objects. Content other than text is refused with the name of its field.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from services.facade.text import TemplateTraits, Tokenizer, needs_text, traits_o
 Json = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "refusal": "refusal", "thinking": "thinking"}
-"""Types of content parts that are text, and the field that has it."""
+"""Types of content parts with text, and the field of the text."""
 PART_FIELDS = frozenset(
     {
         *("audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url"),
@@ -31,9 +30,9 @@ PART_FIELDS = frozenset(
         *("video_embeds", "video_url"),
     }
 )
-"""Fields of content parts that no template sees; it does see others, such as `cache_control`."""
+"""Fields of content parts that are hidden from templates; others are passed on, such as `cache_control`."""
 _ATTRIBUTION = "x-anthropic-billing-header"
-"""Beginning of a line that a client may put before a system prompt; it differs in each request."""
+"""Beginning of a line that a client may put before a system prompt; the line differs in each request."""
 
 
 def conversation_of(messages: Sequence[Json], traits: TemplateTraits) -> list[Json]:
@@ -65,7 +64,7 @@ def _message(message: Json, field: str, traits: TemplateTraits) -> Json:
 
 
 def _content(message: Json, role: str, field: str, traits: TemplateTraits) -> Any:
-    """Return the content as a string or, where the template goes through parts, as a list of them."""
+    """Return the content as a string or, if the template iterates over parts, as a list of parts."""
     given = message.get("content", [])
     if given is None and (role == "assistant" or (role == "function" and "name" in message)):
         given = []
@@ -104,7 +103,7 @@ def _part(part: Any, field: str) -> Json:
 
 
 def _without_attribution(part: Json) -> Json:
-    """Return a part of a system prompt without the line of its client; empty if it is nothing else."""
+    """Return a part of a system prompt without the attribution line; empty if nothing else remains."""
     if not part["text"].startswith(_ATTRIBUTION):
         return part
     rest = part["text"].partition("\n")[2]
@@ -122,14 +121,14 @@ def _of_assistant(message: Json, field: str) -> Json:
         ]
     for name in ("reasoning", "reasoning_content"):
         if (value := message.get(name)) is not None:
-            # Both names, whichever came: templates read one of them.
+            # Under both names, because templates read either.
             reasoning = _text(value, f"{field}.{name}")
             return {**found, "reasoning": reasoning, "reasoning_content": reasoning}
     return found
 
 
 def _tool_call(call: Any, field: str) -> Json:
-    """Return a tool call, its keys in the order that vLLM's have: some templates write it as JSON."""
+    """Return a tool call with its keys in vLLM's order, because some templates write it as JSON."""
     if not isinstance(call, Mapping):
         raise _wrong(field, call, "an object")
     if call.get("type") != "function":
@@ -137,17 +136,17 @@ def _tool_call(call: Any, field: str) -> Json:
     function = call.get("function")
     if not isinstance(function, Mapping):
         raise _wrong(f"{field}.function", function, "an object")
-    told = {
+    described = {
         "arguments": _arguments(_text(function.get("arguments"), f"{field}.function.arguments")),
         "name": _text(function.get("name"), f"{field}.function.name"),
     }
-    told |= {name: value for name, value in function.items() if name not in told}
-    found = {"id": _text(call.get("id"), f"{field}.id"), "function": told, "type": "function"}
+    described |= {name: value for name, value in function.items() if name not in described}
+    found = {"id": _text(call.get("id"), f"{field}.id"), "function": described, "type": "function"}
     return found | {name: value for name, value in call.items() if name not in found}
 
 
 def _arguments(text: str) -> Json:
-    """Return the arguments of a call as an object; empty where they are none, which a model may have written."""
+    """Return the arguments of a call as an object; empty if a model has written something else."""
     try:
         return parse_object(text)
     except ValueError:
@@ -160,7 +159,7 @@ def _of_tool(message: Json, content: Any, field: str) -> Json:
         value = message["tool_call_id"]
         found["tool_call_id"] = value if value is None else _text(value, f"{field}.tool_call_id")
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
-        # Most templates that go through parts expect the answer of a tool as a string nevertheless.
+        # Most templates that iterate over parts still expect the answer of a tool as a string.
         found["content"] = "\n".join(part["text"] for part in content)
     return found
 
@@ -172,7 +171,7 @@ def _as_system(message: Json) -> Json:
 
 
 def _one_system_message(messages: list[Json]) -> list[Json]:
-    """Return the messages with all system messages as one at their head, unless they are so already."""
+    """Return the messages with all system messages merged into the first message."""
     system = [message for message in messages if message["role"] == "system"]
     if system == messages[:1]:
         return messages
@@ -197,7 +196,7 @@ def _wrong(field: str, value: Any, allowed: str) -> InvalidArgument:
 
 
 def _short(value: Any) -> str:
-    """Return a value as it is shown: a text may be long, and may be nobody's business."""
+    """Return a value for an error text, shortened: it may be long, and may be private."""
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
     return repr(value[:40]) if isinstance(value, str) else f"a {type(value).__name__}"
@@ -210,11 +209,9 @@ RESERVED = frozenset(
         *("return_tensors", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
     }
 )
-"""Names in `chat_template_kwargs` that mean something else than a variable of the template."""
+"""Names in `chat_template_kwargs` that are not variables of a template."""
 _AS_LEFT_OUT = (None, "auto")
-"""Values of a variable with which vLLM's server leaves it to the template."""
-
-
+"""Values with which vLLM's server leaves a variable to the template."""
 NAMES = {"prompt": "messages"}
 """Names of the parameters in a body, where they differ from the SDK's."""
 
@@ -225,17 +222,17 @@ class ChatBody(SamplingBody):
     messages: list[Json] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """Newer name of `max_tokens`. Neither: what the model's length leaves."""
+    """Newer name of `max_tokens`. Neither: up to the model's length."""
     logprobs: bool | None = None
-    """Whether the answer has the log-probabilities of the sampled tokens."""
+    """True: the answer has the log-probabilities of the sampled tokens."""
     top_logprobs: int | None = None
-    """With `logprobs`: so many of the likeliest tokens of each position, at most 20."""
+    """With `logprobs`: number of likeliest tokens at each position, at most 20."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
     """Template in place of the model's. Refused unless the facade's `trust_request_chat_template` is set."""
     chat_template_kwargs: Json | None = None
-    """Variables for the model's template, such as `enable_thinking`; those that it does not read have no effect."""
+    """Variables for the model's template, such as `enable_thinking`; unused variables have no effect."""
 
     def names_in_body(self) -> Mapping[str, str]:
         """Return the names of parameters in this body."""
@@ -246,24 +243,24 @@ class ChatBody(SamplingBody):
         return [chat_prompt(self, tokenizer, limits)]
 
     def drop_prompts(self) -> None:
-        """Forget the conversation."""
+        """Drop the conversation."""
         self.messages, self.chat_template, self.chat_template_kwargs = [], None, None
 
     def likeliest(self) -> int:
-        """Return how many of the likeliest tokens of each position are asked for.
+        """Return the requested number of likeliest tokens at each position.
 
-        InvalidArgument: they are asked for without `logprobs`.
+        InvalidArgument: they are requested without `logprobs`.
         """
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgument([Violation("top_logprobs", "is set, which needs logprobs")])
         return checked_likeliest(self.top_logprobs or 0, "top_logprobs")
 
-    def tells_logprobs(self) -> bool:
+    def has_logprobs(self) -> bool:
         """Return True if the answer has the log-probabilities of the sampled tokens."""
         return bool(self.logprobs)
 
     def most_tokens(self) -> int | None:
-        """Return the most response tokens, under whichever name; None: what the model's length leaves."""
+        """Return the most response tokens, under either name; None: up to the model's length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -296,7 +293,10 @@ def _traits(template: str) -> TemplateTraits:
 
 
 def _template_options(given: Json, variables: Set[str]) -> Json:
-    """Return those that the template reads; others have no effect, as in vLLM. InvalidArgument for arguments."""
+    """Return the variables that the template reads; others have no effect, as in vLLM.
+
+    InvalidArgument: a name is reserved.
+    """
     found = [
         Violation(f"chat_template_kwargs.{name}", "is no variable of a template of this server; leave it out")
         for name in given

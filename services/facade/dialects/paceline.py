@@ -1,4 +1,4 @@
-"""Bodies of what neither dialect has: hints of coming prompts, and rewards. Pure."""
+"""Read the bodies of Paceline's own requests: hints of coming prompts, and rewards. Pure."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ NAMES = {"prompt": "prompts"}
 
 
 class HintBody(SamplingFields):
-    """Body of /paceline/v1/hint. Sampling parameters are those of the requests to come."""
+    """Body of /paceline/v1/hint, with the sampling parameters of the coming requests."""
 
     of_model = True
     step: int = Field(ge=0, lt=1 << 63)
-    """Step of the requests to come: the version that is published then, unless they have X-Paceline-Step."""
+    """Step of the coming requests: the version that is published then, unless they have X-Paceline-Step."""
     policy_version: int | None = Field(default=None, ge=0, lt=1 << 63)
-    """Version that they are expected to meet; left out: `step`."""
+    """Version that will probably be published then; left out: `step`."""
     prompts: list[list[TokenId]] | list[str] = Field(min_length=1)
     """Token ids, or texts."""
     prompt_ids: list[str] | None = None
     """Names of the prompts, for requests with X-Paceline-Prompt; left out: hashes of their tokens."""
     max_tokens: int | None = None
     add_special_tokens: bool = True
-    """Whether text gets the special tokens that the model expects, such as one of its beginning."""
+    """True: text gets the special tokens that the model expects, such as a beginning token."""
     _announced: bytes = PrivateAttr(b"")
 
     @property
@@ -78,7 +78,7 @@ class HintBody(SamplingFields):
 
 
 class RewardBody(Body):
-    """Reward of a sample, under the names that its answer has in `paceline`."""
+    """Reward of a sample, with the identity that its answer has in `paceline`."""
 
     prompt_id: str
     slot: int = Field(ge=0, lt=1 << 32)
@@ -113,7 +113,7 @@ def hinted_prompts(
 ) -> list[list[int]]:
     """Return the token ids of the prompts.
 
-    InvalidArgument: there is no tokenizer for texts, or not a name for each.
+    InvalidArgument: texts have no tokenizer, or the number of names differs.
     """
     if body.prompt_ids is not None and len(body.prompt_ids) != len(body.prompts):
         found = f"has {len(body.prompt_ids)} names; there are {len(body.prompts)} prompts"
@@ -124,7 +124,7 @@ def hinted_prompts(
 
 
 def groups_of(body: HintBody, prompts: Sequence[Sequence[int]], samples: int) -> list[t.Group]:
-    """Return the groups to come: `samples` of each prompt, one that comes twice has twice as many."""
+    """Return the coming groups: `samples` of each prompt, and twice as many for a prompt that is listed twice."""
     names = body.prompt_ids or [prompt_id_of(prompt) for prompt in prompts]
     counts = Counter(names)
     first = dict(zip(reversed(names), reversed(prompts), strict=True))

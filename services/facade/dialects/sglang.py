@@ -12,11 +12,11 @@ from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects.body import (
     FINISH_REASONS,
-    AsksSamples,
     Body,
     Limits,
     Part,
-    SamplesAsked,
+    RequestedSamples,
+    SamplesBody,
     TokenId,
     as_it_is,
     check_unsupported,
@@ -24,8 +24,8 @@ from services.facade.dialects.body import (
     checked_likeliest,
     finite,
     identity_of,
+    requested_samples,
     run_seed,
-    samples_asked,
     stops_of,
     token_ids_of,
     top_k_of,
@@ -33,6 +33,8 @@ from services.facade.dialects.body import (
 )
 from services.facade.samples import SampleOutput
 from services.facade.text import Tokenizer, longest_beginning, needs_text, text_of
+
+Json = dict[str, Any]
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "audio_data": ([],),
@@ -54,7 +56,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "token_ids_logprob": (),
     "video_data": ([],),
 }
-"""Parameters of SGLang and its router that are not supported, with the values that ask for nothing."""
+"""Unsupported parameters of SGLang and its router, with their neutral values."""
 NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "custom_params": ({},),
     "ebnf": (),
@@ -64,7 +66,7 @@ NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "stream_interval": (),
     "structural_tag": (),
 }
-"""The same of its sampling parameters."""
+"""Unsupported sampling parameters likewise."""
 _SAMPLING = (
     *("frequency_penalty", "ignore_eos", "json_schema", "min_p", "n", "presence_penalty"),
     *("repetition_penalty", "stop", "stop_token_ids", "temperature", "top_k", "top_p"),
@@ -77,7 +79,7 @@ NAMES = {
     "top_logprobs": "top_logprobs_num",
     **{name: f"sampling_params.{name}" for name in _SAMPLING},
 }
-"""SGLang's names where they differ."""
+"""SGLang's names of parameters, where they differ from the SDK's."""
 _SEED = "sampling_params.sampling_seed"
 
 
@@ -104,14 +106,14 @@ class SglangSampling(Body):
     sampling_seed: int | None = None
     """With the same seed, the same request has the same samples. Left out: one is drawn."""
     skip_special_tokens: bool = True
-    """Whether the text is without special tokens."""
+    """True: the text has no special tokens."""
     no_stop_trim: bool = False
-    """Whether the text has the token or the string that ended it."""
+    """True: the text includes the token or the string that ended it."""
     spaces_between_special_tokens: bool = True
     """Has no effect."""
 
 
-class GenerateBody(AsksSamples):
+class GenerateBody(SamplesBody):
     """Body of /generate."""
 
     text: str | list[str] | None = None
@@ -123,11 +125,11 @@ class GenerateBody(AsksSamples):
     rid: str | None = None
     """Name of the request, for /abort_request."""
     return_logprob: bool = False
-    """Whether `meta_info` has `output_token_logprobs`."""
+    """True: `meta_info` has `output_token_logprobs`."""
     logprob_start_len: int = -1
-    """With `return_logprob`: `meta_info` has those of the prompt from this token on; -1: of none."""
+    """With `return_logprob`: `meta_info` has log-probabilities of the prompt from this token on; -1: none."""
     top_logprobs_num: int = 0
-    """With `return_logprob`: so many of the likeliest tokens of each position, at most 20."""
+    """With `return_logprob`: number of likeliest tokens at each position, at most 20."""
     return_text_in_logprobs: bool = False
     stream: bool = False
     _several: bool = PrivateAttr(False)
@@ -141,8 +143,8 @@ class GenerateBody(AsksSamples):
         """Return the names of parameters in this body."""
         return NAMES
 
-    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
-        """Return the samples that the body asks for."""
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> RequestedSamples:
+        """Return the requested samples."""
         given = self.sampling_params or SglangSampling()
         check_unsupported(self, NEUTRAL)
         check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.")
@@ -151,10 +153,10 @@ class GenerateBody(AsksSamples):
         prompts, several = prompts_of(self, tokenizer, limits)
         self._several = several or each > 1
         seed, field = run_seed(given.sampling_seed, _SEED), _SEED
-        return samples_asked(prompts, each, sampling_of(given, self), seed, limits, NAMES, field)
+        return requested_samples(prompts, each, sampling_of(given, self), seed, limits, NAMES, field)
 
     def drop_prompts(self) -> None:
-        """Forget the prompts."""
+        """Drop the prompts."""
         self.text = self.input_ids = None
         if self.sampling_params is not None:
             self.sampling_params.__pydantic_extra__ = {}
@@ -164,7 +166,7 @@ class AbortRequestBody(Body):
     """Body of /abort_request."""
 
     rid: str = ""
-    """Requests whose names begin so."""
+    """Beginning of the names of the requests."""
     abort_all: bool = False
 
     def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
@@ -176,8 +178,8 @@ class PauseBody(Body):
     """Body of /pause_generation."""
 
     mode: str = "abort"
-    """`abort` ends the requests that run; `retract` and `in_place` let them go on, under the new weights after an
-    update. New requests wait in all of them."""
+    """`abort` ends running requests; `retract` and `in_place` let them continue, under the new weights after an
+    update. New requests wait in each mode."""
 
     def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
         """Parameters that have no field have no effect."""
@@ -189,13 +191,13 @@ class UpdateFromDiskBody(Body):
     model_path: str
     """Folder of the weights, as the instances see it."""
     weight_version: str | int | None = None
-    """Version that they become, if it is a number above the published one; otherwise that is the next one."""
+    """New version, if it is a number above the published version; otherwise the next version."""
     abort_all_requests: bool = False
-    """Whether samples that are unfinished end; otherwise they go on under the new weights."""
+    """True: unfinished samples end; otherwise they continue under the new weights."""
     flush_cache: bool = True
-    """Has no effect: nothing is computed with KV of other weights."""
+    """Has no effect: KV of other weights is never used."""
     load_format: str | None = None
-    """Has no effect: what is in a folder is found out."""
+    """Has no effect: the format of a folder is detected."""
 
     def prepare(self, tokenizer: Tokenizer | None, limits: Limits | None) -> None:
         """Check the parameters that have no field."""
@@ -210,12 +212,14 @@ UPDATE_NEUTRAL: dict[str, Sequence[Any]] = {
     "token_step": (0,),
     "torch_empty_cache": (True, False),
 }
-"""Parameters of an update that ask for nothing; `abort_all_request` is a slip of the pen in AReaL."""
+"""Neutral values of parameters of an update; `abort_all_request` is a typing error in AReaL."""
 
 
 def sampling_of(given: SglangSampling, body: GenerateBody | None = None) -> t.SamplingParams:
-    """Return the sampling parameters; log-probabilities are of the distribution that is sampled from."""
-    told = checked_likeliest(body.top_logprobs_num, "top_logprobs_num") if body and body.return_logprob else 0
+    """Return the sampling parameters; log-probabilities belong to the distribution that is sampled from."""
+    likeliest = (
+        checked_likeliest(body.top_logprobs_num, "top_logprobs_num") if body and body.return_logprob else 0
+    )
     of_prompt = body is not None and body.return_logprob and body.logprob_start_len >= 0
     return t.SamplingParams(
         temperature=given.temperature,
@@ -231,9 +235,9 @@ def sampling_of(given: SglangSampling, body: GenerateBody | None = None) -> t.Sa
         stop=stops_of(given.stop),
         ignore_eos=given.ignore_eos,
         json_schema=given.json_schema or "",
-        top_logprobs=told,
-        prompt_logprobs=told if of_prompt else None,
-        # A greedy sample has a distribution of one token, whose log-probability says nothing.
+        top_logprobs=likeliest,
+        prompt_logprobs=likeliest if of_prompt else None,
+        # Greedy sampling has a distribution of one token, whose log-probability is always 0.
         logprobs_mode=t.LogprobsMode.PROCESSED if given.temperature else t.LogprobsMode.RAW,
     )
 
@@ -241,7 +245,7 @@ def sampling_of(given: SglangSampling, body: GenerateBody | None = None) -> t.Sa
 def prompts_of(
     body: GenerateBody, tokenizer: Tokenizer | None, limits: Limits | None = None
 ) -> tuple[list[list[int]], bool]:
-    """Return the token ids of the prompts, and True if there is a list of prompts, which has a list of answers."""
+    """Return the token ids of the prompts, and True if they are a list, which gets a list of answers."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidArgument(
             [Violation("input_ids", "either input_ids or text must be given, and not both")]
@@ -259,46 +263,46 @@ def prompts_of(
     return prompts, several
 
 
-def version_asked(given: str | int | None, published: int) -> int:
-    """Return the version that an update makes: the one asked for if it is a number above the published one."""
+def requested_version(given: str | int | None, published: int) -> int:
+    """Return the new version of an update: the given one if it is a number above the published version."""
     try:
-        asked = int(given) if given is not None else 0
+        requested = int(given) if given is not None else 0
     except ValueError:
-        asked = 0
-    return asked if published < asked < 1 << 63 else published + 1
-
-
-Json = dict[str, Any]
+        requested = 0
+    return requested if published < requested < 1 << 63 else published + 1
 
 
 class SglangWriter:
-    """Writes the answer to one request, whole or as events. Events have all tokens so far, as SGLang's do."""
+    """Writes the answer to one request, whole or as events. An event has all tokens so far, as in SGLang."""
 
     def __init__(
-        self, body: GenerateBody, several: bool, request_id: str, tokenizer: Tokenizer | None
+        self, body: GenerateBody, request_id: str, version: int | None, tokenizer: Tokenizer | None
     ) -> None:
-        """With `several`, the answer is a list."""
+        """`version` is the version of the weights for samples without a known one; None: it is left null."""
         self._body = body
         self._sampling = body.sampling_params or SglangSampling()
-        self._several = several
+        self._several = body.several
         self._request_id = request_id
+        self._version = version
         self._tokenizer = tokenizer
 
-    def whole(
-        self, outputs: Sequence[SampleOutput], version: int, part: Part = as_it_is
-    ) -> Json | list[Json]:
-        """Return the answer, each sample a part; `version` is that of samples that do not know their own."""
-        found = [part(self._one(index, output, version)) for index, output in enumerate(outputs)]
+    def whole(self, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> Json | list[Json]:
+        """Return the answer, each sample written by `part`."""
+        found = [part(self._one(index, output)) for index, output in enumerate(outputs)]
         return found if self._several else found[0]
 
     def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
-        """Return an event for every sample that has something new; they come with their places."""
-        found = [(index, self._one(index, output, None)) for index, output in changed]
+        """Return an event for each changed sample, given with their places."""
+        found = [(index, self._one(index, output)) for index, output in changed]
         return [{**event, "index": index} if self._several else event for index, event in found]
 
-    def _one(self, index: int, output: SampleOutput, version: int | None) -> Json:
+    def last_events(self, _outputs: Sequence[SampleOutput]) -> list[Json]:
+        """Return no further events."""
+        return []
+
+    def _one(self, index: int, output: SampleOutput) -> Json:
         spans, provenance = output.version_spans, output.provenance
-        version = spans[-1].policy_version if spans else version
+        version = spans[-1].policy_version if spans else self._version
         info: Json = {
             "id": f"{self._request_id}_{index}" if self._several else self._request_id,
             "finish_reason": _finish_reason(output),
@@ -327,16 +331,16 @@ class SglangWriter:
                 ]
         return {"text": self._text(output), "output_ids": output.token_ids, "meta_info": info}
 
-    def _prompt(self, output: SampleOutput, told: t.PromptLogprobs) -> Json:
-        """Return the log-probabilities of the prompt's tokens from the one asked for on; the first has none."""
+    def _prompt(self, output: SampleOutput, logprobs: t.PromptLogprobs) -> Json:
+        """Return the log-probabilities of the prompt from the requested token on; the first token has none."""
         begin, tokens = (
             self._body.logprob_start_len,
             [int(token) for token in output.request.prompt_token_ids],
         )
-        own = [None, *finite(told.logprobs.tolist())]
+        own = [None, *finite(logprobs.logprobs.tolist())]
         entries = [[value, token, self._text_of(token)] for value, token in zip(own, tokens, strict=True)]
         likeliest: list[list[Any] | None] = [None]
-        for values, ids in zip(told.top_logprobs.tolist(), told.top_token_ids.tolist(), strict=True):
+        for values, ids in zip(logprobs.top_logprobs.tolist(), logprobs.top_token_ids.tolist(), strict=True):
             pairs = zip(finite(values), ids, strict=True)
             likeliest.append([[value, token, self._text_of(token)] for value, token in pairs])
         found: Json = {"input_token_logprobs": entries[begin:]}
@@ -350,7 +354,7 @@ class SglangWriter:
             return text_of(self._tokenizer, output.token_ids, skip_special, output.stop_string)
         stopped = output.finish_reason is t.FinishReason.STOP and trims
         text = self._tokenizer.decode(output.token_ids[:-1] if stopped else output.token_ids, skip_special)
-        # While it grows, its end may be the beginning of a stop string.
+        # The end of an unfinished text may be the beginning of a stop string.
         held = (
             longest_beginning(stops_of(self._sampling.stop)) if output.finish_reason is None and trims else 0
         )
@@ -362,25 +366,12 @@ class SglangWriter:
         return self._tokenizer.token(token)
 
 
-def whole_answer(
-    body: GenerateBody,
-    several: bool,
-    request_id: str,
-    version: int,
-    tokenizer: Tokenizer | None,
-    outputs: Sequence[SampleOutput],
-    part: Part,
-) -> Json | list[Json]:
-    """Return the answer of `SglangWriter` with all samples."""
-    return SglangWriter(body, several, request_id, tokenizer).whole(outputs, version, part)
-
-
 def _finish_reason(output: SampleOutput) -> Json | None:
     if output.finish_reason is None:
         return None
     kind = FINISH_REASONS[output.finish_reason]
     if kind == "stop":
-        # One that is resumed after its end has no token of its own.
+        # A sample that is resumed after its end has no new token.
         return {"type": kind, "matched": output.stop_string or (output.token_ids or output.prompt)[-1]}
     if kind == "length":
         return {"type": kind, "length": len(output.token_ids)}

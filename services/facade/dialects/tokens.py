@@ -1,4 +1,4 @@
-"""Bodies of vLLM's endpoints for tokens: `/inference/v1/generate`, `/tokenize` and `/detokenize`. Pure."""
+"""Read and answer requests to `/inference/v1/generate`, `/tokenize` and `/detokenize` of vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.contracts.errors import InvalidArgument
 from services.facade.dialects.answers import usage
 from services.facade.dialects.body import (
     FINISH_REASONS,
-    AsksSamples,
     Body,
     Limits,
     Part,
-    SamplesAsked,
+    RequestedSamples,
+    SamplesBody,
     TokenId,
     as_it_is,
     check_token_ids,
@@ -26,8 +26,8 @@ from services.facade.dialects.body import (
     checked_count,
     finite,
     identity_of,
+    requested_samples,
     run_seed,
-    samples_asked,
     token_ids_of,
     weight_versions,
 )
@@ -48,7 +48,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "reasoning_parser_kwargs": (),
     "token_offsets": (),
 }
-"""Parameters of vLLM that are not supported, with the values that ask for nothing."""
+"""Unsupported parameters of vLLM, with their neutral values."""
 NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "bad_words": ([],),
     "detokenize": (True, False),
@@ -73,7 +73,7 @@ NEUTRAL_SAMPLING: dict[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (),
     "watermarking": (False,),
 }
-"""The same of its sampling parameters; those of text have no effect on an answer without text."""
+"""Unsupported sampling parameters likewise. Parameters of text have no effect on an answer without text."""
 _SAMPLING = (
     *("allowed_token_ids", "frequency_penalty", "ignore_eos", "max_tokens", "min_p", "min_tokens", "n"),
     *("presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "temperature", "top_k", "top_p"),
@@ -86,12 +86,12 @@ class TokensSampling(SamplingFields):
     """Sampling parameters of vLLM."""
 
     max_tokens: int | None = None
-    """Left out: what the model's length leaves, as in vLLM's server."""
+    """Left out: up to the model's length, as in vLLM's server."""
     logprobs: int | None = None
-    """0 or 1: those of the sampled tokens, without those of other tokens."""
+    """0 or 1: log-probabilities of the sampled tokens; other tokens are not supported."""
 
 
-class TokensBody(AsksSamples):
+class TokensBody(SamplesBody):
     """Body of /inference/v1/generate."""
 
     token_ids: list[TokenId] = Field(min_length=1)
@@ -104,16 +104,16 @@ class TokensBody(AsksSamples):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Whether the answer has `prompt_token_ids`."""
+    """True: the answer has `prompt_token_ids`."""
     cache_salt: str | None = None
-    """Has no effect: prompts of other versions of the weights are never reused."""
+    """Has no effect: KV of other versions of the weights is never reused."""
 
     def names_in_body(self) -> Mapping[str, str]:
         """Return the names of parameters in this body."""
         return NAMES
 
-    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
-        """Return the samples that the body asks for."""
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> RequestedSamples:
+        """Return the requested samples."""
         given = self.sampling_params
         check_unsupported(self, NEUTRAL)
         check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.")
@@ -122,16 +122,16 @@ class TokensBody(AsksSamples):
         each = checked_count(given.n, "sampling_params.n")
         sampling = sampling_of(given, given.max_tokens, limits.logprobs_mode)
         seed, field = run_seed(given.seed, "sampling_params.seed"), "sampling_params.seed"
-        return samples_asked([self.token_ids], each, sampling, seed, limits, NAMES, field)
+        return requested_samples([self.token_ids], each, sampling, seed, limits, NAMES, field)
 
     def drop_prompts(self) -> None:
-        """Forget the prompt."""
+        """Drop the prompt."""
         self.token_ids = []
         self.sampling_params.__pydantic_extra__ = {}
 
 
 class AnsweredBody(Body):
-    """Body of a request without samples. Prepared, it has the answer."""
+    """Body of a request without samples. Once prepared, it has the answer."""
 
     of_model = True
     _answer: bytes = PrivateAttr(b"")
@@ -155,8 +155,8 @@ class TokenizeBody(AnsweredBody):
         check_unsupported(self, {"return_token_strs": (False,)})
         limits.check_model(self.model)
         (found,) = token_ids_of([self.prompt], "prompt", tokenizer, limits, special=self.add_special_tokens)
-        told = {"tokens": found, "count": len(found), "max_model_len": limits.max_model_len}
-        self._answer, self.prompt = msgspec.json.encode(told), ""
+        answer = {"tokens": found, "count": len(found), "max_model_len": limits.max_model_len}
+        self._answer, self.prompt = msgspec.json.encode(answer), ""
 
 
 class DetokenizeBody(AnsweredBody):
@@ -176,7 +176,7 @@ class DetokenizeBody(AnsweredBody):
 
 
 def checked_logprobs(logprobs: int | None) -> bool:
-    """Return True if log-probabilities are wanted; InvalidArgument if those of other tokens are, too."""
+    """Return True if log-probabilities are requested; InvalidArgument if they include other tokens."""
     if logprobs not in (None, 0, 1):
         found = f"{logprobs} is not supported; 0 and 1 give those of the sampled tokens"
         raise InvalidArgument([Violation("sampling_params.logprobs", found)])
@@ -184,10 +184,12 @@ def checked_logprobs(logprobs: int | None) -> bool:
 
 
 class TokensWriter:
-    """Writes the answer to one request for tokens, whole or as events with what is new."""
+    """Writes the answer to one request for tokens, whole or as events with the new tokens."""
 
-    def __init__(self, body: TokensBody, request_id: str, head: tuple[int, str]) -> None:
-        """`head` is the time (seconds since the epoch) and the name of the model."""
+    def __init__(
+        self, body: TokensBody, request_id: str, head: tuple[int, str], _tokenizer: Tokenizer | None = None
+    ) -> None:
+        """`head` is the time (seconds since the epoch) and the name of the model. The answer has no text."""
         self._body = body
         self._request_id = request_id
         self._created, self._model = head
@@ -195,7 +197,7 @@ class TokensWriter:
         self._sent: dict[int, int] = {}
 
     def whole(self, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> Json:
-        """Return the answer with all samples, each a part."""
+        """Return the answer with all samples, each written by `part`."""
         choices = [part(self._choice(index, output, 0)) for index, output in enumerate(outputs)]
         answer = self._object(choices)
         answer |= {"model": self._model, "created": self._created, "usage": self._usage(outputs)}
@@ -204,7 +206,7 @@ class TokensWriter:
         return answer
 
     def events(self, changed: Sequence[tuple[int, SampleOutput]]) -> list[Json]:
-        """Return the events for what is new since the last call in samples that come with their places."""
+        """Return the events of changed samples, given with their places: their tokens since the last call."""
         found = []
         for index, output in changed:
             event = self._object([self._choice(index, output, self._sent.get(index, 0))])
@@ -215,7 +217,7 @@ class TokensWriter:
         return found
 
     def last_events(self, outputs: Sequence[SampleOutput]) -> list[Json]:
-        """Return what follows the samples: their numbers of tokens, if they were asked for."""
+        """Return the events that follow the samples: the numbers of tokens, if they were requested."""
         options = self._body.stream_options
         if options is None or not options.include_usage:
             return []
@@ -251,15 +253,3 @@ class TokensWriter:
             for token, value in pairs
         ]
         return {"content": content}
-
-
-def whole_answer(
-    body: TokensBody,
-    request_id: str,
-    head: tuple[int, str],
-    tokenizer: Tokenizer | None,
-    outputs: Sequence[SampleOutput],
-    part: Part,
-) -> Json:
-    """Return the answer of `TokensWriter` with all samples, which has no text."""
-    return TokensWriter(body, request_id, head).whole(outputs, part)

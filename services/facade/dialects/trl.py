@@ -1,4 +1,4 @@
-"""Bodies of the server that TRL had before it asked vLLM itself (`trl vllm-serve`). Pure."""
+"""Read and answer requests to the server of `trl vllm-serve`, which TRL used before vLLM's own. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects.body import (
-    AsksSamples,
     Body,
     Limits,
     Part,
-    SamplesAsked,
+    RequestedSamples,
+    SamplesBody,
     TokenId,
     VllmSeed,
     as_it_is,
@@ -23,8 +23,8 @@ from services.facade.dialects.body import (
     checked_count,
     checked_likeliest,
     finite,
+    requested_samples,
     run_seed,
-    samples_asked,
     stops_of,
     token_ids_of,
     top_k_of,
@@ -39,7 +39,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "structured_outputs_regex": ("",),
     "truncate_prompt_tokens": (),
 }
-"""Parameters that are not supported, with the values that ask for nothing."""
+"""Unsupported parameters, with their neutral values."""
 
 _KEYWORDS = ("frequency_penalty", "ignore_eos", "min_tokens", "presence_penalty", "stop", "stop_token_ids")
 NAMES = {
@@ -63,7 +63,7 @@ class TrlSampling(Body):
     frequency_penalty: float | None = None
 
 
-class TrlBody(AsksSamples):
+class TrlBody(SamplesBody):
     """Body of /generate/, with TRL's names and defaults."""
 
     prompts: list[str] | list[list[TokenId]]
@@ -76,25 +76,25 @@ class TrlBody(AsksSamples):
     min_p: float = 0.0
     max_tokens: int = 16
     logprobs: int | None = 0
-    """0: those of the sampled tokens. N: those of the N likeliest tokens of each position, and of the sampled one
-    where it is none of them. null: none."""
+    """0: log-probabilities of the sampled tokens. N: of the N likeliest tokens at each position, and of the
+    sampled one if it is not among them. null: none."""
     generation_kwargs: dict[str, Any] | None = None
-    """Of these, `seed`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens` and the penalties."""
+    """Supported keys: `seed`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens` and the penalties."""
 
     def names_in_body(self) -> Mapping[str, str]:
         """Return the names of parameters in this body."""
         return NAMES
 
-    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
-        """Return the samples that the body asks for."""
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> RequestedSamples:
+        """Return the requested samples."""
         check_unsupported(self, NEUTRAL)
         more = trl_sampling(self)
         seed, field = run_seed(more.seed, _SEED), _SEED
         prompts, each = prompts_of(self, tokenizer, limits), checked_count(self.n)
-        return samples_asked(prompts, each, sampling_of(self, more), seed, limits, NAMES, field)
+        return requested_samples(prompts, each, sampling_of(self, more), seed, limits, NAMES, field)
 
     def drop_prompts(self) -> None:
-        """Forget the prompts."""
+        """Drop the prompts."""
         self.prompts, self.generation_kwargs = [], None
 
 
@@ -115,7 +115,7 @@ def trl_sampling(body: TrlBody) -> TrlSampling:
 
 
 def sampling_of(body: TrlBody, more: TrlSampling) -> t.SamplingParams:
-    """Return the sampling parameters; log-probabilities are processed ones, as TRL's server gives them."""
+    """Return the sampling parameters; log-probabilities are processed, as in TRL's server."""
     return t.SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -134,13 +134,15 @@ def sampling_of(body: TrlBody, more: TrlSampling) -> t.SamplingParams:
     )
 
 
-def answer(body: TrlBody, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> dict[str, Any]:
-    """Return the answer: prompts once, samples prompt by prompt, log-probabilities as lists of one."""
+def answer(
+    body: TrlBody, _tokenizer: Tokenizer | None, outputs: Sequence[SampleOutput], part: Part = as_it_is
+) -> dict[str, Any]:
+    """Return the answer: prompts once, samples prompt by prompt, log-probabilities as a list at each position."""
     logprobs, tokens = [], []
     for output in outputs if body.logprobs is not None else ():
-        told = _told(output)
-        logprobs.append(part([finite(values) for _, values in told]))
-        tokens.append(part([ids for ids, _ in told]))
+        found = _logprobs_of(output)
+        logprobs.append(part([finite(values) for _, values in found]))
+        tokens.append(part([ids for ids, _ in found]))
     return {
         "prompt_ids": [part(output.prompt) for output in outputs[:: body.n]],
         "completion_ids": [output.token_ids for output in outputs],
@@ -149,22 +151,15 @@ def answer(body: TrlBody, outputs: Sequence[SampleOutput], part: Part = as_it_is
     }
 
 
-def whole_answer(
-    body: TrlBody, _tokenizer: Tokenizer | None, outputs: Sequence[SampleOutput], part: Part
-) -> dict[str, Any]:
-    """Return the answer, which has no text."""
-    return answer(body, outputs, part)
-
-
-def _told(output: SampleOutput) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens that are told of each position and their log-probabilities, the likeliest first."""
+def _logprobs_of(output: SampleOutput) -> list[tuple[list[int], list[float]]]:
+    """Return the tokens to report at each position with their log-probabilities, the likeliest first."""
     found = []
     for place, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
         tokens, values = [token], [logprob]
         if output.request.sampling.top_logprobs:
             tokens, values = output.top_token_ids[place], output.top_logprobs[place]
             if token not in tokens:
-                # It is less likely than all of these.
+                # The sampled token is less likely than all of these.
                 tokens, values = [*tokens, token], [*values, logprob]
         found.append((tokens, values))
     return found

@@ -1,7 +1,7 @@
-"""Read the bodies of vLLM's server and of OpenAI's completions.
+"""Read the bodies of vLLM's server and of OpenAI's completions; chat has its own module.
 
-These are OpenAI's parameters and what vLLM adds to them, the bodies of updates and aborts, and the sampling
-defaults in a model's `generation_config.json`. Chat has its own module. Pure but for the reading of that file.
+They have OpenAI's parameters and vLLM's additions. The sampling defaults of a model come from its
+`generation_config.json`. Pure except for the reading of that file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.errors import Violation
 from paceline.files import read_object
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects.body import (
-    AsksSamples,
     Body,
     Limits,
-    SamplesAsked,
+    RequestedSamples,
+    SamplesBody,
     TokenId,
     VllmSeed,
     check_unsupported,
     checked_count,
     checked_likeliest,
+    requested_samples,
     run_seed,
-    samples_asked,
     stops_of,
     token_ids_of,
     top_k_of,
@@ -79,14 +79,14 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "vllm_xargs": (),
     "watermarking": (False,),
 }
-"""Parameters of vLLM and of SGLang's router that are not supported, with the values that ask for nothing."""
+"""Unsupported parameters of vLLM and of SGLang's router, with their neutral values."""
 
 
 class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-    """Whether a last event has the numbers of tokens."""
+    """True: a last event has the numbers of tokens."""
 
 
 class SamplingFields(Body):
@@ -105,24 +105,24 @@ class SamplingFields(Body):
     min_tokens: int | None = None
     stop_token_ids: list[TokenId] | None = None
     stop: str | list[str] | None = None
-    """Strings that end a sample; its text is without them, unless `include_stop_str_in_output`."""
+    """Strings that end a sample; they are cut off its text, unless `include_stop_str_in_output`."""
     include_stop_str_in_output: bool = False
     allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
-    """Nothing else is sampled."""
+    """Only these tokens are sampled."""
     ignore_eos: bool = False
     seed: VllmSeed = None
     """With the same seed, the same request has the same samples. Left out or -1: one is drawn."""
     skip_special_tokens: bool = True
-    """Whether the text is without special tokens; the token ids have them."""
+    """True: the text has no special tokens. The token ids have them."""
 
     def fill_in(self, defaults: Mapping[str, float]) -> None:
-        """Set the parameters that the body leaves out."""
+        """Set parameters that the body leaves out."""
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
 
-class SamplingBody(SamplingFields, AsksSamples):
+class SamplingBody(SamplingFields, SamplesBody):
     """Common part of the bodies of completions and of chat."""
 
     model: str | None = None
@@ -132,51 +132,51 @@ class SamplingBody(SamplingFields, AsksSamples):
     response_format: Json | None = None
     """`{"type": "json_schema", "json_schema": {"schema": ...}}`, or `{"type": "text"}`."""
     structured_outputs: Json | None = None
-    """`{"json": ...}`, a JSON schema as an object or as text. Nothing else of vLLM's is supported."""
+    """`{"json": ...}`, a JSON schema as an object or as text. Other keys of vLLM are not supported."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens, and of so many of the likeliest of each position; at most 20."""
+    """Log-probabilities of the prompt's tokens, and of this many likeliest tokens at each position, at most 20."""
     return_token_ids: bool = False
-    """Whether the answer has `token_ids` and `prompt_token_ids`."""
+    """True: the answer has `token_ids` and `prompt_token_ids`."""
     return_tokens_as_token_ids: bool = False
-    """Whether tokens of log-probabilities are written as `token_id:17`."""
+    """True: tokens of log-probabilities are written as `token_id:17`."""
     user: str | None = None
     """Has no effect."""
     session_id: str | None = None
     """Has no effect."""
     cache_salt: str | None = None
-    """Has no effect: prompts of other versions of the weights are never reused."""
+    """Has no effect: KV of other versions of the weights is never reused."""
     request_id: str | None = None
     """Name of the request, for /abort_requests."""
 
-    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> SamplesAsked:
-        """Return the samples that the body asks for."""
+    def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> RequestedSamples:
+        """Return the requested samples."""
         check_unsupported(self, NEUTRAL)
         limits.check_model(self.model)
         self.fill_in(limits.defaults)
         sampling = sampling_of(self, self.most_tokens(), limits.logprobs_mode)
         each, seed = checked_count(self.n), run_seed(self.seed)
         prompts = self.prompts(tokenizer, limits)
-        return samples_asked(prompts, each, sampling, seed, limits, self.names_in_body())
+        return requested_samples(prompts, each, sampling, seed, limits, self.names_in_body())
 
     def prompts(self, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
         """Return the token ids of the prompts."""
         raise NotImplementedError
 
     def most_tokens(self) -> int | None:
-        """Return the most response tokens; None: what the model's length leaves."""
+        """Return the most response tokens; None: up to the model's length."""
         raise NotImplementedError
 
     def likeliest(self) -> int:
-        """Return how many of the likeliest tokens of each position are asked for."""
+        """Return the requested number of likeliest tokens at each position."""
         raise NotImplementedError
 
-    def tells_logprobs(self) -> bool:
+    def has_logprobs(self) -> bool:
         """Return True if the answer has the log-probabilities of the sampled tokens."""
         raise NotImplementedError
 
 
 def names_of(body: SamplingBody, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of a body's parameters where they differ from the SDK's; `names` are those of its kind."""
+    """Return the names of a body's parameters, where they differ from the SDK's; `names` has more of them."""
     schema = "structured_outputs" if body.structured_outputs is not None else "response_format"
     longest = (
         "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
@@ -255,7 +255,7 @@ class AbortRequestsBody(Body):
 
 
 def models(name: str, max_model_len: int) -> dict[str, Any]:
-    """Return the list of models: the one that is served."""
+    """Return the list of models, with the served one."""
     model = {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "root": name}
     return {"object": "list", "data": [{**model, "max_model_len": max_model_len}]}
 
@@ -271,9 +271,9 @@ class CompletionBody(SamplingBody):
     """Text or token ids, of one prompt or of several."""
     max_tokens: int = 16
     logprobs: int | None = None
-    """Log-probabilities of the sampled tokens, and of so many of the likeliest of each position; at most 20."""
+    """Log-probabilities of the sampled tokens, and of this many likeliest tokens at each position, at most 20."""
     add_special_tokens: bool = True
-    """Whether text gets the special tokens that the model expects, such as one of its beginning."""
+    """True: text gets the special tokens that the model expects, such as a beginning token."""
 
     def names_in_body(self) -> Mapping[str, str]:
         """Return the names of parameters in this body."""
@@ -284,7 +284,7 @@ class CompletionBody(SamplingBody):
         return completion_prompts(self, tokenizer, limits)
 
     def drop_prompts(self) -> None:
-        """Forget the prompts."""
+        """Drop the prompts."""
         self.prompt = ""
 
     def most_tokens(self) -> int | None:
@@ -292,10 +292,10 @@ class CompletionBody(SamplingBody):
         return self.max_tokens
 
     def likeliest(self) -> int:
-        """Return how many of the likeliest tokens of each position are asked for."""
+        """Return the requested number of likeliest tokens at each position."""
         return checked_likeliest(self.logprobs or 0, "logprobs")
 
-    def tells_logprobs(self) -> bool:
+    def has_logprobs(self) -> bool:
         """Return True if the answer has the log-probabilities of the sampled tokens."""
         return self.logprobs is not None
 
@@ -303,7 +303,7 @@ class CompletionBody(SamplingBody):
 def completion_prompts(
     body: CompletionBody, tokenizer: Tokenizer | None, limits: Limits | None = None
 ) -> list[list[int]]:
-    """Return the token ids of a body's prompts. InvalidArgument: there is none, or text and no tokenizer."""
+    """Return the token ids of a body's prompts. InvalidArgument: it has none, or text has no tokenizer."""
     given = body.prompt
     several = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not several:
@@ -327,9 +327,9 @@ RECOMMENDED = (
 def model_defaults(folder: Path) -> dict[str, float]:
     """Return the sampling parameters in a model's folder, by vLLM's names; none if it has no such file.
 
-    `do_sample` has no effect, as in vLLM; nor has `max_new_tokens`, which vLLM takes for the most response tokens.
+    `do_sample` has no effect, as in vLLM. Neither has `max_new_tokens`, which bounds the response in vLLM.
 
-    ValueError: the file is no JSON object, or a parameter is no number. OSError: it cannot be read.
+    ValueError: the file has no JSON object, or a parameter is not a number. OSError: it cannot be read.
     """
     try:
         found = read_object(folder / GENERATION_CONFIG)

@@ -1,7 +1,4 @@
-"""Routes that belong to no other server's dialect.
-
-They are Paceline's hints and rewards, the probes, the version, the metrics, and the page of the API.
-"""
+"""Routes of no other server: Paceline's hints and rewards, probes, version, metrics, and the page of the API."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from services.contracts.errors import InvalidArgument
 from services.facade.dialects import paceline
 from services.facade.dialects.body import run_seed
 from services.facade.gateway import ServedFleet
-from services.facade.routes.bodies import worked_router
-from services.facade.serving import Facade
+from services.facade.serving import Facade, body_router
 
 Json = Mapping[str, Any]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -128,7 +124,7 @@ def _field(name: str, schema: Json, required: bool, text: str) -> ApiField:
 
 
 def _kinds(schema: Json) -> Iterator[tuple[str, str]]:
-    """Yield the types that a value may have, each with the name of the schema that describes it, if one does."""
+    """Yield the possible types of a value, each with the name of its schema, or ""."""
     if target := schema.get("$ref", "").removeprefix(_SCHEMA):
         yield target, target
     elif choices := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
@@ -144,18 +140,18 @@ def _kinds(schema: Json) -> Iterator[tuple[str, str]]:
 
 
 def server_routes(registry: CollectorRegistry, described: Callable[[], dict[str, Any]]) -> APIRouter:
-    """Return the routes; `described` returns the OpenAPI description of all routes."""
+    """Return the routes of the server; `described` returns the OpenAPI description of all routes."""
     router = APIRouter(tags=["server"])
     page = cache(lambda: api_page(described()))
 
     @router.get("/version")
     async def version() -> dict[str, str]:
-        """Return the version of Paceline, not that of vLLM on the instances."""
+        """Return the version of Paceline, not of vLLM on the instances."""
         return {"version": metadata.version("paceline")}
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        """Return the metrics of this facade as Prometheus reads them, the same as on its port of metrics."""
+        """Return the metrics of this facade in the format of Prometheus, as on its metrics port."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/docs", include_in_schema=False)
@@ -171,7 +167,7 @@ def health_routes(fleet: ServedFleet) -> APIRouter:
     router = APIRouter(tags=["health"])
 
     async def health() -> Response:
-        """Answer 200 while a gateway leads and an instance serves, or is paused."""
+        """Answer 200 while a gateway leads and an instance serves or is paused."""
         return _answer(await fleet.problem(needs_instance=True))
 
     for path in ("/health", "/health/", "/health_generate"):
@@ -179,7 +175,7 @@ def health_routes(fleet: ServedFleet) -> APIRouter:
 
     @router.get("/readyz")
     async def ready() -> Response:
-        """Answer 200 while a gateway leads; weights can be updated then, even where no instance serves."""
+        """Answer 200 while a gateway leads. Weights can be updated then, even if no instance serves."""
         return _answer(await fleet.problem(needs_instance=False))
 
     @router.get("/livez")
@@ -197,12 +193,12 @@ def _answer(problem: str) -> Response:
 
 
 def paceline_routes(facade: Facade) -> APIRouter:
-    """Return the routes."""
-    router = worked_router(facade, "Paceline", "/paceline/v1")
+    """Return the routes of hints and rewards."""
+    router = body_router(facade, "Paceline", "/paceline/v1")
 
     @router.post("/hint")
     async def hint(body: paceline.HintBody, request: Request) -> dict[str, int]:
-        """Announce the prompts of a coming step, for idle instances; 0 samples if nothing can be made of it."""
+        """Announce the prompts of a coming step, for idle instances; 0 samples if the hint cannot be used."""
         announced = rollout_pb2.HintNextBatchRequest.FromString(body.announced)
         announced.run_id, announced.run_seed = facade.run_id(request), _hinted_seed(facade, body.seed)
         facade.forecasts.announced(announced.run_id, announced.step)
@@ -223,7 +219,7 @@ def paceline_routes(facade: Facade) -> APIRouter:
 
 
 def _hinted_seed(facade: Facade, seed: int | None) -> int:
-    """Return the seed of the requests to come: without one, they have that of the facade that they come to."""
+    """Return the seed of the announced requests, which default to the seed of the facade that they reach."""
     given = run_seed(seed)
     if given is None and not facade.config.alone:
         found = "is needed where there are several facades, and so in the requests to come"

@@ -15,17 +15,16 @@ from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument, Unimplemented
 from services.facade.access import ABSENT
 from services.facade.dialects import sglang
-from services.facade.dialects.sglang import SglangWriter, whole_answer
 from services.facade.gateway import Updates
-from services.facade.routes.bodies import worked_router
-from services.facade.serving import EventResponse, EventStream, Facade
+from services.facade.serving import EventResponse, Facade, body_router
+from services.facade.work.jobs import write_whole
 
 _MODES = ("abort", "retract", "in_place")
 
 
 def sglang_routes(facade: Facade, updates: Updates) -> APIRouter:
     """Return the routes of the dialect."""
-    router = worked_router(facade, "SGLang")
+    router = body_router(facade, "SGLang")
     _generation(router, facade)
     _control(router, facade, updates)
     _weights(router, facade, updates)
@@ -36,22 +35,21 @@ def sglang_routes(facade: Facade, updates: Updates) -> APIRouter:
 def _generation(router: APIRouter, facade: Facade) -> None:
     @router.post("/generate", response_model=None)
     async def generate(body: sglang.GenerateBody, request: Request) -> Response:
-        """Generate samples of one prompt or several; an aborted request is answered with what it has."""
-        requests = await facade.requests(request, body.asked)
+        """Generate samples of one prompt or several; an aborted request is answered with the tokens that it has."""
+        requests = await facade.requests(request, body.requested)
         request_id = body.rid or uuid.uuid4().hex
         if body.stream:
-            writer = SglangWriter(body, body.several, request_id, facade.tokenizer)
-            events = EventStream(writer.events, lambda _: [])
-            return EventResponse(facade, request, requests, "sglang", events, request_id)
+            writer = sglang.SglangWriter(body, request_id, None, facade.tokenizer)
+            return EventResponse(facade, request, requests, "sglang", writer, request_id)
         outputs = await facade.outputs(request, requests, "sglang", request_id)
         unknown = any(not output.version_spans for output in outputs)
         version = await facade.fleet.policy_version() if unknown else 0
-        write = partial(whole_answer, body, body.several, request_id, version)
+        write = partial(write_whole, sglang.SglangWriter, (body, request_id, version))
         return await facade.answer(request, outputs, write)
 
     @router.post("/abort_request")
     async def abort_request(body: sglang.AbortRequestBody) -> dict[str, Any]:
-        """End requests by the beginning of their names, or all of this facade."""
+        """End the requests whose names begin with `rid`, or all of this facade."""
         if not body.rid and not body.abort_all:
             raise InvalidArgument([Violation("rid", "is empty; name a request, or set abort_all")])
         aborted = await facade.samples.abort(lambda own: body.abort_all or own.startswith(body.rid))
@@ -61,7 +59,7 @@ def _generation(router: APIRouter, facade: Facade) -> None:
 def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     @router.post("/pause_generation")
     async def pause_generation(body: sglang.PauseBody | None = None) -> dict[str, Any]:
-        """Let new requests wait until /continue_generation, and end those that run unless `mode` says otherwise."""
+        """Let new requests wait until /continue_generation, and end or keep running ones, by `mode`."""
         mode = "abort" if body is None else body.mode
         if mode not in _MODES:
             raise InvalidArgument(
@@ -77,7 +75,7 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
         return {"success": True, "message": "requests go on"}
 
     async def flush_cache() -> Response:
-        """Answer 200 if no request runs. There is nothing to flush: KV of other weights is never used."""
+        """Answer 200 if no request is running. Nothing is flushed: KV of other weights is never used."""
         if running := facade.samples.running:
             return PlainTextResponse(f"{running} samples are running.\n", status_code=400)
         return PlainTextResponse("Cache flushed.\n")
@@ -96,7 +94,7 @@ def _weights(router: APIRouter, facade: Facade, updates: Updates) -> None:
             facade.run_id(request),
             body.model_path,
             in_flight,
-            lambda published: sglang.version_asked(body.weight_version, published),
+            lambda published: sglang.requested_version(body.weight_version, published),
         )
         answer = {"success": True, "message": outcome.message, "weight_version": str(outcome.version)}
         return JSONResponse(
@@ -113,7 +111,7 @@ def _weights(router: APIRouter, facade: Facade, updates: Updates) -> None:
 
 def _information(router: APIRouter, facade: Facade) -> None:
     async def server_info(request: Request) -> dict[str, Any]:
-        """Return what trainers check: one server, whatever the number of instances."""
+        """Return the data that trainers check. They see one server, with any number of instances."""
         if "config_format" in request.query_params:
             raise Unimplemented("vllm_config", "this is not vLLM: there is no configuration of one")
         model, version = await facade.fleet.model(), await facade.fleet.policy_version()
@@ -151,7 +149,7 @@ def _information(router: APIRouter, facade: Facade) -> None:
 
     @router.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """Return the samples of this facade that run, and those that wait for the end of a pause."""
+        """Return the numbers of running samples of this facade, and of samples that wait for the end of a pause."""
         running, samples = facade.samples.running, facade.samples.samples
         load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": samples - running}
         return {"loads": [load]}

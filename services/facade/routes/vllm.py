@@ -1,6 +1,6 @@
-"""Routes of vLLM's server, OpenAI's API and TRL's own server.
+"""Routes of vLLM's server, OpenAI's API and TRL's own server, and vLLM's endpoints for tokens.
 
-They include vLLM's endpoints for tokens, which prime-rl and SkyRL use.
+prime-rl and SkyRL use the endpoints for tokens.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ from starlette.responses import Response
 
 from paceline import types as t
 from services.facade.dialects import answers, chat, tokens, trl, vllm
-from services.facade.dialects import vllm as completions
-from services.facade.dialects import vllm as vllm_control
 from services.facade.gateway import Updates
-from services.facade.routes.bodies import worked_router
-from services.facade.serving import EventResponse, EventStream, Facade
+from services.facade.serving import EventResponse, Facade, body_router
+from services.facade.work.jobs import write_whole
 
 
 def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
-    """Return the routes of the dialect."""
-    router = worked_router(facade, "vLLM and OpenAI")
+    """Return the routes for completions, chat, updates and TRL."""
+    router = body_router(facade, "vLLM and OpenAI")
     _control(router, facade, updates)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """Return the model that is served."""
         model = await facade.fleet.model()
-        return vllm_control.models(model.name, model.max_model_len)
+        return vllm.models(model.name, model.max_model_len)
 
     @router.post("/v1/completions", response_model=None)
-    async def complete(body: completions.CompletionBody, request: Request) -> Response:
+    async def complete(body: vllm.CompletionBody, request: Request) -> Response:
         """Generate samples of one prompt or several, as text or as token ids."""
         return await _generated(facade, body, request, "completion")
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: chat.ChatBody, request: Request) -> Response:
-        """Generate samples that go on with a conversation, by the model's chat template."""
+        """Generate samples that continue a conversation, by the model's chat template."""
         return await _generated(facade, body, request, "chat")
 
     async def world_size() -> dict[str, int]:
-        """Return 1: trainers see one server, whatever the number of instances."""
+        """Return 1: trainers see one server, with any number of instances."""
         return {"world_size": 1}
 
     for path in ("/get_world_size", "/get_world_size/"):
@@ -53,9 +51,9 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     @router.post("/generate/", response_model=None)
     async def trl_generate(body: trl.TrlBody, request: Request) -> Response:
         """Generate samples for the client of `trl vllm-serve`."""
-        requests = await facade.requests(request, body.asked)
+        requests = await facade.requests(request, body.requested)
         outputs = await facade.outputs(request, requests, "trl") if requests else []
-        return await facade.answer(request, outputs, partial(trl.whole_answer, body))
+        return await facade.answer(request, outputs, partial(trl.answer, body))
 
     return router
 
@@ -65,7 +63,7 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     async def pause(
         mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
     ) -> dict[str, Any]:
-        """Let new requests wait; those that run end, are waited for, or go on. `clear_cache` has no effect."""
+        """Let new requests wait; running ones are aborted, waited for, or continue. `clear_cache` has no effect."""
         aborted = await updates.pause(mode)
         return {"status": "paused", "aborted_samples": aborted}
 
@@ -82,19 +80,19 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
 
     @router.post("/reset_prefix_cache", response_model=None)
     async def reset_prefix_cache() -> Response:
-        """Do nothing: nothing is computed with KV of other weights."""
+        """Do nothing: KV of other weights is never used."""
         return Response(status_code=200)
 
-    async def abort_requests(body: vllm_control.AbortRequestsBody) -> dict[str, Any]:
-        """End requests; they are answered with what they have."""
+    async def abort_requests(body: vllm.AbortRequestsBody) -> dict[str, Any]:
+        """End requests; they are answered with the tokens that they have."""
         return {"aborted_samples": await facade.samples.abort(set(body.request_ids).__contains__)}
 
     for path in ("/abort_requests", "/inference/v1/abort_requests"):
         router.post(path)(abort_requests)
 
     @router.post("/update_weights")
-    async def update_weights(body: vllm_control.UpdateBody, request: Request) -> dict[str, Any]:
-        """Publish the weights in a folder as the next version; samples that run go on under it."""
+    async def update_weights(body: vllm.UpdateBody, request: Request) -> dict[str, Any]:
+        """Publish the weights in a folder as the next version; running samples continue under it."""
         request.state.names = {"disk.path": "weight_dir"}
         outcome = await updates.from_folder(
             facade.run_id(request), body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
@@ -106,42 +104,44 @@ async def _generated(
     facade: Facade, body: vllm.SamplingBody, request: Request, kind: answers.Kind
 ) -> Response:
     model = await facade.fleet.model()
-    requests = await facade.requests(request, body.asked)
+    requests = await facade.requests(request, body.requested)
     request_id = body.request_id or uuid.uuid4().hex
     head = (f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}", int(time.time()), model.name)
     if body.stream:
         writer = answers.AnswerWriter(body, kind, head, facade.tokenizer)
-        events = EventStream(writer.events, writer.last_events)
-        return EventResponse(facade, request, requests, "vllm", events, request_id)
+        return EventResponse(facade, request, requests, "vllm", writer, request_id)
     outputs = await facade.outputs(request, requests, "vllm", request_id)
-    return await facade.answer(request, outputs, partial(answers.whole_answer, body, kind, head))
+    return await facade.answer(
+        request, outputs, partial(write_whole, answers.AnswerWriter, (body, kind, head))
+    )
 
 
 def tokens_routes(facade: Facade) -> APIRouter:
     """Return the routes for tokens."""
-    router = worked_router(facade, "vLLM and OpenAI")
+    router = body_router(facade, "vLLM and OpenAI")
 
     @router.post("/inference/v1/generate", response_model=None)
     async def generate(body: tokens.TokensBody, request: Request) -> Response:
         """Generate samples of one prompt, from token ids to token ids."""
         request_id, model = body.request_id or uuid.uuid4().hex, await facade.fleet.model()
         head = (int(time.time()), model.name)
-        requests = await facade.requests(request, body.asked)
+        requests = await facade.requests(request, body.requested)
         if body.stream:
             writer = tokens.TokensWriter(body, request_id, head)
-            events = EventStream(writer.events, writer.last_events)
-            return EventResponse(facade, request, requests, "vllm", events, request_id)
+            return EventResponse(facade, request, requests, "vllm", writer, request_id)
         outputs = await facade.outputs(request, requests, "vllm", request_id)
-        return await facade.answer(request, outputs, partial(tokens.whole_answer, body, request_id, head))
+        return await facade.answer(
+            request, outputs, partial(write_whole, tokens.TokensWriter, (body, request_id, head))
+        )
 
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: tokens.TokenizeBody) -> Response:
-        """Return the tokens of a text."""
+        """Return the token ids of a text."""
         return Response(body.answer, media_type="application/json")
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: tokens.DetokenizeBody) -> Response:
-        """Return the text of tokens, with special ones."""
+        """Return the text of token ids, special tokens included."""
         return Response(body.answer, media_type="application/json")
 
     return router

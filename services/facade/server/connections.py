@@ -1,11 +1,11 @@
-"""Keep room for new connections, and end those that hold a place without a request. Pure but for the sockets.
+"""Bound the number of connections, and end connections that do nothing for too long. Pure except for the sockets.
 
-Every accepted socket has a place, from before its TLS handshake until it is closed. Where no place is left, a
-connection that has nothing in work makes way for a new one; if there is none, the new one is refused at once. Each
-state but `WORKING` has a deadline.
+Every accepted socket has a place, from before its TLS handshake until it is closed. If no place is left, a
+connection without a running request yields to a new one; if there is none, the new one is refused at once. Each
+state except `WORKING` has a deadline.
 
-Time is counted in ticks of the event loop. A loop that was blocked for a minute, and has not read what its clients
-sent meanwhile, counts one: its clients are not at fault.
+Time is counted in ticks of the event loop. If the loop was blocked for a minute and could not read from its
+clients, that counts as one tick, because the clients are not at fault.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ipaddress import IPv6Address, ip_address, ip_network
 TICK_SECONDS = 0.25
 """Seconds between two ticks."""
 LEAST_BYTES_PER_SECOND = 64 * 1024
-"""A body that comes at least so fast may take longer than its deadline."""
+"""Rate of a body above which it may take longer than its deadline."""
 _NEW_TICKS = 4
-"""Ticks in which a new connection, or a new header, does not make way while others rest."""
+"""Ticks for which a new connection or header is not ended while another connection is idle."""
 ENDED_AT_ONCE = 128
-"""Connections of each state that one tick ends, so that it blocks the event loop for nobody."""
+"""Most connections of each state that one tick ends, so that it does not block the event loop."""
 
 
 class State(Enum):
-    """What a connection is at."""
+    """State of a connection. The value is the label of its deadline."""
 
     ENDING = "ending"
-    """Closed, but for what its client has not read yet."""
+    """Closing; its client has not read everything yet."""
     WAITING = "header"
-    """New, or in the middle of a header, or of a body that nobody waits for."""
+    """New, or in the middle of a header, or of a body that is ignored."""
     RESTING = "idle"
     """Kept alive after a request."""
     RECEIVING = "body"
@@ -43,7 +43,7 @@ class State(Enum):
     WORKING = "working"
     """A request is in work."""
 
-    # Members are one of a kind; that of Enum hashes their names, in Python.
+    # Members are singletons. The hash of Enum is slow: it hashes their names, in Python.
     __hash__ = object.__hash__
 
 
@@ -71,7 +71,7 @@ class ConnectionLimits:
 
 
 class HttpConnection:
-    """One accepted socket. `end` closes it, in the way that its state asks for."""
+    """Accepted socket and its state. `end` closes it in the way that fits the state."""
 
     __slots__ = ("address", "end", "held", "received", "since", "state")
 
@@ -82,11 +82,11 @@ class HttpConnection:
         self.state = State.WAITING
         self.since = 0
         self.received = 0
-        """Bytes that came since it began to receive a body."""
+        """Bytes received since the body began."""
 
 
 class _Queues(dict[State, dict[HttpConnection, None]]):
-    """Connections by state, those first that have been in it longest."""
+    """Connections by state, in the order in which they entered it."""
 
     def __init__(self) -> None:
         super().__init__({state: {} for state in State})
@@ -99,7 +99,7 @@ class Connections:
     """All connections of one listening port."""
 
     def __init__(self, limits: ConnectionLimits, ended: Callable[[str], None] = lambda _reason: None) -> None:
-        """Tell `ended` why a connection was refused or ended."""
+        """Call `ended` with the reason for each refused or ended connection."""
         self._limits = limits
         self._deadlines = limits.ticks()
         self._ended = ended
@@ -109,13 +109,13 @@ class Connections:
         self._all = _Queues()
         self._of_address: dict[str, _Queues] = {}
         self.by_file: dict[int, HttpConnection] = {}
-        """Places by the number of their open file."""
+        """Connections by the number of their open file."""
 
     def __len__(self) -> int:
         return self._total
 
     def admit(self, host: str, end: Callable[[State], None]) -> HttpConnection | None:
-        """Return the place of a new connection; None: it is refused."""
+        """Admit a new connection; None: it is refused."""
         address = address_of(host)
         crowded = self._held[address] >= self._limits.each_address
         if crowded or len(self) >= self._limits.total:
@@ -146,7 +146,7 @@ class Connections:
             del self._held[connection.address], self._of_address[connection.address]
 
     def enter(self, connection: HttpConnection, state: State) -> None:
-        """Note the state of a connection; its deadline begins when it enters it."""
+        """Set the state of a connection, which starts the deadline of the state."""
         if state is connection.state or not connection.held:
             return
         self._take(connection)
@@ -154,7 +154,7 @@ class Connections:
         self._put(connection)
 
     def count(self, connection: HttpConnection, received: int) -> None:
-        """Note bytes that came; those of a body earn it time."""
+        """Count received bytes; the bytes of a body extend its deadline."""
         if connection.state is State.RECEIVING:
             connection.received += received
 
@@ -171,7 +171,7 @@ class Connections:
                     late.append(connection)
             for connection in late:
                 self._ended(state.value)
-                # What ends in good order has a deadline for that, too.
+                # An orderly ending has a deadline, too.
                 self.enter(connection, State.ENDING)
                 connection.end(state)
 
@@ -179,11 +179,11 @@ class Connections:
         waiting = queues.first(State.WAITING)
         if waiting is not None and self._now - waiting.since >= _NEW_TICKS:
             return waiting
-        # One that has just come is about to ask for something; those that rest have been answered.
+        # A new connection will send a request; resting ones have been answered.
         for found in (queues.first(State.RESTING), queues.first(State.ENDING), waiting):
             if found is not None:
                 return found
-        # A client that is slow with a body or an answer keeps its place for as long as one has for a header.
+        # A client that is slow with a body or an answer keeps its place for as long as the deadline of a header.
         for state in (State.RECEIVING, State.SENDING):
             found = queues.first(state)
             if found is not None and self._now - found.since >= self._deadlines[State.WAITING]:
@@ -203,7 +203,7 @@ class Connections:
 
 
 def address_of(host: str) -> str:
-    """Return whom a connection counts for: an IPv4 address, or 64 bits of IPv6, the network that one host has."""
+    """Return the address that a connection counts for: IPv4, or 64 bits of IPv6, the network of a host."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

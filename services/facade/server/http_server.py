@@ -1,8 +1,8 @@
 """Serve HTTP/1.1 on one port of the event loop, with a bounded number of connections.
 
-A listening socket accepts a connection only where there is a place for it, and holds the place until the socket
-is closed, so clients that never finish a TLS handshake are counted too. The protocol is uvicorn's over h11, which
-bounds the bytes of a header; httptools does not. Certificates are reloaded when their files change.
+A listening socket accepts a connection only if there is a place for it, and holds the place until the socket is
+closed, so clients that never finish a TLS handshake count, too. The protocol is uvicorn's over h11, which bounds
+the bytes of a header; httptools does not. Certificates are reloaded when their files change.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ from services.platform.tasks import end
 log = structlog.get_logger(__name__)
 
 _AT_ONCE = 64
-"""Connections that are accepted, or refused, in one turn of the event loop; then others have theirs."""
+"""Most connections that are accepted or refused in one turn of the event loop."""
 _BACKLOG = 2048
 _OWN_FILES = 256
-"""Files that this process opens besides: connections to the gateway, logs, pipes."""
+"""Files that this process opens in addition: connections to the gateway, logs, pipes."""
+MOST_HEADER_BYTES = 64 * 1024
+"""Most bytes of a request's line and header."""
+_TOO_LONG = 431
+_TLS_BUFFER = 32 * 1024
+"""Bytes that a TLS connection reads at once: two records. By default asyncio reserves 256 KiB for each
+connection, or 2 GiB for 8,192 idle ones."""
 _MESSAGE = "the facade has no room for another connection; keep connections alive and reuse them"
 _BODY = json.dumps(
     error_body(_MESSAGE, "unavailable_error", param=None, code="TOO_MANY_CONNECTIONS")
@@ -53,12 +59,12 @@ _REFUSAL = (
 
 
 class PlacedSocket(socket.socket):
-    """An accepted socket, which frees its place when it is closed."""
+    """Accepted socket, which frees its place when it is closed."""
 
     place: tuple[Connections, HttpConnection] | None = None
 
     def close(self) -> None:
-        """Close it, and free its place."""
+        """Close the socket, and free its place."""
         if self.place is not None:
             connections, connection = self.place
             self.place = None
@@ -67,20 +73,20 @@ class PlacedSocket(socket.socket):
         super().close()
 
     def end(self, _state: State) -> None:
-        """End the connection; whoever reads from it finds that its client has left."""
+        """End the connection; its reader finds that the client has left."""
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
 
 class PlacingListener(socket.socket):
-    """A listening socket whose connections have places."""
+    """Listening socket whose connections have places."""
 
     connections: Connections
     answers: bool
     _in_turn = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return the next connection that has a place; those that have none are answered and closed."""
+        """Return the next connection that gets a place; others are answered and closed."""
         while self._in_turn < _AT_ONCE:
             accepted, peer = super().accept()
             self._in_turn += 1
@@ -91,7 +97,7 @@ class PlacingListener(socket.socket):
                 self.connections.by_file[placed.fileno()] = found
                 return placed, peer
             self._refuse(placed)
-        # More wait: the loop is told that there are none, and comes again.
+        # More may wait: end this turn as if there were none, and the loop returns.
         self._in_turn = 0
         raise BlockingIOError
 
@@ -99,14 +105,14 @@ class PlacingListener(socket.socket):
         with refused, contextlib.suppress(OSError):
             if self.answers:
                 refused.setblocking(False)
-                # What is left unread would let the answer be lost.
+                # Closing with unread data would reset the connection and lose the answer.
                 with contextlib.suppress(BlockingIOError):
                     refused.recv(64 * 1024)
                 refused.send(_REFUSAL)
 
 
 def listen(host: str, port: int, connections: Connections, *, answers: bool) -> PlacingListener:
-    """Return a socket that listens; `answers` is whether those refused get an answer, in plain text.
+    """Return a listening socket; if `answers`, refused connections get an answer in plain text.
 
     OSError if the port is taken.
     """
@@ -126,7 +132,7 @@ def listen(host: str, port: int, connections: Connections, *, answers: bool) -> 
 
 
 def most_connections(wanted: int) -> int:
-    """Return how many of the connections that are wanted this process may have files for."""
+    """Return the number of connections, at most `wanted`, for which this process may open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return wanted
@@ -136,24 +142,19 @@ def most_connections(wanted: int) -> int:
     return min(wanted, possible)
 
 
-MOST_HEADER_BYTES = 64 * 1024
-"""Most bytes of a request's line and header."""
-_TOO_LONG = 431
-
-
 class ServerConfig(uvicorn.Config):
-    """Settings of a server, and its connections."""
+    """Settings of a uvicorn server, and its connections."""
 
     connections: Connections
 
 
 class FacadeProtocol(H11Protocol):
-    """One connection."""
+    """Protocol of one connection, which reports its state to `Connections`."""
 
     config: ServerConfig
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Wait for a request."""
         super().connection_made(transport)
         self._connections = self.config.connections
         self._place = self._connections.by_file[transport.get_extra_info("socket").fileno()]
@@ -161,10 +162,10 @@ class FacadeProtocol(H11Protocol):
         self._partial = False
 
     def data_received(self, data: bytes) -> None:
-        """Take what came."""
+        """Handle received bytes."""
         self._connections.count(self._place, len(data))
         if not self._in_work() and len(data) > MOST_HEADER_BYTES:
-            # h11 bounds what it has of a header that goes on. All of it may come at once.
+            # h11 bounds only an unfinished header. A whole one may arrive at once.
             super().data_received(data[: MOST_HEADER_BYTES + 1])
             data = data[MOST_HEADER_BYTES + 1 :]
         if not self.transport.is_closing():
@@ -173,19 +174,19 @@ class FacadeProtocol(H11Protocol):
         self._settle()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request."""
+        """Continue with the next request."""
         super().on_response_complete()
-        # The rest of a body that was refused is still to come, or a next header has begun.
+        # True if the rest of a refused body is still to come, or the next header has begun.
         self._partial = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         self._settle()
 
     def pause_writing(self) -> None:
-        """Let whoever answers wait."""
+        """Pause the writer of the answer."""
         super().pause_writing()
         self._settle()
 
     def resume_writing(self) -> None:
-        """Let whoever answers go on."""
+        """Resume the writer of the answer."""
         super().resume_writing()
         self._settle()
 
@@ -193,7 +194,7 @@ class FacadeProtocol(H11Protocol):
         """Do nothing: the connection has a deadline in every state."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, and close."""
+        """Answer an invalid request, and close."""
         error = sys.exception()
         if getattr(error, "error_status_hint", 400) == _TOO_LONG:
             self._refuse(_TOO_LONG, f"the header is longer than {MOST_HEADER_BYTES} bytes", "HEADER_TOO_LONG")
@@ -218,7 +219,7 @@ class FacadeProtocol(H11Protocol):
         return State.RESTING
 
     def _end(self, state: State) -> None:
-        """Close the connection, whose deadline in the state has passed."""
+        """Close the connection after the deadline of its state."""
         if state is State.WAITING and self._partial and self.conn.our_state is h11.IDLE:
             self._refuse(408, "the header did not come in time", "HEADER_TOO_SLOW")
         elif state is State.RECEIVING and self.conn.our_state is h11.SEND_RESPONSE:
@@ -236,7 +237,7 @@ class FacadeProtocol(H11Protocol):
             ("connection", "close"),
         ]
         if self.cycle is not None:
-            # Nothing more may be sent by whoever reads the body.
+            # The handler that reads the body may send nothing more.
             self.cycle.disconnected = True
         if self.transport.is_closing():
             return
@@ -250,13 +251,8 @@ class FacadeProtocol(H11Protocol):
         self.transport.close()
 
 
-_TLS_BUFFER = 32 * 1024
-"""Bytes that a TLS connection reads at once: two records. asyncio sets aside 256 KiB for each connection, so that
-8,192 idle ones would take 2 GiB."""
-
-
 class HttpServer:
-    """One listening port: `start`, then `run` until it is cancelled, then `stop`."""
+    """HTTP server on one port: `start` it, then `run` until cancelled, then `stop`."""
 
     def __init__(
         self,
@@ -276,7 +272,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            # Connections have places; of requests whose clients have left there are as many at most.
+            # Connections are bounded by places, and requests whose clients have left by as many again.
             limit_concurrency=2 * limits.total,
             h11_max_incomplete_event_size=MOST_HEADER_BYTES,
             lifespan="on",
@@ -302,7 +298,7 @@ class HttpServer:
         await self._server.ready.wait()
 
     async def run(self) -> None:
-        """Serve until cancelled; an error of what runs here is raised."""
+        """Serve until cancelled; errors of the server's tasks are raised."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -313,7 +309,7 @@ class HttpServer:
             return
         self._settings.timeout_graceful_shutdown = grace  # type: ignore[assignment]
         self._server.should_exit = True
-        # Idle connections are closed at once; uvicorn looks every 0.1 s.
+        # Idle connections are closed at once; uvicorn checks every 0.1 s.
         await asyncio.wait(self._tasks[:1], timeout=grace + 5.0)
         await end(self._tasks)
 
@@ -327,7 +323,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Server that leaves signals to the process, and says when it listens."""
+    """uvicorn server that leaves signals to the process, and sets `ready` once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -343,9 +339,9 @@ class _Server(uvicorn.Server):
 
 
 def rotating_context(tls: TlsConfig) -> ssl.SSLContext:
-    """Return the TLS context of a server whose connections get the certificates that are on disk then.
+    """Return the TLS context of a server. Each connection gets the current certificates on disk.
 
-    OSError or Unreadable if they cannot be used now.
+    OSError or Unreadable if the present ones cannot be used.
     """
     paths = [path for path in (tls.key_file, tls.cert_file, tls.ca_file) if path is not None]
     watched = Watched("http_certificate", paths, lambda: server_context(tls))

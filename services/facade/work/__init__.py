@@ -1,1 +1,1 @@
-"""Work that takes time by the size or the content of a request: done in processes of its own, never on the loop."""
+"""Worker processes for jobs that are too slow for the event loop, by the size or the content of a request."""

@@ -1,7 +1,7 @@
 """Prepare the body of a request and write its answer: the two jobs of the workers. Pure.
 
-A body comes as JSON and leaves without its prompts; text that is no Unicode is refused, since it can be neither
-tokenized nor sent. An answer comes as packed samples and leaves as JSON.
+`prepared` parses and checks the JSON of a body, and replaces its prompts by token ids. `written` makes JSON of
+packed samples.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ from services.facade.text import Tokenizer
 _ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape of one half of a character in JSON."""
 _HALF = re.compile("[\ud800-\udfff]")
+_MOST_PROBLEMS = 32
+"""Most problems of a body that are reported; a body may have a million."""
+_ITEMS_AT_ONCE = 16384
+"""Numbers that are packed before other tasks get their turn on the event loop."""
+
+Write = Callable[[Tokenizer | None, Sequence[SampleOutput], Part], Any]
+"""Function that returns an answer, made of parts. It must be picklable, to be sent to a worker."""
 
 
 def check_unicode(body: bytes) -> None:
-    """Refuse a body with text that is no Unicode. InvalidArgument names the field.
+    """Refuse a body with text that is not Unicode, which can be neither tokenized nor sent.
 
-    Costs a search in the bytes; only a body with escapes of halves is looked through.
+    InvalidArgument names the field. This costs a search in the bytes; only a body with escapes of halves is parsed.
     """
     try:
         body.decode()
@@ -45,7 +52,7 @@ def check_unicode(body: bytes) -> None:
     try:
         given = parse_json(body)
     except ValueError:
-        return  # It is refused as what it is.
+        return  # The parser of JSON refuses it.
     for field, text in _texts(given):
         if (half := _HALF.search(text)) is not None:
             found = f"has half a character (U+{ord(half[0]):04X} at {half.start()}), which is no Unicode"
@@ -53,7 +60,7 @@ def check_unicode(body: bytes) -> None:
 
 
 def _texts(body: Any) -> Iterator[tuple[str, str]]:
-    """Yield all texts of a body, names of fields included, each with the path of its field."""
+    """Yield all texts of a body, including names of fields, each with the path of its field."""
     waiting = [("", body)]
     while waiting:
         field, given = waiting.pop()
@@ -67,13 +74,9 @@ def _texts(body: Any) -> Iterator[tuple[str, str]]:
             waiting += [(f"{field}[{index}]", value) for index, value in reversed([*enumerate(given)])]
 
 
-_MOST_PROBLEMS = 32
-"""Problems of a body that are told; there may be one for each of a million numbers."""
-
-
 @dataclass(frozen=True, slots=True)
 class RefusedBody:
-    """Why a body is refused."""
+    """Reasons to refuse a body."""
 
     violations: list[Violation]
     names: Mapping[str, str]
@@ -84,24 +87,26 @@ class RefusedBody:
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """What pydantic or the reader of JSON finds wrong in a body, without its values."""
+    """Problems of a body that pydantic or the parser of JSON found, without its values."""
 
     problems: list[dict[str, Any]]
 
 
 def prepared(tokenizer: Tokenizer | None, raw: bytes, kind: type[Body], limits: Limits | None) -> Any:
-    """Return the prepared body, or why there is none: RefusedBody or Invalid."""
+    """Return the prepared body, or else a RefusedBody or Invalid."""
     names: Mapping[str, str] = {}
     try:
         check_unicode(raw)
         body = kind.model_validate(_parsed(raw))
         names = body.names_in_body()
         body.prepare(tokenizer, limits)
-        # What is left of parameters without a field asks for nothing.
+        # The remaining parameters without a field have no effect.
         body.__pydantic_extra__ = {}
     except json.JSONDecodeError as error:
-        location, told = ("body", error.pos), {"error": error.msg}
-        return Invalid([{"type": "json_invalid", "loc": location, "msg": "JSON decode error", "ctx": told}])
+        location, context = ("body", error.pos), {"error": error.msg}
+        return Invalid(
+            [{"type": "json_invalid", "loc": location, "msg": "JSON decode error", "ctx": context}]
+        )
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         return Invalid([{**each, "loc": ("body", *each["loc"])} for each in islice(found, _MOST_PROBLEMS)])
@@ -119,15 +124,19 @@ def _parsed(raw: bytes) -> Any:
         raise InvalidArgument([Violation("", f"the body cannot be read: {error}")]) from None
 
 
-Write = Callable[[Tokenizer | None, Sequence[SampleOutput], Part], Any]
-"""Returns an answer, made of parts; a module's function, or a partial of one, so that a worker can have it."""
-
-_ITEMS_AT_ONCE = 16384
-"""Numbers that are packed before others get their turn on the event loop."""
+def write_whole(
+    writer: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    tokenizer: Tokenizer | None,
+    outputs: Sequence[SampleOutput],
+    part: Part,
+) -> Any:
+    """Return the whole answer of a dialect's writer, a class that takes `arguments` and the tokenizer."""
+    return writer(*arguments, tokenizer).whole(outputs, part)
 
 
 def size_of(outputs: Sequence[SampleOutput]) -> int:
-    """Return about how many numbers an answer has, whatever it tells of each token."""
+    """Return about how many numbers an answer has, for whichever fields of a token it has."""
     found = 0
     for output in outputs:
         request = output.request
@@ -139,7 +148,7 @@ def size_of(outputs: Sequence[SampleOutput]) -> int:
 
 
 async def packed(outputs: Sequence[SampleOutput]) -> list[bytes]:
-    """Return the samples as bytes, in pieces, while others are served."""
+    """Return the samples as bytes, in pieces; other tasks run in between."""
     pieces: list[bytes] = []
     waiting: list[SampleOutput] = []
     items = 0
@@ -168,12 +177,12 @@ def written(tokenizer: Tokenizer | None, pieces: Sequence[bytes], write: Write) 
 
 
 def encoded(answer: Any) -> bytes:
-    """Return JSON; arrays become lists one after another, so that only one of them is there."""
+    """Return JSON; arrays become lists one after another, so that memory holds one list at a time."""
     return msgspec.json.encode(answer, enc_hook=_list_of)
 
 
 def part(answer: Any) -> msgspec.Raw:
-    """Return a part of an answer as JSON: what it was made of takes many times the memory."""
+    """Return a part of an answer as JSON, since its Python objects take many times the memory."""
     return msgspec.Raw(encoded(answer))
 
 

@@ -1,8 +1,7 @@
-"""Run work in worker processes, one piece at a time in each, with a deadline after which the worker is killed.
+"""Run jobs in worker processes, one at a time in each, with a deadline after which the worker is killed.
 
-Callers take turns at the workers. The pools of `concurrent.futures` and `pebble` break permanently when the
-kernel kills one of their workers for want of memory, which is what a hostile request aims at. Here each worker
-has its own socket.
+Callers take turns at the workers. The pools of `concurrent.futures` and `pebble` break permanently when the kernel
+kills a worker that is out of memory, which a hostile request may provoke. Here each worker has its own socket.
 """
 
 from __future__ import annotations
@@ -37,18 +36,26 @@ from services.facade.work.process import (
     PID,
     READY,
     REQUEST,
-    Setup,
 )
 from services.platform.launching import tied
+
+log = structlog.get_logger(__name__)
+
+_ENVIRONMENT = {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
+_MEDIUM, _LARGE = 64 * 1024, 1024 * 1024
+"""Bytes beyond which a job may take long, and much memory. One worker never gets such jobs, so that small
+requests are not delayed. Only one large job runs at a time, so that at least one of three workers is left for
+medium ones."""
+_MEMORY_BELOW_LARGE = 192 * 1024 * 1024
 
 _Waiting = deque[tuple[int, "asyncio.Future[None]"]]
 
 
-class CallerTurns:
-    """So many units at once. Callers that wait take turns, so that none is kept out by another's many demands."""
+class FairSemaphore:
+    """Bounded number of units. Waiting callers take turns, so that one with many requests keeps no other out."""
 
     def __init__(self, most: int, share: int | None = None) -> None:
-        """No caller holds more than `share`, unless by one demand; None: it may hold all of it."""
+        """Allow `most` units, and `share` to a caller unless it makes a single larger request; None: all of them."""
         self._most = most
         self._share = most if share is None else share
         self._held: Counter[str] = Counter()
@@ -56,8 +63,8 @@ class CallerTurns:
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
 
     @asynccontextmanager
-    async def held(self, caller: str, count: int = 1) -> AsyncIterator[None]:
-        """Hold units within the context. A demand above all that there is gets its turn when nothing is held."""
+    async def hold(self, caller: str, count: int = 1) -> AsyncIterator[None]:
+        """Hold units within the context. A request for more than `most` units waits until no unit is held."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append((count, turn))
         self._give()
@@ -70,9 +77,9 @@ class CallerTurns:
             self._give()
 
     def _give(self) -> None:
-        """Give a turn to each caller, as far as there is something to give."""
-        passed = 0
-        while passed < len(self._waiting):
+        """Give turns to waiting callers while units are left."""
+        skipped = 0
+        while skipped < len(self._waiting):
             caller, waiting = next(iter(self._waiting.items()))
             self._waiting.move_to_end(caller)
             while waiting and waiting[0][1].done():
@@ -82,14 +89,14 @@ class CallerTurns:
                 continue
             count, turn = waiting[0]
             if self._held[caller] and self._held[caller] + count > self._share:
-                passed += 1
+                skipped += 1
                 continue
             if self._total and self._total + count > self._most:
-                # It is the next one: others that need less would keep it out for good.
+                # Keep it first, because smaller requests of others could keep it out forever.
                 self._waiting.move_to_end(caller, last=False)
                 return
             waiting.popleft()
-            passed = 0
+            skipped = 0
             self._hold(caller, count)
             turn.set_result(None)
 
@@ -100,21 +107,12 @@ class CallerTurns:
             del self._held[caller]
 
 
-log = structlog.get_logger(__name__)
-
-_ENVIRONMENT = {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
-_MEDIUM, _LARGE = 64 * 1024, 1024 * 1024
-"""Bytes beyond which work may take long, and much memory: one worker is never given such work, so that small
-requests pass by. One piece of large work is done at a time, so that of three workers one is left for the medium."""
-_MEMORY_BELOW_LARGE = 192 * 1024 * 1024
-
-
 class WorkersFailed(Exception):
-    """The workers cannot start; the message says why."""
+    """Raised if the workers cannot start; the message has the reason."""
 
 
 class WorkFailed(Exception):
-    """A piece of work failed by a defect; the message is the worker's traceback."""
+    """Raised if a job fails by a defect; the message is the worker's traceback."""
 
 
 class _Died(Exception):
@@ -126,7 +124,7 @@ class _Worker:
     pid: int
     pipe: socket.socket
     control: socket.socket
-    """Of the process that forked it."""
+    """Control socket of the process that forked it."""
 
     async def ask(self, request: bytes, memory: int) -> tuple[bytes, bytearray]:
         """Return the status and the bytes of an answer. _Died if the worker is gone."""
@@ -150,7 +148,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Processes that do work for an event loop. They start with the first work, or with `start`."""
+    """Worker processes of an event loop. They start with the first job, or with `start`."""
 
     def __init__(
         self,
@@ -160,16 +158,16 @@ class WorkerPool:
         memory_bytes: int = 768 * 1024 * 1024,
         most_waiting: int = 16384,
     ) -> None:
-        """`workers` of None: one a core, from 3 to 4."""
+        """Use `workers` processes; None: one a core, from 3 to 4."""
         count = workers or max(3, min(4, len(os.sched_getaffinity(0))))
-        self._setup = Setup(model)
+        self._model = model
         self._memory_bytes = memory_bytes
         self._seconds = seconds
         self._most_waiting = most_waiting
         self._waiting = 0
-        self._free = CallerTurns(count)
-        self._free_for_medium = CallerTurns(count - 1)
-        self._free_for_large = CallerTurns(1)
+        self._free = FairSemaphore(count)
+        self._free_for_medium = FairSemaphore(count - 1)
+        self._free_for_large = FairSemaphore(1)
         self._idle: list[_Worker] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -177,10 +175,10 @@ class WorkerPool:
         self._lock = asyncio.Lock()
 
     def launch(self) -> None:
-        """Start the process that has the tokenizer, which takes its time, and do not wait for it."""
+        """Start the process that loads the tokenizer, which takes seconds, and do not wait for it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # Tied to the thread that starts it, so not through the loop's own helper.
+            # Tied to the thread that starts it, so not started through the loop's own helper.
             self._process = subprocess.Popen(
                 tied([sys.executable, "-m", "services.facade.work.process", str(theirs.fileno())]),
                 stdin=subprocess.DEVNULL,
@@ -190,17 +188,17 @@ class WorkerPool:
             )
         self._control, self._ready = ours, False
         ours.setblocking(False)
-        # A process that died already is found by whoever waits for its answer.
+        # If the process has died already, the reader of its answer finds out.
         with suppress(OSError):
-            ours.send(pickle.dumps(self._setup))
+            ours.send(pickle.dumps(self._model))
 
     async def start(self) -> None:
-        """Start, unless it was. WorkersFailed if it cannot be."""
+        """Start the workers, unless they are running. WorkersFailed if they cannot start."""
         async with self._lock:
             await self._started()
 
     async def stop(self) -> None:
-        """Kill all processes; what is in work fails."""
+        """Kill all processes; running jobs fail."""
         for worker in self._idle:
             worker.pipe.close()
         self._idle.clear()
@@ -213,18 +211,17 @@ class WorkerPool:
             await asyncio.to_thread(process.wait)
 
     async def run(self, work: Callable[..., Any], *arguments: Any, size: int, caller: str = "") -> Any:
-        """Return the result of `work(tokenizer, *arguments)`, where `size` are the bytes that it is about.
+        """Return the result of `work(tokenizer, *arguments)`, a job on about `size` bytes.
 
-        Callers take turns.
+        Callers take turns. The worker is killed when the deadline passes or this is cancelled.
 
-        The worker is killed when the deadline passes or this is cancelled. ResourceExhausted: too much waits.
-        DeadlineExceededError: it took too long. InvalidArgument: it needs too much memory. Unavailable: its worker
-        died. WorkFailed: it raised.
+        ResourceExhausted: too many jobs wait. DeadlineExceededError: the job took too long. InvalidArgument: it
+        needs too much memory. Unavailable: its worker died. WorkFailed: it raised.
         """
         memory = self._memory_bytes if size > _LARGE else min(self._memory_bytes, _MEMORY_BELOW_LARGE)
         async with self._turn(size, caller):
             request = pickle.dumps((work, arguments), pickle.HIGHEST_PROTOCOL)
-            status, answer = await self._asked(request, memory)
+            status, answer = await self._ask(request, memory)
         if status == DONE:
             return pickle.loads(answer)
         if status == DONE_BYTES:
@@ -242,15 +239,15 @@ class WorkerPool:
             self._waiting += 1
             try:
                 if size > _LARGE:
-                    await held.enter_async_context(self._free_for_large.held(caller))
+                    await held.enter_async_context(self._free_for_large.hold(caller))
                 if size > _MEDIUM:
-                    await held.enter_async_context(self._free_for_medium.held(caller))
-                await held.enter_async_context(self._free.held(caller))
+                    await held.enter_async_context(self._free_for_medium.hold(caller))
+                await held.enter_async_context(self._free.hold(caller))
             finally:
                 self._waiting -= 1
             yield
 
-    async def _asked(self, request: bytes, memory: int) -> tuple[bytes, bytearray]:
+    async def _ask(self, request: bytes, memory: int) -> tuple[bytes, bytearray]:
         worker = await self._taken()
         kept = False
         try:
@@ -272,7 +269,7 @@ class WorkerPool:
                 self._kill(worker)
 
     async def _taken(self) -> _Worker:
-        """Return a worker that lives, as far as is known."""
+        """Return an idle worker that is not known to be dead, or a new one."""
         while self._idle:
             worker = self._idle.pop()
             if not _closed(worker.pipe):
@@ -280,7 +277,7 @@ class WorkerPool:
             self._kill(worker)
         forking = asyncio.create_task(self._new())
         try:
-            # Who asks may leave; the others do not care.
+            # Shielded, because the caller may leave; another one can use the worker.
             return await asyncio.shield(forking)
         except asyncio.CancelledError:
             forking.add_done_callback(self._keep)
@@ -345,7 +342,7 @@ class WorkerPool:
 
 
 def _closed(pipe: socket.socket) -> bool:
-    """Return True if the other end is gone; it says nothing on its own otherwise."""
+    """Return True if the other end is gone; while it lives, it sends nothing unasked."""
     try:
         pipe.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

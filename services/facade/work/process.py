@@ -1,8 +1,8 @@
-"""Process that has the tokenizer and forks the workers: `python -m services.facade.work.process FD`.
+"""Load the tokenizer and fork the workers: `python -m services.facade.work.process FD`.
 
-A fork takes milliseconds and shares the memory of libraries and tokenizer, which take seconds to load anew. This
-process never does a request's work: it forks, and kills, when the facade says so. Workers end with it, and it ends
-with the facade, however that ends.
+A fork takes milliseconds and shares the memory of libraries and tokenizer, which take seconds to load again. This
+process runs no jobs: it forks and kills workers at the request of the facade. Workers end with it, and it ends with
+the facade, in every way that may end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 import sys
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,35 +27,33 @@ READY, FAILED = b"ready", b"failed"
 FORK, KILL = b"fork", b"kill"
 PID = struct.Struct("!q")
 REQUEST = struct.Struct("!QQ")
-"""Most bytes of memory that a piece of work may take, and the number of bytes that follow."""
+"""Most bytes of memory for a job, and the number of bytes that follow."""
 ANSWER = struct.Struct("!cQ")
 """Status of an answer, and the number of bytes that follow."""
 DONE, DONE_BYTES, NO_MEMORY, FAULT = b"d", b"b", b"m", b"f"
-"""A pickled result; a result that is bytes; the memory did not suffice; a defect, as text."""
+"""Statuses: a pickled result; a result in bytes; out of memory; the text of a defect."""
 LONGEST_MESSAGE = 1 << 16
 """Longest message of the control socket."""
+_MODULES = (
+    *("dialects.answers", "dialects.chat", "dialects.paceline", "dialects.sglang", "dialects.tokens"),
+    *("dialects.trl", "dialects.vllm", "work.jobs"),
+)
+"""Modules that jobs use."""
 _PR_SET_PDEATHSIG = 1
 _KEPT_BYTES = 128 * 1024 * 1024
-"""Memory beyond that of its fork with which a worker ends itself: it would not give it back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What the workers need."""
-
-    model: Path | None
+"""Growth of its memory at which a worker ends itself, because it would not return the memory."""
 
 
 def main(control: socket.socket) -> None:
     """Load the tokenizer and fork workers until the facade is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup: Setup = pickle.loads(control.recv(LONGEST_MESSAGE))
+    model: Path | None = pickle.loads(control.recv(LONGEST_MESSAGE))
     try:
-        tokenizer = _warm(setup)
+        tokenizer = _warm(model)
     except Exception as error:
         control.send(FAILED + f"{type(error).__name__}: {error}".encode()[: LONGEST_MESSAGE // 2])
         return
-    # Objects that are never looked at again by the collector are never copied by it either.
+    # Frozen objects are never touched by the collector, so their pages stay shared.
     gc.collect()
     gc.freeze()
     control.send(READY)
@@ -77,25 +75,23 @@ def main(control: socket.socket) -> None:
             control.send(PID.pack(pid))
         else:
             (pid,) = PID.unpack(message.removeprefix(KILL))
-            # A child that was not waited for keeps its number, so this kills no other process.
+            # A child keeps its number until it is waited for, so this kills no other process.
             if pid in children:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 children.discard(pid)
 
 
-def _warm(setup: Setup) -> Tokenizer | None:
+def _warm(model: Path | None) -> Tokenizer | None:
     leave_out_torch()
-    # All that a body or an answer may need, so that no worker imports it again.
-    from services.facade.dialects import answers, chat, paceline, sglang, tokens, trl, vllm
-    from services.facade.work import jobs
-
-    assert all((answers, chat, vllm, paceline, sglang, tokens, trl, jobs, jobs))
-    if setup.model is None:
+    # All modules that a job may need, so that no worker imports one again.
+    for name in _MODULES:
+        import_module(f"services.facade.{name}")
+    if model is None:
         return None
-    tokenizer = FolderTokenizer(setup.model)
+    tokenizer = FolderTokenizer(model)
     tokenizer.decode(tokenizer.encode("a", special=True), skip_special=False)
-    # A template may want other messages; then it is compiled all the same.
+    # A template may refuse these messages; it is compiled nevertheless.
     with contextlib.suppress(Exception):
         tokenizer.chat([{"role": "user", "content": "a"}], {"add_generation_prompt": True})
     return tokenizer
@@ -113,18 +109,18 @@ def _child(descriptor: int, parent: int, tokenizer: Tokenizer | None) -> NoRetur
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:
-            # No file of what was in memory.
+            # No core dump, which would have the contents of memory.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             with socket.socket(fileno=descriptor) as pipe:
                 _serve(pipe, tokenizer)
             status = 0
     finally:
-        # Nothing of the parent's is flushed or ended here.
+        # Skips the exit handlers and buffers of the parent.
         os._exit(status)
 
 
 def _data_bytes() -> int | None:
-    """Return the bytes that the kernel counts against RLIMIT_DATA; None where it does not tell."""
+    """Return the bytes that the kernel counts against RLIMIT_DATA; None if it does not report them."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -173,7 +169,7 @@ def _done(request: bytearray, tokenizer: Tokenizer | None) -> tuple[bytes, bytes
 
 
 def _received(pipe: socket.socket, size: int) -> bytearray | None:
-    """Return so many bytes; None if the facade has closed the pipe."""
+    """Return `size` bytes; None if the facade has closed the pipe."""
     found = bytearray(size)
     view, got = memoryview(found), 0
     while got < size:

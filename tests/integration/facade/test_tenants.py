@@ -14,7 +14,7 @@ from paceline.tokens import hash_token
 from paceline.v1 import rollout_pb2
 from services.facade import serving
 from services.facade.access import ABSENT, METHODS
-from services.facade.names import PROMPT, RUN
+from services.facade.sample_names import PROMPT, RUN
 from tests.integration.facade.conftest import Stack, StackMaker
 from tests.integration.gateway.conftest import until
 

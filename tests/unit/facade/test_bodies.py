@@ -19,7 +19,7 @@ from services.facade.dialects.tokens import DetokenizeBody, TokenizeBody, Tokens
 from services.facade.dialects.trl import TrlBody
 from services.facade.dialects.vllm import CompletionBody
 from services.facade.work.jobs import Invalid, RefusedBody, prepared
-from services.facade.work.pool import CallerTurns
+from services.facade.work.pool import FairSemaphore
 from tests.unit.facade.test_text import Bytes
 
 LIMITS = Limits("m", vocab_size=256, max_model_len=32)
@@ -178,13 +178,13 @@ def test_a_prepared_body_has_its_prompts_as_arrays_and_nowhere_else(
 
 
 async def test_callers_take_turns_and_none_has_more_than_its_share() -> None:
-    turns, order = CallerTurns(10, share=5), []
+    turns, order = FairSemaphore(10, share=5), []
     ends: dict[str, asyncio.Event] = {}
     changed = asyncio.Event()
 
     async def hold(caller: str, name: str, count: int) -> None:
         ends[name] = asyncio.Event()
-        async with turns.held(caller, count):
+        async with turns.hold(caller, count):
             order.append(name)
             changed.set()
             await ends[name].wait()

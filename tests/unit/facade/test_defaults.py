@@ -18,8 +18,7 @@ from services.facade.dialects.body import Limits
 from services.facade.dialects.chat import ChatBody
 from services.facade.dialects.paceline import HintBody
 from services.facade.dialects.tokens import TokensBody
-from services.facade.dialects.vllm import GENERATION_CONFIG as FILE
-from services.facade.dialects.vllm import CompletionBody, model_defaults
+from services.facade.dialects.vllm import GENERATION_CONFIG, CompletionBody, model_defaults
 from services.platform.config import ConfigError
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -37,7 +36,7 @@ NOT_APPLIED = {"do_sample": False, "eos_token_id": [1], "max_new_tokens": 7, "to
 
 
 def write(folder: Path, content: Any) -> Path:
-    (folder / FILE).write_text(content if isinstance(content, str) else json.dumps(content))
+    (folder / GENERATION_CONFIG).write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
 
 
@@ -61,7 +60,7 @@ def test_a_folder_may_have_none(tmp_path: Path, content: Any) -> None:
 def test_what_cannot_be_used_keeps_the_facade_from_starting(tmp_path: Path, content: Any) -> None:
     byte_tokenizer(tmp_path, VOCAB_SIZE)
     model = write(tmp_path, content)
-    with pytest.raises(ConfigError, match=FILE):
+    with pytest.raises(ConfigError, match=GENERATION_CONFIG):
         app(FacadeConfig(model=model, generation_config="auto"), CollectorRegistry())
     # Where it is not used it costs nobody anything.
     app(FacadeConfig(model=model), CollectorRegistry())

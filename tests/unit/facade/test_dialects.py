@@ -26,7 +26,7 @@ from services.facade.dialects.body import (
 from services.facade.dialects.chat import ChatBody
 from services.facade.dialects.sglang import SglangWriter
 from services.facade.dialects.vllm import CompletionBody, completion_prompts
-from services.facade.names import GivenNames, SampleNames, SamplesAsked
+from services.facade.sample_names import GivenNames, RequestedSamples, SampleNames
 from services.facade.samples import SampleOutput
 from services.facade.text import TemplateTraits
 
@@ -34,7 +34,7 @@ RAW, PROCESSED = t.LogprobsMode.RAW, t.LogprobsMode.PROCESSED
 
 
 def requests_of(prompts: list[list[int]], samples: int, seed: int = 5) -> list[t.SampleRequest]:
-    asked = SamplesAsked(prompts, samples, t.SamplingParams(), seed)
+    asked = RequestedSamples(prompts, samples, t.SamplingParams(), seed)
     return SampleNames(alone=True).requests(asked, GivenNames("r"), step=0)
 
 
@@ -229,7 +229,7 @@ def test_reasons_and_stop_tokens() -> None:
     choices = writer.whole([output for output, _, _ in ends])["choices"]
     assert [(c["finish_reason"], c["stop_reason"]) for c in choices] == [(why, last) for _, why, last in ends]
     found = [
-        SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
+        SglangWriter(sglang.GenerateBody(input_ids=[1]), "id", 3, None).whole([output])
         for output, _, _ in ends
     ]
     infos = [each["meta_info"] for each in found if isinstance(each, dict)]
@@ -241,7 +241,7 @@ def test_reasons_and_stop_tokens() -> None:
 def test_a_resumed_sample_has_the_prompt_that_was_sent_and_may_have_no_token_of_its_own() -> None:
     request = t.SampleRequest("r", "p", [7, 8], slot=2, step=3, prefix_token_ids=[4, 5])
     output = SampleOutput(request, [], [], t.FinishReason.STOP)
-    found = SglangWriter(sglang.GenerateBody(input_ids=[1]), False, "id", None).whole([output], 3)
+    found = SglangWriter(sglang.GenerateBody(input_ids=[1]), "id", 3, None).whole([output])
     assert isinstance(found, dict)
     info = found["meta_info"]
     assert (info["prompt_tokens"], info["completion_tokens"]) == (4, 0)
@@ -283,7 +283,7 @@ def test_the_text_is_without_the_stop_string_that_ended_it() -> None:
     for no_trim, text in ((False, "w4 w5 "), (True, "w4 w5 w4 w5")):
         sampling = sglang.SglangSampling(stop=["w4 w5"], no_stop_trim=no_trim)
         body = sglang.GenerateBody(input_ids=[1], sampling_params=sampling)
-        found = SglangWriter(body, False, "id", Words()).whole([output], 3)
+        found = SglangWriter(body, "id", 3, Words()).whole([output])
         assert isinstance(found, dict)
         assert found["text"] == text
         assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "w4 w5"}
@@ -306,13 +306,13 @@ def test_the_likeliest_tokens_are_told_in_every_dialect() -> None:
     ]
     assert told == [[("w6", -0.5), ("w4", -4.0)], [("w7", -1.0), ("w8", LEAST_LOGPROB)]]
     asked = sglang.GenerateBody(input_ids=[1], return_logprob=True, top_logprobs_num=2)
-    found = SglangWriter(asked, False, "id", Words()).whole([output], 3)
+    found = SglangWriter(asked, "id", 3, Words()).whole([output])
     assert isinstance(found, dict)
     assert found["meta_info"]["output_top_logprobs"] == [
         [[-0.5, 6, None], [-4.0, 4, None]],
         [[-1.0, 7, None], [LEAST_LOGPROB, 8, None]],
     ]
-    answer = trl.answer(trl.TrlBody(prompts=[[7, 8]], logprobs=2), [output])
+    answer = trl.answer(trl.TrlBody(prompts=[[7, 8]], logprobs=2), None, [output])
     assert answer["logprob_token_ids"] == [[[6, 4], [7, 8, 5]]]
     assert answer["logprobs"] == [[[-0.5, -4.0], [-1.0, LEAST_LOGPROB, -5.0]]]
 
@@ -333,7 +333,7 @@ def test_the_prompt_is_told_in_both_dialects() -> None:
         asked = sglang.GenerateBody(
             input_ids=[7, 8], return_logprob=True, logprob_start_len=begin, top_logprobs_num=2
         )
-        found = SglangWriter(asked, False, "id", None).whole([output], 3)
+        found = SglangWriter(asked, "id", 3, None).whole([output])
         assert isinstance(found, dict)
         entries, likeliest = [[None, 7, None], [-2.0, 8, None]], [None, [[-0.5, 9, None], [-2.0, 8, None]]]
         assert found["meta_info"]["input_token_logprobs"] == entries[begin:]
@@ -378,4 +378,4 @@ def test_each_prompt_is_counted_once_also_where_two_are_equal() -> None:
     [(None, 5), ("9", 9), (9, 9), ("4", 5), ("0", 5), ("default", 5), (-1, 5), (1 << 70, 5)],
 )
 def test_an_update_has_the_number_asked_for_or_the_next_one(given: str | int | None, version: int) -> None:
-    assert sglang.version_asked(given, 4) == version
+    assert sglang.requested_version(given, 4) == version

@@ -12,7 +12,6 @@ from paceline.convert import sampling_to_proto
 from services.contracts.errors import InvalidArgument
 from services.contracts.sampling import resolve
 from services.facade.dialects import sglang, tokens, trl, vllm
-from services.facade.dialects import vllm as vllm_control
 from services.facade.dialects.body import Body, check_unsupported
 from services.facade.dialects.chat import ChatBody
 from services.facade.dialects.paceline import HintBody, RewardBody, RewardsBody
@@ -147,8 +146,8 @@ EVERYWHERE: list[tuple[type[Body], dict[str, Any], dict[str, Any]]] = [
     (tokens.TokensSampling, {}, tokens.NEUTRAL_SAMPLING),
     (tokens.TokenizeBody, {"prompt": "a"}, {}),
     (tokens.DetokenizeBody, {"tokens": [1]}, {}),
-    (vllm_control.UpdateBody, {"weight_dir": "/a"}, {}),
-    (vllm_control.AbortRequestsBody, {"request_ids": ["a"]}, {}),
+    (vllm.UpdateBody, {"weight_dir": "/a"}, {}),
+    (vllm.AbortRequestsBody, {"request_ids": ["a"]}, {}),
     (trl.TrlBody, {"prompts": ["a"]}, trl.NEUTRAL),
     (trl.TrlSampling, {}, {}),
     (sglang.GenerateBody, {"input_ids": [1]}, sglang.NEUTRAL),

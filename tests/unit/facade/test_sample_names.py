@@ -8,17 +8,23 @@ import pytest
 
 from paceline import types as t
 from services.contracts.errors import InvalidArgument
-from services.facade import names as module
+from services.facade import sample_names as module
 from services.facade.dialects.body import prompt_id_of
-from services.facade.names import AbortedSamples, GivenNames, SampleNames, SamplesAsked, given_names
+from services.facade.sample_names import (
+    AbortedSamples,
+    GivenNames,
+    RequestedSamples,
+    SampleNames,
+    given_names,
+)
 from services.facade.samples import SampleOutput
 
 SAMPLING = t.SamplingParams(max_tokens=20)
 RUN = GivenNames("run")
 
 
-def asked(*prompts: list[int], each: int = 1, seed: int | None = None, **sampling: Any) -> SamplesAsked:
-    return SamplesAsked(prompts, each, t.SamplingParams(**{"max_tokens": 20, **sampling}), seed)
+def asked(*prompts: list[int], each: int = 1, seed: int | None = None, **sampling: Any) -> RequestedSamples:
+    return RequestedSamples(prompts, each, t.SamplingParams(**{"max_tokens": 20, **sampling}), seed)
 
 
 def ended(

@@ -1,12 +1,12 @@
-"""Names and seeds of samples over HTTP, where requests know nothing of either. Pure.
+"""Name the samples of HTTP requests, which have neither names nor seeds of their own. Pure.
 
 A prompt is named by a hash of its tokens, a step by the published version. Without a seed, the nth sample of a
-prompt in a step has slot n, and the seed of this process: equal requests have different samples, and no two
-processes the same ones. With a seed, slots are counted within the request: equal requests have the same samples, on
-every facade. A caller that knows better says so in the headers X-Paceline-Run, -Step, -Prompt, -Slot and -Prefix.
+prompt in a step has slot n and the seed of this process: equal requests have different samples, also in different
+processes. With a seed, slots are counted within the request: equal requests have the same samples, on every facade.
+A caller may override the names in the headers X-Paceline-Run, -Step, -Prompt, -Slot and -Prefix.
 
-A request that is aborted is often sent again as a longer prompt, with the tokens that it was answered. It is known
-by these tokens, and goes on with the names and the noise that it had.
+An aborted request is often sent again as a longer prompt, with the tokens of its answer. These tokens identify
+it, and it continues with its former names and noise.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ import numpy as np
 from paceline import types as t
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
-from services.facade.dialects.body import Ids, SamplesAsked, prompt_id_of
+from services.facade.dialects.body import Ids, RequestedSamples, prompt_id_of
 from services.facade.samples import SampleOutput
 
 RUN, STEP, PROMPT, SLOT, PREFIX = (
     f"X-Paceline-{name}" for name in ("Run", "Step", "Prompt", "Slot", "Prefix")
 )
-"""Headers of a request that names its samples itself."""
+"""Headers of a request that names its samples."""
 MOST_COUNTED = 1 << 18
-"""Prompts whose slots are counted; beyond it all counts begin anew, with another seed."""
+"""Most prompts whose slots are counted; beyond it all counts restart, with another seed."""
 MOST_SLOTS = 1 << 10
-"""Slots of a prompt in a step; further samples have these again, with another seed. Each is kept as a draft."""
+"""Slots of a prompt in a step; further samples reuse them with another seed. Each slot is kept as a draft."""
 _SLOTS = range(1 << 31)
 _STEPS = range(1 << 63)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenNames:
-    """Names that the headers of a request give its samples; None: they do not."""
+    """Names of samples in the headers of a request; None: the header is missing."""
 
     run_id: str
     step: int | None = None
     prompt_id: str = ""
     slot: int | None = None
-    """Of the first sample of each prompt."""
+    """Slot of the first sample of each prompt."""
     prefix: int | None = None
     """Tokens at the end of each prompt that are the beginning of its response."""
 
 
 def given_names(headers: Mapping[str, str], run_id: str) -> GivenNames:
-    """Return what headers say; `run_id` is that of requests that name none. InvalidArgument names a header."""
+    """Return the names in headers; `run_id` is the default. InvalidArgument names a header."""
     found: list[Violation] = []
 
     def number(name: str, allowed: range) -> int | None:
@@ -77,27 +77,27 @@ def given_names(headers: Mapping[str, str], run_id: str) -> GivenNames:
 
 
 @dataclass(frozen=True, slots=True)
-class _Aborted:
+class _AbortedSample:
     prompt_tokens: int
     prompt_id: str
     slot: int
     step: int
     run_seed: int
     logprobs: Sequence[float]
-    """Of the response so far; empty: they are not known."""
+    """Log-probabilities of the response so far; empty: unknown."""
 
 
 class AbortedSamples:
-    """Samples that were aborted, by run and a hash of their tokens: the last ones, as many as there is room for."""
+    """Last aborted samples, by run and a hash of their tokens."""
 
     def __init__(self, most: int = 1 << 16, most_tokens: int = 1 << 24) -> None:
-        """Keep `most` samples, with log-probabilities of `most_tokens` tokens in all."""
+        """Keep at most `most` samples, with log-probabilities of at most `most_tokens` tokens in total."""
         self._most, self._most_tokens = most, most_tokens
-        self._samples: OrderedDict[tuple[str, str], list[_Aborted]] = OrderedDict()
+        self._samples: OrderedDict[tuple[str, str], list[_AbortedSample]] = OrderedDict()
         self._count = self._tokens = 0
 
-    def put(self, run_id: str, tokens: Ids, sample: _Aborted) -> None:
-        """Keep a sample that has these tokens of prompt and response."""
+    def put(self, run_id: str, tokens: Ids, sample: _AbortedSample) -> None:
+        """Keep a sample with these tokens of prompt and response."""
         key = (run_id, prompt_id_of(tokens))
         self._samples.setdefault(key, []).append(sample)
         self._samples.move_to_end(key)
@@ -106,15 +106,15 @@ class AbortedSamples:
             oldest = next(iter(self._samples))
             self._take(oldest, 0)
 
-    def take(self, run_id: str, tokens_id: str, seed: int | None, slot: int | None) -> _Aborted | None:
-        """Take out a sample whose tokens have this hash, if there is one: of this seed and slot, unless None."""
+    def take(self, run_id: str, tokens_id: str, seed: int | None, slot: int | None) -> _AbortedSample | None:
+        """Remove and return a sample whose tokens have this hash, with this seed and slot unless None."""
         key = (run_id, tokens_id)
         for index, sample in enumerate(self._samples.get(key, ())):
             if seed in (None, sample.run_seed) and slot in (None, sample.slot):
                 return self._take(key, index)
         return None
 
-    def _take(self, key: tuple[str, str], index: int) -> _Aborted:
+    def _take(self, key: tuple[str, str], index: int) -> _AbortedSample:
         samples = self._samples[key]
         sample = samples.pop(index)
         if not samples:
@@ -122,47 +122,47 @@ class AbortedSamples:
         self._add(-1, sample)
         return sample
 
-    def _add(self, sign: int, sample: _Aborted) -> None:
+    def _add(self, sign: int, sample: _AbortedSample) -> None:
         self._count += sign
         self._tokens += sign * len(sample.logprobs)
 
 
 class SampleNames:
-    """Names of the samples of one process."""
+    """Naming of samples in one process."""
 
     def __init__(self, *, alone: bool) -> None:
-        """Unless this process is `alone`, it counts slots from a number that another has hardly drawn."""
+        """Count slots from 0 if this process is `alone`, and else from a random number, to differ from others."""
         self.seed = secrets.randbits(64)
         """Seed of samples whose requests have none."""
         self._first = 0 if alone else secrets.randbelow(1 << 15) << 16
         self._slots: dict[tuple[str, int, str], int] = {}
         self.aborted = AbortedSamples()
 
-    def requests(self, asked: SamplesAsked, given: GivenNames, step: int) -> list[t.SampleRequest]:
-        """Return the samples of a request, prompt by prompt; `step` is that of a request that names none.
+    def requests(self, requested: RequestedSamples, given: GivenNames, step: int) -> list[t.SampleRequest]:
+        """Return the samples of a request, prompt by prompt; `step` is the default.
 
         InvalidArgument names a header that does not fit the request.
         """
-        _check(asked, given)
+        _check(requested, given)
         step = step if given.step is None else given.step
         counted: Counter[str] = Counter()
         found = []
-        for place, tokens in enumerate(asked.prompts):
+        for place, tokens in enumerate(requested.prompts):
             cut = len(tokens) - (given.prefix or 0)
-            if asked.prompt_ids:
-                tokens_id, own_id = asked.prompt_ids[place]
+            if requested.prompt_ids:
+                tokens_id, own_id = requested.prompt_ids[place]
             else:
                 tokens_id = prompt_id_of(tokens)
                 own_id = prompt_id_of(tokens[:cut]) if given.prefix else tokens_id
             prompt_id = given.prompt_id or own_id
-            for _ in range(asked.each):
+            for _ in range(requested.each):
                 number = counted[prompt_id]
                 counted[prompt_id] += 1
                 slot = None if given.slot is None else given.slot + number
-                if (resumed := self._resumed(asked, given, tokens, tokens_id, slot)) is not None:
+                if (resumed := self._resumed(requested, given, tokens, tokens_id, slot)) is not None:
                     found.append(resumed)
                     continue
-                seed = asked.seed
+                seed = requested.seed
                 if seed is None:
                     slot, seed = self._next(given.run_id, step, prompt_id)
                 found.append(
@@ -173,14 +173,14 @@ class SampleNames:
                         slot=number if slot is None else slot,
                         step=step,
                         prefix_token_ids=tokens[cut:],
-                        sampling=_after(asked.sampling, len(tokens) - cut),
+                        sampling=_after(requested.sampling, len(tokens) - cut),
                         run_seed=seed,
                     )
                 )
         return found
 
     def settle(self, outputs: Sequence[SampleOutput]) -> None:
-        """Remember the samples that have not ended by themselves, each once, for requests that go on with them."""
+        """Remember the unfinished samples, each once, for requests that continue them."""
         for output in outputs:
             request, reason = output.request, output.finish_reason
             tokens = output.token_ids if reason is t.FinishReason.ABORTED else []
@@ -190,7 +190,7 @@ class SampleNames:
             output.settled = True
             prefix = request.prefix_token_ids
             known = len(request.prefix_logprobs) == len(prefix)
-            aborted = _Aborted(
+            aborted = _AbortedSample(
                 prompt_tokens=len(request.prompt_token_ids),
                 prompt_id=request.prompt_id,
                 slot=request.slot,
@@ -206,12 +206,12 @@ class SampleNames:
             self.aborted.put(request.run_id, whole, aborted)
 
     def _resumed(
-        self, asked: SamplesAsked, given: GivenNames, tokens: Ids, tokens_id: str, slot: int | None
+        self, requested: RequestedSamples, given: GivenNames, tokens: Ids, tokens_id: str, slot: int | None
     ) -> t.SampleRequest | None:
-        """Return the request for the rest of a sample whose first tokens these are, if one is remembered."""
-        if given.prefix is not None or asked.sampling.prompt_logprobs is not None:
+        """Return the request for the rest of a remembered sample that begins with these tokens, if there is one."""
+        if given.prefix is not None or requested.sampling.prompt_logprobs is not None:
             return None
-        own = self.aborted.take(given.run_id, tokens_id, asked.seed, slot)
+        own = self.aborted.take(given.run_id, tokens_id, requested.seed, slot)
         if own is None:
             return None
         cut = own.prompt_tokens
@@ -223,14 +223,14 @@ class SampleNames:
             step=own.step,
             prefix_token_ids=tokens[cut:],
             prefix_logprobs=own.logprobs,
-            sampling=_after(asked.sampling, len(tokens) - cut),
+            sampling=_after(requested.sampling, len(tokens) - cut),
             run_seed=own.run_seed,
         )
 
     def _next(self, run_id: str, step: int, prompt_id: str) -> tuple[int, int]:
         """Return the next slot of a prompt in a step, and its seed."""
         if len(self._slots) >= MOST_COUNTED:
-            # A sample whose slot is counted twice under one seed would come twice.
+            # Under the same seed, a slot that is counted again would repeat its sample.
             self._slots.clear()
             self.seed = secrets.randbits(64)
         key = (run_id, step, prompt_id)
@@ -240,13 +240,13 @@ class SampleNames:
         return self._first + slot, (self.seed + again) % (1 << 64)
 
 
-def _check(asked: SamplesAsked, given: GivenNames) -> None:
+def _check(requested: RequestedSamples, given: GivenNames) -> None:
     found = []
-    if given.prompt_id and len(asked.prompts) > 1:
-        found.append(Violation(PROMPT, f"names one prompt; the request has {len(asked.prompts)}"))
-    if given.slot is not None and asked.seed is None:
-        found.append(Violation(asked.seed_field, f"is needed with {SLOT}: both together name a sample"))
-    shortest = min(map(len, asked.prompts), default=0)
+    if given.prompt_id and len(requested.prompts) > 1:
+        found.append(Violation(PROMPT, f"names one prompt; the request has {len(requested.prompts)}"))
+    if given.slot is not None and requested.seed is None:
+        found.append(Violation(requested.seed_field, f"is needed with {SLOT}: both together name a sample"))
+    shortest = min(map(len, requested.prompts), default=0)
     if given.prefix is not None and given.prefix >= shortest:
         found.append(Violation(PREFIX, f"{given.prefix} is not below the {shortest} tokens of the prompt"))
     if found:
@@ -254,7 +254,7 @@ def _check(asked: SamplesAsked, given: GivenNames) -> None:
 
 
 def _after(sampling: t.SamplingParams, prefix: int) -> t.SamplingParams:
-    """Return the parameters of a response that has a prefix: a request's limits are those of new tokens."""
+    """Return the parameters for a response with a prefix: the limits of a request count new tokens only."""
     if not prefix:
         return sampling
     return replace(
