@@ -30,7 +30,7 @@ class FacadeMetrics(MetricSet, prefix="paceline_facade_"):
     connections_ended = counter(
         "connections_ended_total",
         "Connections that the server ended: deadline of a header, an idle one, a body, a reader, or an ending; "
-        "crowded: made way for a new one; refused: found no place.",
+        "crowded: ended for a new one; refused: there was no place.",
         "reason",
         values=ENDINGS,
     )

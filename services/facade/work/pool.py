@@ -55,7 +55,7 @@ class FairSemaphore:
     """Bounded number of units. Waiting callers take turns, so that one with many requests keeps no other out."""
 
     def __init__(self, most: int, share: int | None = None) -> None:
-        """Allow `most` units, and `share` to a caller unless it makes a single larger request; None: all of them."""
+        """Allow `most` units in total, and `share` to a caller except by a single request; None: all of them."""
         self._most = most
         self._share = most if share is None else share
         self._held: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class FairSemaphore:
             yield
         finally:
             if turn.done() and not turn.cancelled():
-                self._hold(caller, -count)
+                self._add(caller, -count)
             self._give()
 
     def _give(self) -> None:
@@ -97,10 +97,10 @@ class FairSemaphore:
                 return
             waiting.popleft()
             skipped = 0
-            self._hold(caller, count)
+            self._add(caller, count)
             turn.set_result(None)
 
-    def _hold(self, caller: str, count: int) -> None:
+    def _add(self, caller: str, count: int) -> None:
         self._total += count
         self._held[caller] += count
         if not self._held[caller]:

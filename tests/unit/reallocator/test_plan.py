@@ -321,7 +321,7 @@ def _done(samples: Any, there: InstanceView) -> float:
     return there.curve.finish_seconds([each.remaining for each in samples])
 
 
-# Cooldown ---------------------------------------------------------------------------------------------------
+# Cooldown of the decision scope ------------------------------------------------------------------------------
 
 
 def transfer(rule: Rule = Rule.BALANCE, **fields: Any) -> Transfer:
