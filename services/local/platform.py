@@ -1,12 +1,11 @@
-"""Local platform: all its services as processes of this machine.
+"""Local platform: all services as processes of this machine.
 
     with Platform(PlatformConfig(model=Path("examples/tinymath/model"))) as platform:
         client = platform.client()
 
-Start it from the main thread. When the launcher dies, by whatever signal, its processes die with it. Every
-process asks for the platform's token, so that other users of this machine can neither read samples nor change
-weights. The token is new at every start unless the environment or the caller gives one. Callers find it in a
-file, and Prometheus finds the processes in another (deploy/prometheus/prometheus.yml).
+Start it from the main thread. When the launcher dies, by whatever signal, its processes die with it. Every process
+requires the platform's token, so that other users of this machine can neither read samples nor change weights. The
+token is new at every start unless the environment or the caller gives one.
 """
 
 from __future__ import annotations
@@ -29,180 +28,27 @@ from paceline.files import NotPrivateError, private_folder, write_private
 from paceline.tokens import new_token
 from paceline.transport.options import TOKEN, TOKEN_FILE, token_file_of, token_of_environment
 from paceline.types import InstanceState
-from services.local import machine
-from services.local.child import Child, ChildSpec, Keeper, Launch, LogRotation, PlatformError, stop_together
+from services.local.child import (
+    Child,
+    Launch,
+    LogRotation,
+    PlatformError,
+    ProcessSpec,
+    StartProgress,
+    Supervisor,
+    stop_together,
+)
 from services.local.config import PlatformConfig
 from services.local.launch import Forks, Specs, first_drafter
-from services.local.machine import is_taken
+from services.local.machine import is_taken, share_of_machine
 from services.platform.redis.embedded import EmbeddedRedis
-
-_REPORT_SECONDS = 10.0
-_LOOK_SECONDS = 0.2
-
-
-class StartWatch:
-    """Lines about a start, as its processes become ready. `tell` gets each line."""
-
-    def __init__(self, tell: Callable[[str], None], began: float) -> None:
-        self._tell = tell
-        self._began = self._told_at = began
-        self._ready: set[str] = set()
-
-    def look(self, now: float, ready: Iterable[str], awaited: Iterable[str]) -> None:
-        """Say which processes have become ready, and name the others after ten seconds of silence.
-
-        Args:
-            now: on the clock of `began`, in seconds.
-            ready: names of all processes that are ready.
-            awaited: what is not.
-        """
-        gone = f"{now - self._began:.0f} s"
-        for name in ready:
-            if name not in self._ready:
-                self._ready.add(name)
-                self._say(now, f"{name} is ready after {gone}")
-        waiting = ", ".join(awaited)
-        if waiting and now - self._told_at >= _REPORT_SECONDS:
-            self._say(now, f"{gone} gone, waiting for {waiting}")
-
-    def _say(self, now: float, line: str) -> None:
-        self._told_at = now
-        self._tell(line)
-
-
-class WatchedStart:
-    """A thread that looks at a start until the block ends."""
-
-    def __init__(
-        self, watch: StartWatch, ready: Callable[[], list[str]], awaited: Callable[[], list[str]]
-    ) -> None:
-        self._watch, self._names, self._awaited = watch, ready, awaited
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="start-watch", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        over = False
-        while not over:
-            over = self._over.wait(_LOOK_SECONDS)
-            self._watch.look(time.monotonic(), self._names(), [] if over else self._awaited())
-
-
-TARGETS_FILE = "targets.json"
-"""Name of the file in the platform's folder."""
-
-
-def targets(children: Iterable[Child], *, tls: bool) -> str:
-    """Return the contents of the file: the processes that are ready, labelled with their names."""
-    scheme = {"__scheme__": "https"} if tls else {}
-    listed = [
-        {
-            "targets": [f"{child.ready.address.rpartition(':')[0]}:{child.ready.metrics_port}"],
-            "labels": {"instance": child.spec.name, **scheme},
-        }
-        for child in children
-        if child.ready is not None
-    ]
-    return json.dumps(listed, indent=1) + "\n"
-
-
-class TargetsFile:
-    """Targets file of one platform, written by any thread; a reader never sees a part of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / TARGETS_FILE
-        self._written = ""
-        self._lock = threading.Lock()
-
-    def write(self, children: Iterable[Child], *, tls: bool) -> None:
-        """Write the file if its contents have changed."""
-        with self._lock:
-            text = targets(children, tls=tls)
-            if text != self._written:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                part = self.path.with_suffix(".part")
-                part.write_text(text)
-                part.replace(self.path)
-                self._written = text
-
-
-TOKEN_NAME = "token"
-"""Name of the file in the platform's folder."""
-
-
-def with_token(config: PlatformConfig, environment: Mapping[str, str]) -> PlatformConfig:
-    """Return the configuration with the token that its processes ask for.
-
-    PlatformError: there is to be none, but one is given; or the file that is named has none.
-    """
-    given = [name for name in (TOKEN, TOKEN_FILE) if environment.get(name)]
-    if config.no_token:
-        if config.token or given:
-            raise PlatformError(f"no_token: {'token' if config.token else given[0]} is given, too; unset one")
-        return config
-    if config.token:
-        return config
-    # Callers are told to name this platform's own file, which is not there yet, or is that of the last one.
-    if (
-        given == [TOKEN_FILE]
-        and Path(environment[TOKEN_FILE]).absolute() == (config.folder / TOKEN_NAME).absolute()
-    ):
-        return replace(config, token=new_token())
-    try:
-        return replace(config, token=token_of_environment(environment) or new_token())
-    except ValueError as error:
-        raise PlatformError(str(error)) from error
-
-
-class TokenFiles:
-    """Files with the token of one platform, each for this user alone, from its start to its end."""
-
-    def __init__(self, folder: Path, token: str | None) -> None:
-        self.path = folder / TOKEN_NAME
-        """The one in the platform's folder, for Prometheus and for clients over HTTP; empty without a token."""
-        self._token = token or ""
-        self._written: list[Path] = []
-
-    def write(self) -> None:
-        """Write the file in the platform's folder."""
-        self._write(self.path)
-
-    def announce(self, ports: Iterable[int]) -> None:
-        """Write the files in which clients look that call these ports.
-
-        Where this user has no home folder to write to, clients have to be told.
-        """
-        if not self._token:
-            return
-        for port in ports:
-            with suppress(OSError, RuntimeError):
-                path = token_file_of(port)
-                if path not in self._written:
-                    private_folder(path.parent)
-                    self._write(path)
-
-    def remove(self) -> None:
-        """Remove what was written and is still this platform's."""
-        for path in self._written:
-            with suppress(OSError):
-                if path.read_text().strip() == self._token:
-                    path.unlink()
-        self._written.clear()
-
-    def _write(self, path: Path) -> None:
-        write_private(path, f"{self._token}\n" if self._token else "")
-        self._written.append(path)
-
 
 __all__ = ["Platform", "PlatformError"]
 
+TARGETS_FILE = "targets.json"
+"""File in the platform's folder by which Prometheus finds the processes (deploy/prometheus/prometheus.yml)."""
+TOKEN_NAME = "token"
+"""File in the platform's folder with its token."""
 _POLL_SECONDS = 0.1
 
 
@@ -218,20 +64,20 @@ class Platform:
         config: PlatformConfig,
         *,
         launch: Launch | None = None,
-        tell: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare a platform.
 
         Args:
             launch: starts the processes; None: `Forks`.
-            tell: gets a line as each process becomes ready, and what is awaited every ten seconds. None: the start
-                is silent, and no thread watches it.
+            report: gets a line as each process becomes ready, and a line on what is awaited after ten seconds
+                without one. None: nothing is reported, and no thread watches the start.
 
         Raises:
-            PlatformError: the token cannot be had.
+            PlatformError: the token cannot be read, or contradicts `no_token`.
         """
         self.config = config = with_token(config, os.environ)
-        """What was given, with the token that all processes ask for."""
+        """Configuration as given, with the token that all processes require."""
         self.redis: EmbeddedRedis | None = None
         self.redis_url = ""
         """Address of the store, once started."""
@@ -239,19 +85,19 @@ class Platform:
         self._http_address = ""
         self._forks = Forks(config)
         self._launch = launch or self._forks
-        self._tell = tell
+        self._report = report
         self._children: dict[str, Child] = {}
-        """By name, in the order in which they start."""
+        """By name, in starting order."""
         self._state = Path()
-        # One thread starts all processes: each dies with the thread that started it.
+        # A process dies with the thread that started it, so one thread starts them all.
         self._spawner = ThreadPoolExecutor(1, "spawner")
         self._stopping = threading.Event()
-        self._keeper: Keeper | None = None
+        self._supervisor: Supervisor | None = None
         self._targets = TargetsFile(config.folder)
         self._tokens = TokenFiles(config.folder, config.token)
         self._rotation = LogRotation(self._logs, config.log_bytes, config.log_files)
         self._stopped_by_caller: set[str] = set()
-        """Names of processes that a caller took down, and that are to stay so."""
+        """Names of processes that a caller stopped, and that must not be restarted."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -261,7 +107,7 @@ class Platform:
         self.stop()
 
     def start(self) -> None:
-        """Start everything and return when every instance serves; on failure nothing is left running."""
+        """Start all processes and return when every instance serves; on failure stop them all."""
         began = time.monotonic()
         try:
             with self._watched(began):
@@ -271,24 +117,19 @@ class Platform:
             raise
 
     def stop(self) -> None:
-        """End the facade, the gateways, then the instances, then what they use. May be called again."""
+        """Stop the facade, the gateways, the instances, and then the rest; may be called again."""
         self._stopping.set()
-        if self._keeper is not None:
-            self._keeper.stop()
-        facade = self._named("facade")
-        first = facade + self.gateways + self.instances
-        for group in (
-            facade,
-            self.gateways,
-            self.instances,
-            [each for each in self.processes if each not in first],
-        ):
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        front = (self._named("facade"), self.gateways, self.instances)
+        rest = [each for each in self.processes if not any(each in group for group in front)]
+        for group in (*front, rest):
             stop_together(group, self.config.stop_timeout)
         if self.redis is not None:
             self.redis.stop()
         self._rotation.stop()
         self._tokens.remove()
-        # Before the thread that may be waiting for a fork.
+        # Before the spawner, whose thread may be waiting for a fork.
         self._forks.close()
         self._spawner.shutdown()
         if self._state != Path():
@@ -296,14 +137,14 @@ class Platform:
 
     @property
     def gateway_address(self) -> str:
-        """Address for `paceline.Client`: host:port, with commas between those of several gateways."""
+        """Address for `paceline.Client`: host:port of each gateway, separated by commas."""
         if not self._gateway_address:
             raise PlatformError("the platform is not started")
         return self._gateway_address
 
     @property
     def token_file(self) -> Path:
-        """File with the token of this platform, for this user alone; empty if it asks for none."""
+        """File with the token of this platform, readable by this user only; empty if no token is required."""
         return self._tokens.path
 
     @property
@@ -313,22 +154,22 @@ class Platform:
 
     @property
     def processes(self) -> list[Child]:
-        """All processes: the gateways, the instances, and then what they use."""
+        """All processes: the gateways, the instances, and then the rest."""
         rank = {"gateway": 0, "instance": 1}
         return sorted(self._children.values(), key=lambda each: rank.get(each.spec.name.split("-")[0], 2))
 
     @property
     def gateways(self) -> list[Child]:
-        """The gateways, in the order of their numbers."""
+        """Gateways in the order of their numbers."""
         return self._named("gateway")
 
     @property
     def instances(self) -> list[Child]:
-        """The generation instances, in the order of their numbers."""
+        """Generation instances in the order of their numbers."""
         return self._named("instance-")
 
     def process(self, name: str) -> Child:
-        """Return a process by its name. PlatformError if it is not started, or not configured."""
+        """Return a process by its name; PlatformError if it is not started or not configured."""
         if name not in self._children:
             raise PlatformError(
                 f"{name}: the platform is not started, or not configured to have this process"
@@ -340,22 +181,22 @@ class Platform:
         return Client(self.gateway_address, token=self.config.token or "", tls=self.config.tls, retry=retry)
 
     def kill(self, name: str) -> None:
-        """Kill a process as a crash would. It comes back only if restarts are configured."""
+        """Kill a process as a crash would; it is restarted only if restarts are configured."""
         child = self.process(name)
-        if self._keeper is None:
+        if self._supervisor is None:
             self._stopped_by_caller.add(name)
         child.kill()
 
     def remove(self, name: str) -> None:
-        """Stop a process for good, cleanly, as a scale-down would."""
+        """Stop a process permanently and cleanly, as a scale-down would."""
         child = self.process(name)
         self._stopped_by_caller.add(name)
         child.stop(self.config.stop_timeout)
 
     def restart(self, name: str, *, kill: bool = False) -> None:
-        """Replace a process under its name, and a gateway on its port; return when the new one takes calls.
+        """Replace a process under its name, a gateway on its port, and return when the new one takes calls.
 
-        `kill` ends a running one as a crash would. An instance is waited for until the gateway uses it.
+        With `kill` the running one ends as in a crash. For an instance, wait until the gateway uses it.
         """
         child = self.process(name)
         self._stopped_by_caller.add(name)
@@ -369,9 +210,9 @@ class Platform:
             self.wait_serving(sum(each in self.instances for each in self._expected()), deadline)
 
     def check(self) -> None:
-        """Raise PlatformError with the end of its log when a process is gone and will not be started again."""
+        """Raise PlatformError with the end of the log if a process has ended and will not be restarted."""
         for child in self._expected():
-            if self._keeper is None or self._keeper.gave_up(child):
+            if self._supervisor is None or self._supervisor.gave_up(child):
                 child.check_alive()
 
     def wait_serving(self, count: int, deadline: float) -> None:
@@ -393,13 +234,13 @@ class Platform:
         self._make_folders()
         self._tokens.write()
         if config.port and not is_taken(config.port):
-            # Before the gateway serves, so that clients of an earlier platform have it in time.
+            # Before the gateway serves, so that clients of an earlier platform find the new token in time.
             self._tokens.announce([config.port])
         self._rotation.start()
         specs = Specs(config, self._state, self.redis_url)
         listed = self._specs(specs)
         if self._launch is self._forks:
-            self._forks.begin(listed)
+            self._forks.preload(listed)
         for spec in listed:
             self._children[spec.name] = Child(spec, self._spawner, self._launch)
         for child in self._children.values():
@@ -408,7 +249,7 @@ class Platform:
             child.wait_ready(deadline, self.check)
         addresses = [child.wait_ready(deadline).address for child in self.gateways]
         self._gateway_address = ",".join(addresses)
-        # From now on each gateway starts on the port that it has.
+        # Restarted gateways keep their ports.
         for index, (child, address) in enumerate(zip(self.gateways, addresses, strict=True)):
             child.spec = specs.gateway(int(address.rpartition(":")[2]), index)
         self._tokens.announce(int(address.rpartition(":")[2]) for address in addresses)
@@ -417,19 +258,19 @@ class Platform:
         self._write_targets()
         self.wait_serving(config.instances, deadline)
         if config.restarts is not None:
-            self._keeper = Keeper(config.restarts, self._expected, self._write_targets)
-            self._keeper.start()
+            self._supervisor = Supervisor(config.restarts, self._expected, self._write_targets)
+            self._supervisor.start()
 
     def _watched(self, began: float) -> AbstractContextManager[object]:
-        if self._tell is None:
+        if self._report is None:
             return nullcontext()
-        return WatchedStart(StartWatch(self._tell, began), self._ready_names, self._awaited)
+        return StartProgress(self._report, began, self._ready_names, self._awaited)
 
     def _ready_names(self) -> list[str]:
         return [child.spec.name for child in list(self._children.values()) if child.ready is not None]
 
     def _awaited(self) -> list[str]:
-        """Return the processes that are not ready, or that the gateway does not use yet."""
+        """Name the processes that are not ready, or else what the start waits for."""
         children = list(self._children.values())
         names = [child.spec.name for child in children if child.ready is None]
         return names or ["the gateway to find its instances" if children else "what they start from"]
@@ -442,7 +283,7 @@ class Platform:
         child.spec = specs.facade(int(address.rpartition(":")[2]), self._gateway_address)
         self._http_address = f"{'http' if self.config.tls is None else 'https'}://{address}"
 
-    def _specs(self, specs: Specs) -> list[ChildSpec]:
+    def _specs(self, specs: Specs) -> list[ProcessSpec]:
         config, head = self.config, None
         ports = [config.port, *[0] * (config.gateways - 1)]
         found = [specs.gateway(port, index) for index, port in enumerate(ports)]
@@ -457,12 +298,12 @@ class Platform:
             head = config.drafter or first_drafter(config.model, config.drafters / "first")
             found.append(specs.learner(head))
         for index in range(config.instances):
-            environment, cores = machine.share_of_machine(config, index)
+            environment, cores = share_of_machine(config, index)
             found.append(specs.instance(index, environment, cores, head))
         return found
 
     def _start_redis(self) -> str:
-        # What lasts as long as Redis begins anew with it.
+        # These files last only as long as their Redis.
         shutil.rmtree(self.config.snapshots, ignore_errors=True)
         shutil.rmtree(self.config.drafters, ignore_errors=True)
         shutil.rmtree(self.config.adopted, ignore_errors=True)
@@ -470,9 +311,9 @@ class Platform:
         return self.redis.start()
 
     def _make_folders(self) -> None:
-        """Make the platform's folder, in which tokens and texts of the run lie, for this user alone.
+        """Make the platform's folder, which has tokens and texts of the run, for this user only.
 
-        One that is there already stays as it is, since others may use it for more; but not what is in it.
+        An existing folder keeps its permissions, since it may serve other purposes; its contents do not.
         """
         config = self.config
         shutil.rmtree(config.logs, ignore_errors=True)
@@ -491,7 +332,7 @@ class Platform:
         return [child for name, child in self._children.items() if name.startswith(prefix)]
 
     def _expected(self) -> list[Child]:
-        """Return the processes that no caller took down."""
+        """Return the processes that no caller has stopped."""
         return [child for child in self.processes if child.spec.name not in self._stopped_by_caller]
 
     def _write_targets(self) -> None:
@@ -503,3 +344,101 @@ def _serving(client: Client) -> int:
         return sum(instance.state is InstanceState.SERVING for instance in client.instances())
     except PacelineError:
         return 0
+
+
+def targets(children: Iterable[Child], *, tls: bool) -> str:
+    """Return the processes that are ready as targets of Prometheus, labelled with their names."""
+    scheme = {"__scheme__": "https"} if tls else {}
+    listed = [
+        {
+            "targets": [f"{child.ready.address.rpartition(':')[0]}:{child.ready.metrics_port}"],
+            "labels": {"instance": child.spec.name, **scheme},
+        }
+        for child in children
+        if child.ready is not None
+    ]
+    return json.dumps(listed, indent=1) + "\n"
+
+
+class TargetsFile:
+    """Targets file of one platform, written atomically by any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / TARGETS_FILE
+        self._written = ""
+        self._lock = threading.Lock()
+
+    def write(self, children: Iterable[Child], *, tls: bool) -> None:
+        """Write the file if its contents have changed."""
+        with self._lock:
+            text = targets(children, tls=tls)
+            if text != self._written:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                part = self.path.with_suffix(".part")
+                part.write_text(text)
+                part.replace(self.path)
+                self._written = text
+
+
+def with_token(config: PlatformConfig, environment: Mapping[str, str]) -> PlatformConfig:
+    """Return the configuration with the token that its processes require.
+
+    PlatformError: `no_token` is set and a token is given, or the named file cannot be read.
+    """
+    given = [name for name in (TOKEN, TOKEN_FILE) if environment.get(name)]
+    if config.no_token:
+        if config.token or given:
+            raise PlatformError(f"no_token: {'token' if config.token else given[0]} is given, too; unset one")
+        return config
+    if config.token:
+        return config
+    # Callers name this platform's own file, as `paceline up` proposes: it is missing or from an earlier platform.
+    if (
+        given == [TOKEN_FILE]
+        and Path(environment[TOKEN_FILE]).absolute() == (config.folder / TOKEN_NAME).absolute()
+    ):
+        return replace(config, token=new_token())
+    try:
+        return replace(config, token=token_of_environment(environment) or new_token())
+    except ValueError as error:
+        raise PlatformError(str(error)) from error
+
+
+class TokenFiles:
+    """Files with the token of one platform while it runs, readable by this user only."""
+
+    def __init__(self, folder: Path, token: str | None) -> None:
+        self.path = folder / TOKEN_NAME
+        """File in the platform's folder, for Prometheus and for clients over HTTP; empty without a token."""
+        self._token = token or ""
+        self._written: list[Path] = []
+
+    def write(self) -> None:
+        """Write the file in the platform's folder."""
+        self._write(self.path)
+
+    def announce(self, ports: Iterable[int]) -> None:
+        """Write the files in which clients of these ports look for a token.
+
+        If this user has no writable home folder, clients need the token as a setting.
+        """
+        if not self._token:
+            return
+        for port in ports:
+            with suppress(OSError, RuntimeError):
+                path = token_file_of(port)
+                if path not in self._written:
+                    private_folder(path.parent)
+                    self._write(path)
+
+    def remove(self) -> None:
+        """Remove the written files that still have this platform's token."""
+        for path in self._written:
+            with suppress(OSError):
+                if path.read_text().strip() == self._token:
+                    path.unlink()
+        self._written.clear()
+
+    def _write(self, path: Path) -> None:
+        write_private(path, f"{self._token}\n" if self._token else "")
+        self._written.append(path)

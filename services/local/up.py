@@ -82,12 +82,11 @@ def up(
         bool,
         typer.Option(
             "--no-token",
-            help="Ask for no token, for trainers over HTTP that send none: any user of this machine may call.",
+            help="Require no token, for trainers over HTTP that send none: any user of this machine may call.",
         ),
     ] = False,
     log_bytes: Annotated[
-        int,
-        typer.Option(min=1 << 16, help="Size at which a log becomes an older one, of which three are kept."),
+        int, typer.Option(min=1 << 16, help="Size at which a log is rotated; three older files are kept.")
     ] = LOG_BYTES,
 ) -> None:
     """Start the whole platform on this machine and run until Ctrl-C.
@@ -95,7 +94,7 @@ def up(
     Options after `--` go to every instance: paceline up --model DIR -- --max-num-seqs 64
     """
     if served_model_name is not None and http_port is None:
-        raise typer.BadParameter("is for HTTP, and needs --http-port", param_hint="--served-model-name")
+        raise typer.BadParameter("applies to HTTP and needs --http-port", param_hint="--served-model-name")
     try:
         model_folder = local_model(model, lambda line: typer.echo(f"model: {line}"))
     except (DownloadError, SourceError, OSError) as error:
@@ -132,7 +131,7 @@ def run_until_stopped(config: PlatformConfig) -> int:
         return 1
     console.print(f"Starting {config.instances} instances of {config.model} ...", markup=False)
     try:
-        with Platform(config, tell=partial(console.print, markup=False, highlight=False)) as platform:
+        with Platform(config, report=partial(console.print, markup=False, highlight=False)) as platform:
             console.print(processes_table(platform))
             logs = platform.processes[0].spec.log.parent
             console.print(f"\nLogs: {logs}", markup=False, highlight=False, soft_wrap=True)
@@ -155,7 +154,7 @@ def run_until_stopped(config: PlatformConfig) -> int:
 
 
 def how_to_connect(platform: Platform) -> list[str]:
-    """Return lines that say who may call, and how over HTTP."""
+    """Return lines about the token and the HTTP address of a platform."""
     path, url = platform.token_file.absolute(), platform.http_address
     if platform.config.token is None:
         return [*([f"HTTP: {url}"] if url else []), "Token: none; any user of this machine may call"]
@@ -170,9 +169,9 @@ def how_to_connect(platform: Platform) -> list[str]:
 
 
 def leave_report(platform: Platform) -> Path | None:
-    """Write report.html and report.jsonl to the platform's folder: its decision log ends with it.
+    """Write report.html and report.jsonl to the platform's folder, since the decision log ends with the platform.
 
-    Returns the page; None where no step of a run is over or the gateway does not answer any more.
+    Return the page; None if no step of a run has ended, or the gateway no longer answers.
     """
     try:
         with platform.client(retry=RetryPolicy(seconds=0)) as client:
@@ -222,7 +221,7 @@ def _place(cores: tuple[int, ...], gpu: str | None) -> str:
 
 
 def _interrupt_on_sigterm() -> None:
-    """Let SIGTERM do what Ctrl-C does during the start: end it and clean up."""
+    """Make SIGTERM end the start and clean up, as Ctrl-C does."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,13 +1,13 @@
-"""Processes that have their modules imported already: forked from one that imported them and did nothing else.
+"""Fork processes from one that has imported their modules and has done nothing else.
 
-Importing takes longer than starting all else of a process, above all vLLM. What is read from the environment while
-modules are imported is the same for all of them. Linux only.
+Imports, above all vLLM's, take most of the start of a process. Settings that modules read from the environment
+while they are imported are the same for all forks. Linux only.
 
     zygote = Zygote("services.gateway.__main__", "services.policy.__main__")
     process = zygote.fork([sys.executable, "-m", "services.gateway", ...], environment, cores=(), log=log)
 
-The process runs the module as `__main__`, with a session, a parent and an end of its own: the parent, which does
-nothing but wait, tells of the end over a socket. Both die with the process that made the zygote, however it ends.
+A fork runs the module as `__main__` in its own session. Its parent only waits for it and reports its exit status
+over a socket. Both die with the process that made the zygote, however that ends.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from typing import BinaryIO
 from services.platform.launching import tied
 
 STATUS = struct.Struct("<i")
-"""An exit status on the socket of a fork; before it is said, the socket has the process's PID."""
+"""Exit status on the socket of a fork, sent after the PID."""
 PID = struct.Struct("<i")
-"""A process's id on that socket."""
+"""Process id on the socket of a fork."""
 _START_TIMEOUT = 600.0
 
 
 class Forked:
-    """A process out of the zygote, to be used like a `subprocess.Popen`, by several threads."""
+    """A process forked from a zygote: like a `subprocess.Popen`, but several threads may use it."""
 
-    def __init__(self, pid: int, news: socket.socket) -> None:
+    def __init__(self, pid: int, reports: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._news = news
+        self._reports = reports
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
-        self._news.close()
+        self._reports.close()
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None while the process runs."""
         return self._ended(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status, once there is one. subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for the end and return the exit status; subprocess.TimeoutExpired after `timeout` seconds."""
         status = self._ended(timeout)
         if status is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if the process has not ended."""
+        """Send a signal if the process has not ended."""
         if self.poll() is None:
-            # It may have ended without its parent having told of it yet.
+            # It may have ended before its parent has reported so.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -79,45 +79,45 @@ class Forked:
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None:
-            ready, _, _ = select.select([self._news], [], [], timeout)
+            ready, _, _ = select.select([self._reports], [], [], timeout)
             with self._lock:
                 if ready and self.returncode is None:
-                    said = self._news.recv(STATUS.size)
-                    # Its parent was killed, and it with it.
-                    self.returncode = STATUS.unpack(said)[0] if said else -signal.SIGKILL
+                    message = self._reports.recv(STATUS.size)
+                    # Without a status its parent was killed, and it with its parent.
+                    self.returncode = STATUS.unpack(message)[0] if message else -signal.SIGKILL
         return self.returncode
 
 
 class Zygote:
-    """The process to fork from, to be used by several threads. It dies with this process."""
+    """The process to fork from, which dies with this process. Several threads may use it."""
 
     def __init__(
         self, *imports: str, environment: Mapping[str, str] | None = None, log: Path | None = None
     ) -> None:
-        """Start nothing yet.
+        """Prepare the process without starting it.
 
         Args:
             imports: the modules that it imports.
-            environment: variables beside this process's that it imports them with.
-            log: for what they say while they are imported. Unset: this process's output.
+            environment: variables during the imports, in addition to this process's.
+            log: output of the imports. None: this process's output.
         """
         self._imports = imports
         self._log = log
-        # A pool of threads of OpenMP would not survive a fork, and with one thread there is none.
+        # OpenMP's thread pool would not survive a fork; with one thread there is no pool.
         self._environment = {**(environment or {}), "OMP_NUM_THREADS": "1"}
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._address = ""
         self._process: subprocess.Popen[bytes] | None = None
 
-    def begin(self) -> None:
-        """Start to import, if that has not been done; return at once. OSError if nothing can be started."""
+    def preload(self) -> None:
+        """Start the process and its imports unless it runs; return at once. OSError if it cannot be started."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
 
     def close(self) -> None:
-        """End it, and the processes that were forked from it and still run."""
+        """Kill the process, and with it the forks that still run."""
         self._closed.set()
         if self._process is not None:
             self._process.kill()
@@ -132,37 +132,38 @@ class Zygote:
         log: BinaryIO,
         pipe: int | None = None,
     ) -> Forked:
-        """Run `python -m module flags...`, [python, -m, module, flags...] being `argv`.
+        """Fork a process that runs `python -m module flags...`.
 
         Args:
-            argv: the command line.
-            environment: the whole of it.
-            cores: that it may use; empty for all.
-            log: for its output.
+            argv: the command line: [python, -m, module, flags...].
+            environment: all variables of the process.
+            cores: cores that it may use; empty for all.
+            log: its output.
             pipe: descriptor that becomes its standard input.
 
-        RuntimeError if it cannot be forked, as when a module cannot be imported.
+        Raises:
+            RuntimeError: it cannot be forked, for example because a module cannot be imported.
         """
         order = json.dumps([list(argv[2:]), dict(environment), list(cores), os.getcwd()]).encode()
-        news = socket.socket(socket.AF_UNIX)
-        news.settimeout(_START_TIMEOUT)
+        reports = socket.socket(socket.AF_UNIX)
+        reports.settimeout(_START_TIMEOUT)
         try:
-            self.begin()
-            return self._asked(news, order, [log.fileno(), *(() if pipe is None else (pipe,))])
+            self.preload()
+            return self._request(reports, order, [log.fileno(), *(() if pipe is None else (pipe,))])
         except OSError as error:
-            news.close()
+            reports.close()
             raise RuntimeError(f"nothing can be forked from where {self._imports[0]} is imported") from error
 
-    def _asked(self, news: socket.socket, order: bytes, files: Sequence[int]) -> Forked:
-        news.connect(self._address)
+    def _request(self, reports: socket.socket, order: bytes, files: Sequence[int]) -> Forked:
+        reports.connect(self._address)
         fds = array.array("i", files)
-        news.sendmsg([struct.pack("<q", len(order))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-        news.sendall(order)
-        said = news.recv(PID.size)
-        if not said:
+        reports.sendmsg([struct.pack("<q", len(order))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        reports.sendall(order)
+        pid = reports.recv(PID.size)
+        if not pid:
             raise ConnectionResetError
-        news.settimeout(None)
-        return Forked(PID.unpack(said)[0], news)
+        reports.settimeout(None)
+        return Forked(PID.unpack(pid)[0], reports)
 
     def _start(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="zygote-"))
@@ -197,7 +198,7 @@ class Zygote:
                 started.set_exception(error)
                 return
             started.set_result(process)
-            # It dies with the thread that started it.
+            # The process dies with the thread that started it.
             self._closed.wait()
 
         threading.Thread(target=start, daemon=True, name="zygote").start()

@@ -1,6 +1,6 @@
-"""The process of a `Zygote`: it imports modules, and forks when it is asked to.
+"""Process of a `Zygote`: import modules, then fork on request.
 
-`python -m services.local.zygote_process DESCRIPTOR MODULE...`: the descriptor is that of a socket that listens.
+`python -m services.local.zygote_process DESCRIPTOR MODULE...`, with the descriptor of a listening socket.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from services.local.zygote import PID, STATUS
 
 
 def _serve(listener: socket.socket, imported: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Fork on demand. Returns in the forked process only: the module to run, and its arguments.
+    """Fork on request; return in the forked process only, with the module to run and its arguments.
 
     Args:
-        listener: where orders come in.
-        imported: what the imports have put into the environment.
+        listener: accepts one connection for each fork.
+        imported: variables that the imports have set.
     """
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     while True:
         caller, _ = listener.accept()
-        # The one that waits.
+        # This child becomes the parent that waits.
         if os.fork() == 0:
             listener.close()
-            return _attended(caller, imported)
+            return _fork_service(caller, imported)
         caller.close()
 
 
 def _reap() -> None:
-    """Wait for the children that have ended, so that their processor time counts as this process's children's."""
+    """Wait for the children that have ended, which adds their processor time to this process's totals."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def _attended(caller: socket.socket, imported: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Fork the process proper; tell its pid, wait for it, tell its status. Returns in that process."""
+def _fork_service(caller: socket.socket, imported: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Fork the service, report its PID, wait for it and report its status; return in the service only."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, fds, _, _ = socket.recv_fds(caller, 8, 2)
     (size,) = struct.unpack("<q", head)
@@ -85,12 +85,12 @@ def _attended(caller: socket.socket, imported: Mapping[str, str]) -> tuple[str, 
 
 
 def _name(name: str) -> None:
-    """Name this process in lists of processes, where its command line is the zygote's."""
+    """Name this process for lists of processes, since its command line is the zygote's."""
     ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)
 
 
 def _use_threads(number: str | None) -> None:
-    """Let torch have the threads that it would have read from the environment when it was imported."""
+    """Set the number of threads that torch would have read from this environment when it was imported."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and number is not None:
         torch.set_num_threads(int(number))
@@ -103,11 +103,11 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    # A process that hangs tells where, in its log: SIGABRT.
+    # SIGABRT makes a process that hangs write its stacks to its log.
     faulthandler.enable()
 
-    # What is imported stays: to look through it again and again takes a fifth of the import. Forks need not look
-    # either, which collect garbage a few times while their engines start.
+    # Imported objects stay: scanning them again and again takes a fifth of the import time. Freezing spares the
+    # forks these scans too, since they collect garbage a few times while their engines start.
     gc.disable()
     before = dict(os.environ)
     for name in sys.argv[2:]:

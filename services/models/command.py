@@ -1,4 +1,4 @@
-"""`paceline download` and `python -m services.models`: bring a model to a folder, or wait until it is there."""
+"""`paceline download` and `python -m services.models`: download a model, or wait until another process has."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def download_model(
             help="organization/name on the Hugging Face hub, hf://, s3://, gs://, https://, file://."
         ),
     ],
-    folder: Annotated[Path, typer.Option(help="Folder of the model; made if it is not there.")],
+    folder: Annotated[Path, typer.Option(help="Folder of the model; created if missing.")],
     checksums: Annotated[
-        str, typer.Option(help="Address of a list by sha256sum. Default: SHA256SUMS of the source, if any.")
+        str, typer.Option(help="Address of sha256sum's output. Default: SHA256SUMS of the source, if any.")
     ] = "",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Download nothing; wait until somebody else has.")
+        bool, typer.Option("--wait", help="Download nothing; wait until another process has.")
     ] = False,
 ) -> None:
-    """Download a model, checked by its checksums. What broke off goes on where it was."""
+    """Download a model and verify its checksums. An interrupted download is resumed."""
     try:
         address = as_source(source)
         if wait:
@@ -50,12 +50,12 @@ def download_model(
 
 
 def wait_for(address: str, folder: Path) -> None:
-    """Return when the model is complete in the folder; DownloadError if another one is there."""
-    said = False
+    """Wait until the model is complete in the folder; DownloadError if the folder has another model."""
+    reported = False
     while present(address, folder) is None:
-        if not said:
+        if not reported:
             _say(f"waiting for {address} in {folder}")
-            said = True
+            reported = True
         time.sleep(_POLL_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""Download a model: resumable, checked, and complete only when its receipt is in the folder."""
+"""Download a model: resumable, verified, and complete only when its receipt is in the folder."""
 
 from __future__ import annotations
 
@@ -21,90 +21,13 @@ from services.models.source import CONFIGURATION, RemoteFile, Source
 from services.platform.tasks import ExponentialBackoff
 
 Report = Callable[[str], None]
-"""Takes a line for a person."""
-
-
-class DownloadProgress:
-    """Bytes and files that have come, of all threads; a line every `interval` seconds at most, and at the end."""
-
-    def __init__(self, total: int, files: int, report: Report, interval: float) -> None:
-        self._total = total
-        self._files = files
-        self._report = report
-        self._interval = interval
-        self._lock = threading.Lock()
-        self._began = self._said = time.monotonic()
-        self._here = self._come = self._done = 0
-
-    def found(self, size: int) -> None:
-        """Count bytes that were there already."""
-        with self._lock:
-            self._here += size
-
-    def received(self, size: int) -> None:
-        """Count bytes that have come."""
-        with self._lock:
-            self._here += size
-            self._come += size
-            now = time.monotonic()
-            if now - self._said >= self._interval:
-                self._said = now
-                self._report(self._line(now))
-
-    def lost(self, size: int) -> None:
-        """Take back bytes that have to come again."""
-        with self._lock:
-            self._here -= size
-
-    def finished_file(self) -> None:
-        """Count a file that is complete."""
-        with self._lock:
-            self._done += 1
-            if self._done == self._files:
-                self._report(self._line(time.monotonic()))
-
-    def _line(self, now: float) -> str:
-        share = f" ({self._here / self._total:.0%})" if self._total else ""
-        rate = self._come / max(now - self._began, 1e-9)
-        return (
-            f"{self._here / 1e9:.2f} of {self._total / 1e9:.2f} GB{share}, {rate / 1e6:.0f} MB/s, "
-            f"{self._done} of {self._files} files"
-        )
+"""Takes a line of progress."""
 
 
 NAME = ".paceline-model.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """Source of a model as it was given and as it was resolved, and the sizes of its files in bytes."""
-
-    source: str
-    resolved: str
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def write(self, folder: Path) -> None:
-        """Write it to the model's folder."""
-        write_durably(folder / NAME, (json.dumps(asdict(self), indent=1) + "\n").encode())
-
-    def holds(self, folder: Path) -> bool:
-        """Return True if all files are in the folder, in their sizes."""
-        try:
-            return all((folder / path).stat().st_size == size for path, size in self.sizes.items())
-        except OSError:
-            return False
-
-
-def read_receipt(folder: Path) -> Receipt | None:
-    """Return the receipt in a folder; None if there is none that can be read."""
-    try:
-        return Receipt(**read_object(folder / NAME))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
+"""Receipt in the folder of a complete model."""
 WORK = ".paceline-download"
-"""Folder in the model's for what is not complete."""
+"""Folder in the model's folder for incomplete files."""
 _BLOCK = 8 << 20
 _THREADS = 4
 _ATTEMPTS = 5
@@ -114,7 +37,7 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
 class DownloadError(RuntimeError):
-    """A model could not be downloaded; the message names source and file. What has come is kept."""
+    """A model could not be downloaded; the message names source and file. Received bytes are kept."""
 
 
 def download(
@@ -125,21 +48,32 @@ def download(
     interval: float = 10.0,
     pause: Callable[[float], None] = time.sleep,
 ) -> Receipt:
-    """Bring a model to `folder` and return its receipt; what is there already is left as it is.
+    """Download a model to `folder` and return its receipt; complete files are not fetched again.
 
-    `report` gets lines of progress, at most one every `interval` seconds; `pause` waits between attempts.
-    DownloadError, SourceError; OSError if the folder cannot be made or written to.
+    Args:
+        source: the model.
+        folder: its folder, which is created if missing.
+        report: gets lines of progress.
+        interval: least seconds between two lines.
+        pause: waits between attempts.
+
+    Raises:
+        DownloadError: a file cannot be fetched, or the folder has another model or no room.
+        SourceError: the source cannot be read.
+        OSError: the folder cannot be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (receipt := present(source.address, folder)) is not None:
         report(f"{folder} has {source.address} already")
         return receipt
     with _alone(folder):
-        if (receipt := present(source.address, folder)) is not None:  # somebody else has brought it meanwhile
+        if (
+            receipt := present(source.address, folder)
+        ) is not None:  # another process has downloaded it meanwhile
             return receipt
         files = source.files()
         if not any(each.checksum for each in files):
-            report(f"{source.address} gives no checksums: sizes alone are compared")
+            report(f"{source.address} has no checksums: only sizes are compared")
         _check_room(folder, files)
         total = sum(each.size or 0 for each in files)
         fetch = _Fetch(source, folder, DownloadProgress(total, len(files), report, interval), pause)
@@ -158,15 +92,43 @@ def download(
 
 
 def present(address: str, folder: Path) -> Receipt | None:
-    """Return the receipt of a model that is complete, None if there is none; DownloadError for another model's."""
+    """Return the receipt of a complete model, None if there is none; DownloadError if it is another model's."""
     receipt = read_receipt(folder)
     if receipt is not None and receipt.source != address:
         raise DownloadError(f"{folder} has {receipt.source}: give {address} another folder, or remove it")
     return receipt if receipt is not None and receipt.holds(folder) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Source of a model as it was given and as it was resolved, and the sizes of its files in bytes."""
+
+    source: str
+    resolved: str
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the receipt to the model's folder."""
+        write_durably(folder / NAME, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+    def holds(self, folder: Path) -> bool:
+        """Return True if all files are in the folder with their sizes."""
+        try:
+            return all((folder / path).stat().st_size == size for path, size in self.sizes.items())
+        except OSError:
+            return False
+
+
+def read_receipt(folder: Path) -> Receipt | None:
+    """Return the receipt in a folder; None if it is missing or unreadable."""
+    try:
+        return Receipt(**read_object(folder / NAME))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 class _Fetch:
-    """Fetches files, each in a thread of its own."""
+    """Fetches files, one per call, in any thread."""
 
     def __init__(
         self, source: Source, folder: Path, progress: DownloadProgress, pause: Callable[[float], None]
@@ -177,7 +139,7 @@ class _Fetch:
         self._pause = pause
 
     def file(self, file: RemoteFile) -> None:
-        """Fetch a file, unless it is there with its checksum."""
+        """Fetch a file, unless it is complete with its checksum."""
         target = self._folder / file.path
         if not _is_there(target, file):
             part = self._folder / WORK / f"{file.path}.part"
@@ -198,7 +160,9 @@ class _Fetch:
                 return self._attempt(file, part)
             except _FINAL as error:
                 raise DownloadError(f"{self._source.address}: {file.path}: {error}") from error
-            except Exception as error:  # every library has its own; all are transient until they repeat
+            except (
+                Exception
+            ) as error:  # libraries raise different ones; all count as transient until they repeat
                 delay = backoff.failed()
                 if backoff.failures == _ATTEMPTS:
                     text = f"{self._source.address}: {file.path}: {error or type(error).__name__}"
@@ -206,9 +170,9 @@ class _Fetch:
                 self._pause(delay)
 
     def _attempt(self, file: RemoteFile, part: Path) -> None:
-        """Fetch what is missing of a file; what has come stays if it breaks off, and goes if it is wrong."""
+        """Fetch the missing end of a file; an interruption keeps received bytes, a wrong file is deleted."""
         digest = _digest(file)
-        offset = _fed(digest, part)
+        offset = _feed(digest, part)
         with part.open("ab") as out:
             if file.size is None or offset < file.size:
                 with self._source.open(file.path, offset) as remote:
@@ -226,14 +190,14 @@ class _Fetch:
         ):
             part.unlink()
             self._progress.lost(size)
-            raise DownloadError(f"has not the {file.algorithm} checksum or size that its source gives")
+            raise DownloadError(f"does not have the {file.algorithm} checksum or size that its source states")
 
 
 def _is_there(target: Path, file: RemoteFile) -> bool:
     if not file.checksum or not target.is_file() or file.size not in (None, target.stat().st_size):
         return False
     digest = _digest(file)
-    _fed(digest, target)
+    _feed(digest, target)
     return digest.hexdigest() == file.checksum
 
 
@@ -243,8 +207,8 @@ def _digest(file: RemoteFile) -> hashlib._Hash:
     return hashlib.sha256()
 
 
-def _fed(digest: hashlib._Hash, path: Path) -> int:
-    """Give a digest what is in a file, if it is there, and return its size."""
+def _feed(digest: hashlib._Hash, path: Path) -> int:
+    """Feed a file to a digest, and return its size; 0 if there is none."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -255,24 +219,72 @@ def _fed(digest: hashlib._Hash, path: Path) -> int:
 
 def _check_room(folder: Path, files: list[RemoteFile]) -> None:
     parts = [folder / WORK / f"{each.path}.part" for each in files]
-    here = [*(folder / each.path for each in files), *parts]
+    present_files = [*(folder / each.path for each in files), *parts]
     needed = sum(each.size or 0 for each in files) - sum(
-        each.stat().st_size for each in here if each.exists()
+        each.stat().st_size for each in present_files if each.exists()
     )
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DownloadError(
-            f"{folder} has room for {free / 1e9:.1f} GB, and {needed / 1e9:.1f} GB are to come"
+            f"{folder} has room for {free / 1e9:.1f} GB, and {needed / 1e9:.1f} GB are needed"
         )
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until nobody else downloads to the folder, and keep others out."""
+    """Wait until no other process downloads to the folder, and keep others out."""
     work = folder / WORK
     work.mkdir(exist_ok=True)
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    # Whoever waits for the file that is removed here finds the model complete.
+    # A process that waits for the removed lock finds the model complete.
     shutil.rmtree(work, ignore_errors=True)
+
+
+class DownloadProgress:
+    """Count bytes and files of all threads; report a line at most every `interval` seconds, and at the end."""
+
+    def __init__(self, total: int, files: int, report: Report, interval: float) -> None:
+        self._total = total
+        self._files = files
+        self._report = report
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._began = self._reported_at = time.monotonic()
+        self._present = self._received = self._done = 0
+
+    def found(self, size: int) -> None:
+        """Count bytes that were in the folder already."""
+        with self._lock:
+            self._present += size
+
+    def received(self, size: int) -> None:
+        """Count received bytes."""
+        with self._lock:
+            self._present += size
+            self._received += size
+            now = time.monotonic()
+            if now - self._reported_at >= self._interval:
+                self._reported_at = now
+                self._report(self._line(now))
+
+    def lost(self, size: int) -> None:
+        """Subtract bytes that must be fetched again."""
+        with self._lock:
+            self._present -= size
+
+    def finished_file(self) -> None:
+        """Count a complete file."""
+        with self._lock:
+            self._done += 1
+            if self._done == self._files:
+                self._report(self._line(time.monotonic()))
+
+    def _line(self, now: float) -> str:
+        share = f" ({self._present / self._total:.0%})" if self._total else ""
+        rate = self._received / max(now - self._began, 1e-9)
+        return (
+            f"{self._present / 1e9:.2f} of {self._total / 1e9:.2f} GB{share}, {rate / 1e6:.0f} MB/s, "
+            f"{self._done} of {self._files} files"
+        )

@@ -1,4 +1,4 @@
-"""Models that a person names on this machine: folders, downloads that are kept, and what a script makes."""
+"""Find or fetch the model that a user names: a folder, a kept download, or one that a script makes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADE = {"smollm2": ("scripts/real-model", "runs/models/smollm2")}
 
 
 def local_model(name: str, report: Report) -> Path:
-    """Return the folder of a model: the one that is named, or one that is made or downloaded if it is not there.
+    """Return the folder of a model; make or download it if it is missing.
 
     `report` gets lines of progress. DownloadError, SourceError, OSError.
     """
@@ -37,14 +37,16 @@ def local_model(name: str, report: Report) -> Path:
 def _made(name: str, report: Report) -> Path:
     script, folder = (_CHECKOUT / part for part in _MADE[name])
     if not script.is_file():
-        raise SourceError(f"{name} is made by {_MADE[name][0]} in {CHECKOUT}, and this installation is none")
+        raise SourceError(
+            f"{name} is made by {_MADE[name][0]} in {CHECKOUT}, and this installation is not one"
+        )
     with subprocess.Popen(
         [str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=_CHECKOUT
     ) as making:
         assert making.stdout is not None
         last = ""
         for line in making.stdout:
-            # A progress bar is one line that is drawn over and over.
+            # A progress bar is one line that is redrawn many times.
             if drawn := line.decode(errors="replace").strip().rpartition("\r")[2]:
                 last = drawn
                 report(last)

@@ -1,6 +1,6 @@
 """Sources of models: folders that fsspec opens, and repositories of the Hugging Face hub.
 
-A source lists the files that are wanted, with their checksums.
+A source lists the files that an instance needs, with their checksums.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
+CHECKSUMS = "SHA256SUMS"
+"""List that a folder may have, in the format of `sha256sum *`."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_BLOCK = 8 << 20
+_WEB = ("http", "https")
+"""Schemes whose folders cannot be listed."""
 _LINE = re.compile(r"(?P<sha256>[0-9a-fA-F]{64}) [ *](?P<path>.+)")
 _OF_THE_HUB = (".gitattributes", ".gitignore", "README.md", "LICENSE*")
 _IN_OTHER_FORMS = ("*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5", "*.onnx", "*.gguf", "original/*")
-"""Weights for other programs, which repositories often have besides safetensors."""
+"""Weights for other programs, which many repositories have in addition to safetensors."""
 CONFIGURATION = "config.json"
-"""File that makes a folder a model's; it comes last, so that a folder without it is unfinished."""
+"""File without which a folder is no model; it is written last, so that a folder without it is unfinished."""
 
 
 class ListingError(ValueError):
@@ -26,7 +32,7 @@ class ListingError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """File of a model: its path relative to the folder, size in bytes and checksum, each if they are known.
+    """File of a model: its path relative to the folder, size in bytes and checksum, each if known.
 
     `algorithm` is sha256, or git for the SHA-1 by which Git names a blob.
     """
@@ -45,7 +51,7 @@ def read_checksums(text: str) -> dict[str, str]:
             continue
         match = _LINE.fullmatch(line.rstrip())
         if match is None:
-            raise ListingError(f"no line of sha256sum: {line[:80]!r}")
+            raise ListingError(f"not a line of sha256sum: {line[:80]!r}")
         found[inside(match["path"])] = match["sha256"].lower()
     if not found:
         raise ListingError("the list of checksums is empty")
@@ -61,7 +67,7 @@ def inside(path: str) -> str:
 
 
 def wanted(files: Iterable[RemoteFile]) -> list[RemoteFile]:
-    """Return the files that an instance reads: no weights in other forms where there are safetensors."""
+    """Return the files that an instance reads; if there are safetensors, weights in other formats are left out."""
     listed = list(files)
     left_out: tuple[str, ...] = _OF_THE_HUB
     if any(each.path.endswith(".safetensors") and "/" not in each.path for each in listed):
@@ -69,20 +75,12 @@ def wanted(files: Iterable[RemoteFile]) -> list[RemoteFile]:
     return [each for each in listed if not any(fnmatchcase(each.path, pattern) for pattern in left_out)]
 
 
-CHECKSUMS = "SHA256SUMS"
-"""Name of the list that a folder may have, as `sha256sum *` prints it."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_BLOCK = 8 << 20
-_WEB = ("http", "https")
-"""Schemes whose folders cannot be listed."""
-
-
 class SourceError(RuntimeError):
     """A source cannot be read; the message names it."""
 
 
 def as_source(name: str) -> str:
-    """Return the address of a model that a person names: an address as it is, organization/name on the hub.
+    """Return the address of a model that is named by its address or as organization/name on the hub.
 
     SourceError if it is neither.
     """
@@ -94,12 +92,12 @@ def as_source(name: str) -> str:
 
 
 class Source:
-    """Folder of a model elsewhere, opened by its address. `checksums` is the address of a list, if there is one."""
+    """Remote folder of a model, opened by its address. `checksums` is the address of a list, if there is one."""
 
     def __init__(self, address: str, checksums: str = "") -> None:
-        """SourceError if no such thing can be opened, or a package for that is missing."""
+        """Open the source; SourceError if that fails or needs a package that is not installed."""
         self.address = address
-        """Address as it was given."""
+        """Address as given."""
         self._checksums = checksums
         self._files, self._root = _opened(address)
         if address.startswith("hf://"):
@@ -107,11 +105,11 @@ class Source:
 
     @property
     def resolved(self) -> str:
-        """Place of the files, with the commit that a branch of the hub meant."""
+        """Root of the files, with the commit that a branch of the hub pointed to."""
         return self._root
 
     def files(self) -> list[RemoteFile]:
-        """Return the files that are wanted, with what is known of them; SourceError if they cannot be listed."""
+        """Return the files that an instance needs; SourceError if they cannot be listed."""
         try:
             listed = self._by_checksums(self._checksum_text())
             if listed is None:
@@ -120,7 +118,7 @@ class Source:
             raise
         except ListingError as error:
             raise SourceError(f"{self.address}: {error}") from error
-        except Exception as error:  # every library has its own
+        except Exception as error:  # libraries raise different ones
             raise SourceError(f"{self.address} cannot be listed: {_text(error)}") from error
         if not listed:
             raise SourceError(f"{self.address} has no files")
@@ -133,7 +131,7 @@ class Source:
         if not web or (offset and self._files.info(name).get("partial")):
             file = cast(IO[bytes], self._files.open(name, "rb"))
             file.seek(offset)
-        else:  # as a stream; a web server that sends files as a whole only sends the beginning again
+        else:  # as a stream; a web server that sends only whole files sends the beginning again
             file = cast(IO[bytes], self._files.open(name, "rb", block_size=0))
             _skip(file, offset)
         return file
@@ -183,7 +181,7 @@ def _remote(path: str, details: Mapping[str, Any]) -> RemoteFile:
 
 
 def _opened(address: str) -> tuple[Any, str]:
-    # Imported late: an address may need a package that is installed for it alone.
+    # Imported late: only these addresses need the package.
     from fsspec.core import url_to_fs
 
     try:
@@ -194,13 +192,13 @@ def _opened(address: str) -> tuple[Any, str]:
 
 
 def _at_one_commit(address: str, files: Any, root: str) -> str:
-    """Return the root at the commit that its branch means now, so that all files are of one."""
+    """Return the root at the current commit of its branch, so that all files belong to one commit."""
     from huggingface_hub import HfApi
 
     try:
         place = files.resolve_path(root)
         commit = HfApi().repo_info(place.repo_id, repo_type=place.repo_type, revision=place.revision).sha
-    except Exception as error:  # HTTP, a name that is none, a repository that is gated
+    except Exception as error:  # such as HTTP errors, an unknown name, or a gated repository
         raise SourceError(f"{address} cannot be found: {_text(error)}") from error
     return f"{place.repo_id}@{commit}/{place.path}".rstrip("/")
 

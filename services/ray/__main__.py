@@ -15,7 +15,9 @@ ACTIONS = ("up", "status", "down")
 def main(argv: Sequence[str]) -> int:
     """Run an action and return the exit status; 2 if the action is unknown."""
     if not argv or argv[0] not in ACTIONS:
-        print(f"paceline: say one of {', '.join(ACTIONS)}, then options (--help lists them)", file=sys.stderr)
+        print(
+            f"paceline: give one of {', '.join(ACTIONS)}, then options (--help lists them)", file=sys.stderr
+        )
         return 2
     config = load_config(RayConfig, argv[1:])
     try:

@@ -44,7 +44,7 @@ class RayConfig(ServiceConfig):
     learner_gpus: float = Field(default=0, ge=0)
     """GPUs of the learner; 0: it trains on CPU at low priority."""
     ray_address: str = "auto"
-    """Address of the cluster, as `ray.init` takes it; auto: the one that this machine belongs to."""
+    """Address of the cluster, as `ray.init` takes it; auto: the cluster of this machine."""
     ray_namespace: str = "paceline"
     """Ray namespace of the actors. Two platforms on one cluster need different ones."""
     port: int = Field(default=7400, ge=0, le=65535)
@@ -94,7 +94,7 @@ class RayConfig(ServiceConfig):
 
 @dataclass(frozen=True, slots=True)
 class ActorPlan:
-    """One actor: a module, its flags, and resources as Ray counts them. `spread` keeps it away from its like."""
+    """One actor: a module, its flags, and resources as Ray counts them. `spread`: place it away from others."""
 
     name: str
     module: str

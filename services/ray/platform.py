@@ -1,9 +1,9 @@
-"""Platform on a Ray cluster, as a driver sees it.
+"""Start, inspect and stop a platform on a Ray cluster.
 
-with attached(config):
-    platform = RayPlatform(config)
-    platform.start()
-    client = paceline.Client(platform.gateway_address(), token=..., insecure=True)
+    with attached(config):
+        platform = RayPlatform(config)
+        platform.start()
+        client = paceline.Client(platform.gateway_address(), token=..., insecure=True)
 
 Each process runs in a detached actor on its node, so the platform outlives the driver that started it.
 """
@@ -27,63 +27,12 @@ import ray
 from services.platform.launching import ProcessEndpoint, read_ready_file, tied
 from services.ray.config import ActorPlan, RayConfig, actors
 
-
-class ServiceActor:
-    """One process and its actor; Ray starts both again when either dies.
-
-    The process keeps its name, so that it takes the next epoch; the registry announces its new address.
-    """
-
-    def __init__(self, module: str, flags: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start `python -m module`; its output is the actor's."""
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-ray-"))
-        self._ready_file = self._folder / "ready.json"
-        self._stopping = False
-        settings = dict(environment)
-        if settings.get("PACELINE_HOST") in ("0.0.0.0", "::"):
-            settings["PACELINE_ADVERTISE_HOST"] = ray.util.get_node_ip_address()
-        # For an engine that joins the cluster itself.
-        settings["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        command = [sys.executable, "-m", module, *flags, f"--ready-file={self._ready_file}"]
-        # It dies with the thread that starts it: this one, which ends with the actor.
-        self._process = subprocess.Popen(
-            tied(command), stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONUNBUFFERED": "1", **settings}
-        )
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
-
-    def ready(self) -> ProcessEndpoint | None:
-        """Return the endpoint of the process; None before it is ready.
-
-        Never waits, since other calls queue behind.
-        """
-        return read_ready_file(self._ready_file)
-
-    def stop(self, seconds: float) -> int:
-        """Terminate the process as Kubernetes would, kill it after `seconds`, and return its exit status."""
-        self._stopping = True
-        self._process.terminate()
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _watch(self) -> None:
-        self._process.wait()
-        if not self._stopping:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            # Not an exception, which would leave an actor without a process behind: Ray is to start both again.
-            os._exit(1)
-
-
 _CALL_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 
 
 class RayPlatformError(RuntimeError):
-    """A part of the platform, named in the message, could not be started or does not run."""
+    """An actor, named in the message, could not be started or does not run."""
 
 
 @contextmanager
@@ -125,7 +74,7 @@ class RayPlatform:
                 wait = self._config.stop_seconds
                 ray.get(handle.stop.remote(wait), timeout=wait + _CALL_SECONDS)
             except ray.exceptions.RayError:
-                pass  # it is dead, or does not answer: what follows ends it for good
+                pass  # it is dead or does not answer; `ray.kill` ends it permanently
             ray.kill(handle, no_restart=True)
 
     def actor(self, name: str) -> Any:
@@ -175,7 +124,7 @@ class RayPlatform:
                 if ready is not None:
                     return ready
             except ray.exceptions.ActorUnavailableError as error:
-                reason = str(error)  # it is being started again
+                reason = str(error)  # Ray is restarting it
             except ray.exceptions.GetTimeoutError:
                 reason = "there is no room for it on the cluster, or it does not answer"
             except ray.exceptions.RayError as error:
@@ -183,3 +132,50 @@ class RayPlatform:
             if time.monotonic() > deadline:
                 raise RayPlatformError(f"{name}: {reason}")
             time.sleep(_POLL_SECONDS)
+
+
+class ServiceActor:
+    """One process and its actor; Ray starts both again when either dies.
+
+    The process keeps its name, so that it takes the next epoch; the registry announces its new address.
+    """
+
+    def __init__(self, module: str, flags: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `python -m module`; its output is the actor's."""
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-ray-"))
+        self._ready_file = self._folder / "ready.json"
+        self._stopping = False
+        settings = dict(environment)
+        if settings.get("PACELINE_HOST") in ("0.0.0.0", "::"):
+            settings["PACELINE_ADVERTISE_HOST"] = ray.util.get_node_ip_address()
+        # For an engine that joins the cluster.
+        settings["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        command = [sys.executable, "-m", module, *flags, f"--ready-file={self._ready_file}"]
+        # The process dies with the thread that starts it: this one, which ends with the actor.
+        self._process = subprocess.Popen(
+            tied(command), stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONUNBUFFERED": "1", **settings}
+        )
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def ready(self) -> ProcessEndpoint | None:
+        """Return the endpoint of the process, None before it is ready; never wait, since other calls queue."""
+        return read_ready_file(self._ready_file)
+
+    def stop(self, seconds: float) -> int:
+        """Terminate the process as Kubernetes would, kill it after `seconds`, and return its exit status."""
+        self._stopping = True
+        self._process.terminate()
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        self._process.wait()
+        if not self._stopping:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            # An exception would leave an actor without a process; Ray must restart both.
+            os._exit(1)

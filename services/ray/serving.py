@@ -1,10 +1,9 @@
-"""The HTTP facade as a Ray Serve application, whose replicas follow the number of requests.
+"""Serve the HTTP facade as a Ray Serve application, whose replicas follow the number of requests.
 
     serve run services.ray.serving:application gateway=HOST:7400 model=DIR max_replicas=8
 
-A replica that dies takes its requests with it, and Serve answers them 500. What lies between cannot send a request
-again, because Ray's own proxy may die as well: the client does, as clients of such servers do. With the same `seed`
-it has the same samples.
+Serve answers 500 to the requests of a replica that dies. Nothing on the way can send them again, because Ray's own
+proxy may die as well, so clients must retry. A retry with the same `seed` returns the same samples.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DEPLOYMENT = "facade"
 
 
 class ServedFacadeConfig(FacadeConfig):
-    """Settings of the facade, and of its replicas. Where Ray's proxies listen is Ray's setting, not `host`."""
+    """Settings of the facade and of its replicas. Ray's own settings, not `host`, say where its proxies listen."""
 
     alone: bool = False
     min_replicas: int = Field(default=1, ge=1)
@@ -34,7 +33,7 @@ class ServedFacadeConfig(FacadeConfig):
     max_replicas: int = Field(default=1, ge=1)
     """Most replicas."""
     requests_per_replica: float = Field(default=256.0, gt=0, allow_inf_nan=False)
-    """Requests in work for each replica that Serve aims at: with more it adds replicas, with fewer it ends some."""
+    """Target of running requests per replica: Serve adds replicas above it and removes some below."""
     cpus_per_replica: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """CPUs that Ray sets aside for a replica."""
 
@@ -44,7 +43,7 @@ class ServedFacadeConfig(FacadeConfig):
             raise ValueError(f"max_replicas: must be at least min_replicas, {self.min_replicas}")
         if self.token is None and self.tokens_file is None and not self.insecure:
             raise ValueError(
-                "token: Ray's proxies may listen for anybody; set token or tokens_file, or insecure"
+                "token: Ray's proxies may be reachable by anyone; set token or tokens_file, or insecure"
             )
         if self.alone and self.max_replicas > 1:
             raise ValueError("alone: cannot be with max_replicas above 1, since callers reach any replica")
@@ -69,7 +68,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
             "target_ongoing_requests": config.requests_per_replica,
         },
         max_ongoing_requests=config.max_connections,
-        # A replica that is to end serves nobody new, and has the time that its requests may take.
+        # A replica that is being removed takes no new requests, and finishes its own within this time.
         graceful_shutdown_timeout_s=config.max_request_seconds,
         ray_actor_options={"num_cpus": config.cpus_per_replica},
     )(serve.ingress(replica)())
@@ -78,7 +77,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def _application_of(arguments: Mapping[str, Any]) -> FastAPI:
-    # Here and not by who starts it: Ray keeps what it gives to replicas, and a token in a file stays on its node.
+    # Read in the replica: Ray stores the arguments of replicas, and a token in a file must stay on its node.
     return app(_config(arguments), REGISTRY)
 
 

@@ -16,7 +16,7 @@ from paceline import Client
 from paceline.errors import PacelineError
 from paceline.tokens import hash_token
 from paceline.types import InstanceState
-from services.local.child import Child, ChildSpec
+from services.local.child import Child, ProcessSpec
 from tests.hostile.answers import FAILED, Answer, Attack
 from tests.hostile.watching import (
     LIMIT,
@@ -146,7 +146,7 @@ class Rig:
             if not child.alive or resident(child.pid) > memory_limit(name) or not self._answers(name):
                 child.kill()
                 port = self.address(name).rpartition(":")[2]
-                child.spec = ChildSpec(
+                child.spec = ProcessSpec(
                     child.spec.name,
                     [*child.spec.argv, f"--port={port}"],
                     child.spec.log,
@@ -285,7 +285,7 @@ class Rig:
 
     def _spawn(self, name: str, module: str, *flags: str) -> None:
         ready = self.folder / f"{name}.ready.json"
-        spec = ChildSpec(
+        spec = ProcessSpec(
             name=name,
             argv=(sys.executable, "-m", module, *flags, f"--ready-file={ready}"),
             log=self.folder / "logs" / f"{name}.log",

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-from services.local.child import ChildSpec, Process, spawned
+from services.local.child import Process, ProcessSpec, spawned
 from services.local.zygote import Forked, Zygote
 
 INSTANCES = frozenset(
@@ -70,7 +70,7 @@ def forked(
     return zygote.fork(argv, environment, cores, log, pipe)
 
 
-def launch(spec: ChildSpec, log: BinaryIO) -> Process:
+def launch(spec: ProcessSpec, log: BinaryIO) -> Process:
     """For `services.local.Platform`: its services are forked, all else is started as always."""
     if spec.argv[1] == "-m" and spec.argv[2] in INSTANCES | CONTROL:
         return forked(spec.argv, {**os.environ, **spec.environment}, log, spec.cores)

@@ -17,7 +17,7 @@ import pytest
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from services.drafts.client import DraftStores
-from services.local.child import Child, ChildSpec, stop_together
+from services.local.child import Child, ProcessSpec, stop_together
 from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.redis.connection import Keys, connect
@@ -112,7 +112,7 @@ class Deployment:
         ]
         environment = {"PACELINE_TOKEN": token} if token else {}
         child = Child(
-            ChildSpec(run, argv, self.folder / f"{run}.log", ready, environment=environment),
+            ProcessSpec(run, argv, self.folder / f"{run}.log", ready, environment=environment),
             self._spawner,
             launch,
         )

@@ -22,7 +22,7 @@ from paceline.internal.v1 import draft_pb2
 from paceline.internal.v1 import draft_pb2_grpc as draft_rpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
-from services.local.child import Child, ChildSpec
+from services.local.child import Child, ProcessSpec
 from services.platform.redis.connection import Keys
 from tests.integration.generation.conftest import ATTEMPTS, PROMPT, Policy
 from tests.support.instances import CALL, Caller, InstanceProcess, Outcome, calling, stub_of
@@ -60,7 +60,7 @@ class Store:
         ready = self._folder / f"store.{self._starts}.json"
         log = self._folder / f"store.{self._starts}.log"
         argv = [*self._argv, f"--ready-file={ready}"]
-        self._child = Child(ChildSpec("drafts", argv, log, ready), self._spawner, launch)
+        self._child = Child(ProcessSpec("drafts", argv, log, ready), self._spawner, launch)
         self._child.start()
         self._child.wait_ready(time.monotonic() + CALL)
 

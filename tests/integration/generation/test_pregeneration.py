@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from paceline.internal.v1 import bubble_pb2, bubble_pb2_grpc, draft_pb2, draft_pb2_grpc
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import seconds_of, timestamp
-from services.local.child import Child, ChildSpec
+from services.local.child import Child, ProcessSpec
 from services.platform.config import ServiceConfig
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import InstanceRecord, Registration
@@ -179,7 +179,7 @@ class Store:
         name = uuid4().hex
         ready = self._folder / f"{name}.json"
         argv = [*self._argv, f"--ready-file={ready}"]
-        spec = ChildSpec("drafts", argv, self._folder / f"{name}.log", ready)
+        spec = ProcessSpec("drafts", argv, self._folder / f"{name}.log", ready)
         self._child = Child(spec, self._spawner, launch)
         self._child.start()
         self._child.wait_ready(time.monotonic() + CALL)

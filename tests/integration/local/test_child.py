@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.local.child import Child, ChildSpec, Keeper, PlatformError
+from services.local.child import Child, PlatformError, ProcessSpec, Supervisor
 from services.local.config import RestartPolicy
 
 READY = """
@@ -37,7 +37,7 @@ def spawner() -> Iterator[ThreadPoolExecutor]:
 def child(code: str, folder: Path, spawner: ThreadPoolExecutor, cores: tuple[int, ...] = ()) -> Child:
     ready = folder / "ready.json"
     argv = (sys.executable, "-c", code, str(ready))
-    return Child(ChildSpec("thing", argv, folder / "thing.log", ready, cores=cores), spawner)
+    return Child(ProcessSpec("thing", argv, folder / "thing.log", ready, cores=cores), spawner)
 
 
 def soon() -> float:
@@ -114,15 +114,15 @@ def test_a_dead_process_comes_back_until_it_died_too_often(
     thing = child(READY, tmp_path, spawner)
     thing.start()
     first = thing.wait_ready(soon()).pid
-    keeper = Keeper(RestartPolicy(limit=1, initial=0.01), lambda: [thing])
-    keeper.start()
+    supervisor = Supervisor(RestartPolicy(limit=1, initial=0.01), lambda: [thing])
+    supervisor.start()
     thing.kill()
     second = _wait_for(lambda: thing.alive and thing.ready and thing.ready.pid)
     assert second not in (None, first)
-    assert not keeper.gave_up(thing)
+    assert not supervisor.gave_up(thing)
     thing.kill()
-    assert _wait_for(lambda: keeper.gave_up(thing))
-    keeper.stop()
+    assert _wait_for(lambda: supervisor.gave_up(thing))
+    supervisor.stop()
     assert not thing.alive
 
 

@@ -96,7 +96,7 @@ def test_a_model_comes_from_a_folder_and_is_not_fetched_again(model: Path, tmp_p
     receipt = download(Source(f"file://{model}"), here, lines.append)
     assert content(here) == WANTED
     assert receipt.sizes == {name: len(each) for name, each in WANTED.items()}
-    assert "gives no checksums" in lines[0]
+    assert "has no checksums" in lines[0]
     assert lines[-1].endswith("3 of 3 files")
     (model / "config.json").unlink()
     download(Source(f"file://{model}"), here, lines.append)
@@ -122,7 +122,7 @@ def test_what_has_other_content_than_its_checksum_never_becomes_part_of_the_mode
     wrong.write_bytes(b"x" * len(FILES[wrong.name]))
     waits: list[float] = []
     with pytest.raises(
-        DownloadError, match=r"model-00002-of-00002\.safetensors: has not the sha256 checksum"
+        DownloadError, match=r"model-00002-of-00002\.safetensors: does not have the sha256 checksum"
     ):
         download(Source(website), tmp_path / "here", silent, pause=waits.append)
     assert len(waits) == 4
@@ -266,5 +266,5 @@ def test_each_checksum_of_the_hub_is_of_the_kind_that_it_has(model: Path, tmp_pa
     download(Listed(f"file://{model}"), tmp_path / "here", silent)
     source = Listed(f"file://{model}")
     source.checksum = "0" * 40
-    with pytest.raises(DownloadError, match="has not the git checksum"):
+    with pytest.raises(DownloadError, match="does not have the git checksum"):
         download(source, tmp_path / "there", silent, pause=lambda _seconds: None)

@@ -18,7 +18,7 @@ from services.contracts.sampling import Sampling
 from services.contracts.seeds import sample_seed
 from services.generation.engine.types import EngineRequest
 from services.local import Platform, PlatformConfig
-from services.local.child import ChildSpec, Process, spawned
+from services.local.child import Process, ProcessSpec, spawned
 from tests.integration.exactness.conftest import TIE
 from tests.support.models import END_TOKEN, tiny_model
 from tests.support.oracle import Oracle
@@ -71,7 +71,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     )
     instances = []
 
-    def launched(spec: ChildSpec, log: BinaryIO) -> Process:
+    def launched(spec: ProcessSpec, log: BinaryIO) -> Process:
         if spec.name != "instance-0":
             return launch(spec, log)
         argv = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.local.child import ChildSpec
+from services.local.child import ProcessSpec
 from services.local.config import PlatformConfig
 from services.local.launch import Specs, is_forked
 from services.local.zygote import Zygote
@@ -17,7 +17,7 @@ SPECS = Specs(PlatformConfig(Path("/m")), Path("/state"), "redis://x")
 GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 
 
-def instance(*flags: str, **environment: str) -> ChildSpec:
+def instance(*flags: str, **environment: str) -> ProcessSpec:
     return Specs(PlatformConfig(Path("/m"), instance_options=flags), Path("/state"), "redis://x").instance(
         0, environment, ()
     )
@@ -38,10 +38,10 @@ def instance(*flags: str, **environment: str) -> ChildSpec:
         (instance("--engine=v2", "--engine=v1"), True),
         (instance(PACELINE_ENGINE="v2"), False),
         (instance("--engine=v1", PACELINE_ENGINE="v2"), True),
-        (ChildSpec("other", (sys.executable, "-c", "pass"), Path("/log")), False),
+        (ProcessSpec("other", (sys.executable, "-c", "pass"), Path("/log")), False),
     ],
 )
-def test_what_may_be_forked(spec: ChildSpec, expected: bool) -> None:
+def test_what_may_be_forked(spec: ProcessSpec, expected: bool) -> None:
     assert is_forked(spec) is expected
 
 
@@ -53,6 +53,6 @@ def test_nothing_is_forked_on_other_systems(monkeypatch: Any) -> None:
 def test_a_zygote_that_cannot_be_started_says_so_at_once(tmp_path: Path) -> None:
     zygote = Zygote("json", log=tmp_path / "missing" / "imports.log")
     with pytest.raises(OSError, match="missing"):
-        zygote.begin()
+        zygote.preload()
     with (tmp_path / "log").open("wb") as log, pytest.raises(RuntimeError, match="nothing can be forked"):
         zygote.fork([sys.executable, "-m", "json"], {}, (), log)

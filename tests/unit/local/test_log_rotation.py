@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_process_writes_on_while_its_log_is_bounded(tmp_path: Path) -> None:
     log = tmp_path / "gateway.log"
-    rotation = LogRotation(lambda: [log, tmp_path / "absent.log"], most_bytes=2048, files=3)
+    rotation = LogRotation(lambda: [log, tmp_path / "absent.log"], max_bytes=2048, files=3)
     with (
         log.open("ab") as file,
         subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=file) as process,
@@ -44,7 +44,7 @@ def test_a_process_writes_on_while_its_log_is_bounded(tmp_path: Path) -> None:
             process.stdin.write(b"\n")
             process.stdin.flush()
             until(lambda: last_lines(log)[-1:] == [f"{1000 * written - 1}"])  # noqa: B023
-            rotation.look()
+            rotation.check()
             assert log.read_bytes() == b""
     assert names(tmp_path) == ["gateway.log", "gateway.log.1", "gateway.log.2"]
     assert last_lines(log)[-1] == "4999"
@@ -71,15 +71,15 @@ def test_a_log_that_cannot_be_copied_stays(tmp_path: Path, monkeypatch: pytest.M
     log = tmp_path / "a.log"
     log.write_text("x" * 100)
     older(log, 1).mkdir()
-    LogRotation(lambda: [log], most_bytes=10, files=2).look()
+    LogRotation(lambda: [log], max_bytes=10, files=2).check()
     assert log.stat().st_size == 100
 
 
-def test_the_thread_looks_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_checks_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.local.child._ROTATION_SECONDS", 0.001)
     looked = tmp_path / "looked.log"
     looked.write_text("x" * 100)
-    rotation = LogRotation(lambda: [looked], most_bytes=10, files=2)
+    rotation = LogRotation(lambda: [looked], max_bytes=10, files=2)
     rotation.start()
     until(lambda: older(looked, 1).exists() and not looked.stat().st_size)
     rotation.stop()

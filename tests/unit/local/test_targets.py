@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.child import Child, ChildSpec
+from services.local.child import Child, ProcessSpec
 from services.local.platform import TargetsFile, targets
 from services.platform.launching import write_ready_file
 
@@ -19,7 +19,7 @@ def children(tmp_path: Path) -> list[Child]:
     spawner = ThreadPoolExecutor(1)
     names = ("gateway", "instance-0")
     made = [
-        Child(ChildSpec(name, (), tmp_path / name, tmp_path / f"{name}.ready"), spawner) for name in names
+        Child(ProcessSpec(name, (), tmp_path / name, tmp_path / f"{name}.ready"), spawner) for name in names
     ]
     write_ready_file(tmp_path / "gateway.ready", "127.0.0.1:7400", 9100)
     return made

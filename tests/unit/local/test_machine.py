@@ -7,11 +7,10 @@ from typing import Literal
 import pytest
 
 from services.local import machine
-from services.local import machine as pinning
 
 
 def test_an_instance_has_as_many_threads_as_cores() -> None:
-    assert pinning.cpu_environment((2, 3)) == {"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "2,3"}
+    assert machine.cpu_environment((2, 3)) == {"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "2,3"}
 
 
 @pytest.mark.parametrize(
@@ -21,7 +20,7 @@ def test_an_instance_has_as_many_threads_as_cores() -> None:
 def test_gpus_are_those_visible_to_the_launcher(
     visible: str | None, gpus: int, index: int, expected: str
 ) -> None:
-    assert pinning.cuda_environment(visible, gpus, index) == {"CUDA_VISIBLE_DEVICES": expected}
+    assert machine.cuda_environment(visible, gpus, index) == {"CUDA_VISIBLE_DEVICES": expected}
 
 
 @pytest.mark.parametrize(
@@ -52,5 +51,5 @@ def test_gpus_are_used_if_vllm_is_built_for_them(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin")
 def test_no_cores_is_no_pinning() -> None:
-    assert pinning.pinned(["/bin/true"], ()) == ["/bin/true"]
-    assert pinning.pinned(["/bin/true"], (3,))[-2:] == ["3", "/bin/true"]
+    assert machine.pinned(["/bin/true"], ()) == ["/bin/true"]
+    assert machine.pinned(["/bin/true"], (3,))[-2:] == ["3", "/bin/true"]
