@@ -21,7 +21,8 @@ from services.gateway.metrics import GatewayMetrics
 from services.generation.loop.metrics import EngineMetrics, PregenerationMetrics
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.weights.stream.metrics import WeightStreamMetrics
-from services.platform.observability.metrics import redis_errors, redis_up, rpc_metrics, show_build
+from services.platform.observability.metrics import rpc_metrics, show_build
+from services.platform.redis.connection import redis_errors, redis_up
 from services.platform.security.certificates import RELOADS
 from services.policy.metrics import PolicyMetrics
 from services.policy.scaling.metrics import ScalingMetrics

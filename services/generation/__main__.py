@@ -42,7 +42,7 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
         gc.freeze()
         server, registration = process.server, process.registration
         await server.start()
-        registration.told = server.set_store
+        registration.reachable = server.set_store
         await registration.update(
             address=server.address,
             metrics_address=f"{server.address.rpartition(':')[0]}:{shutdown.metrics_port}",

@@ -1,7 +1,7 @@
-"""Run a service: the life of its process, and its server in the registry.
+"""Run a service: its process, and its gRPC server with an entry in the registry.
 
-`run` reads the configuration and sets up logs, metrics, event loop, signals and exit status. `RegisteredServer`
-is a gRPC server that others find in the registry, with background work; of several `LeadingServer`s one leads.
+`run` reads the configuration and sets up logs, metrics, event loop, signals and exit status. `RegisteredServer` is
+a gRPC server that others find in the registry, with background work; of several `LeadingServer`s one leads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from prometheus_client import CollectorRegistry, Gauge
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paceline.installation import how_to_install
 from services.platform.config import ConfigError, LeaderConfig, ServiceConfig, load_config
 from services.platform.grpc.server import GrpcServer, stop_servers
 from services.platform.launching import write_ready_file
+from services.platform.observability import tracing
 from services.platform.observability.event_loop import MeteredLoop
+from services.platform.observability.http_ports import start_metrics_server
 from services.platform.observability.logs import configure_logging
-from services.platform.observability.metrics import show_build, start_metrics_server
-from services.platform.observability.tracing import start_tracing, stop_tracing
+from services.platform.observability.metrics import show_build
 from services.platform.redis.connection import OUTAGES, Keys, connect
 from services.platform.redis.leadership import Leadership, Term
 from services.platform.redis.registry import InstanceRecord, Registration
@@ -38,13 +40,16 @@ from services.platform.tasks import end, until_one_ends
 log = structlog.get_logger(__name__)
 
 C = TypeVar("C", bound=ServiceConfig)
+T = TypeVar("T", bound=Term)
 
 FAILED = 1
 """Exit status after an error."""
+LEADING, STANDBY = "serving", "standby"
+"""States of a record in the registry. A standby is as healthy as the leader."""
 
 
 class Shutdown:
-    """Request to end for a service, and its report of readiness to the launcher."""
+    """Request to stop a service, and the service's report that it is ready."""
 
     def __init__(self, metrics_port: int = 0, ready_file: Path | None = None) -> None:
         self.requested = asyncio.Event()
@@ -53,18 +58,18 @@ class Shutdown:
         self._ready_file = ready_file
 
     def request(self, reason: str) -> None:
-        """Ask the service to end; the first reason is kept."""
+        """Request the service to stop; the first reason is kept."""
         if not self.requested.is_set():
             self.reason = reason
             self.requested.set()
 
     async def wait(self) -> str:
-        """Wait for the request to end, and return its reason."""
+        """Wait for the request to stop, and return its reason."""
         await self.requested.wait()
         return self.reason or ""
 
     def ready(self, address: str, metrics_port: int | None = None) -> None:
-        """Report that the service takes calls at `address`; write the ready file if one is configured."""
+        """Report that the service takes calls at `address`, in the log and in the ready file if configured."""
         port = self.metrics_port if metrics_port is None else metrics_port
         log.info("ready", address=address, metrics_port=port)
         if self._ready_file is not None:
@@ -72,7 +77,7 @@ class Shutdown:
 
 
 class Served(Protocol):
-    """Content of a process: `start`, then `run` until it is cancelled, then `stop`."""
+    """Server of a process: `start`, then `run` until cancelled, then `stop`."""
 
     @property
     def address(self) -> str: ...
@@ -85,7 +90,7 @@ class Served(Protocol):
 
 
 async def begun(starting: Coroutine[Any, Any, object], shutdown: Shutdown) -> bool:
-    """Wait for a start, which may wait for Redis; give it up and return False if asked to stop meanwhile."""
+    """Wait for a start, which may wait for Redis; cancel it and return False if the service must stop meanwhile."""
     started = asyncio.create_task(starting, name="start")
     stopping = asyncio.create_task(shutdown.wait(), name="shutdown")
     try:
@@ -99,9 +104,9 @@ async def begun(starting: Coroutine[Any, Any, object], shutdown: Shutdown) -> bo
 
 
 async def serve(served: Served, config: ServiceConfig, shutdown: Shutdown) -> None:
-    """Serve until asked to stop.
+    """Serve until `shutdown` is requested.
 
-    An error that ends `run` earlier is raised, and running calls get no grace then.
+    An error that ends `run` earlier is raised, and running calls then get no grace.
     """
     if not await begun(served.start(), shutdown):
         await served.stop(0)
@@ -147,10 +152,22 @@ def _run(service: str, main: Callable[[C, Shutdown], Awaitable[None]], config: C
         log.exception("service_failed", service=service)
         return FAILED
     finally:
-        stop_tracing()
+        tracing.stop()
         _remove(config.ready_file)
     log.info("stopped")
     return 0
+
+
+def start_tracing(service: str, config: ServiceConfig) -> None:
+    """Export spans to `config.tracing_endpoint`, if it is set; ConfigError if OpenTelemetry is not installed."""
+    if config.tracing_endpoint is None:
+        return
+    try:
+        from services.platform.observability.otlp import OtlpTracer
+    except ImportError as error:
+        problem = f"tracing_endpoint needs the extra `tracing`: {how_to_install('tracing')} ({error})"
+        raise ConfigError([problem]) from error
+    tracing.start(OtlpTracer(service, config))
 
 
 async def _main(main: Callable[[C, Shutdown], Awaitable[None]], config: C, metrics_port: int) -> None:
@@ -166,7 +183,7 @@ def _handle_signals(shutdown: Shutdown) -> None:
     loop = asyncio.get_running_loop()
     seen: list[int] = []
 
-    # A plain handler rather than the loop's own, so that a second signal ends a loop that hangs.
+    # A plain handler instead of the loop's, so that a second signal ends a loop that hangs.
     def handle(number: int, _frame: FrameType | None) -> None:
         if seen:
             os._exit(128 + number)
@@ -180,10 +197,6 @@ def _handle_signals(shutdown: Shutdown) -> None:
 def _remove(path: Path | None) -> None:
     if path is not None:
         path.unlink(missing_ok=True)
-
-
-LEADING, STANDBY = "serving", "standby"
-"""States of a record. A standby is as healthy as the leader."""
 
 
 class RegisteredServer:
@@ -202,7 +215,7 @@ class RegisteredServer:
         registry: CollectorRegistry | None = None,
         state: str = LEADING,
     ) -> None:
-        """`service` and `instance_id` are its names in the registry, `state` is the first state of its record."""
+        """`service` and `instance_id` name the record in the registry, and `state` is its first state."""
         self.server = GrpcServer(config, service=service, registry=registry)
         self.redis: Redis = connect(config)
         self.work: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -217,19 +230,19 @@ class RegisteredServer:
         return self.server.address
 
     async def start(self) -> None:
-        """Open the port and register, which waits for Redis in an outage; health is NOT_SERVING meanwhile."""
+        """Open the port and register, which waits for Redis in an outage with health NOT_SERVING."""
         await self.server.start()
         record = replace(
             self._record,
             address=self.address,
             metrics_address=f"{self.address.rpartition(':')[0]}:{self._metrics_port}",
         )
-        self._registration = Registration(self.redis, self._keys, record, told=self.server.set_store)
+        self._registration = Registration(self.redis, self._keys, record, reachable=self.server.set_store)
         await self._registration.register()
         await self.server.set_serving(True)
 
     async def run(self) -> None:
-        """Send heartbeats and do the work, until cancelled or some of the work ends.
+        """Send heartbeats and run the work, until cancelled or one of them ends.
 
         Raises the errors of the work, and FailedPrecondition if another process has registered under the name.
         """
@@ -237,7 +250,7 @@ class RegisteredServer:
         works = (self._registration.run, *self.work)
         await until_one_ends([asyncio.create_task(work()) for work in works])
 
-    async def tell(self, state: str) -> None:
+    async def set_state(self, state: str) -> None:
         """Change the state of the record, now or with a later heartbeat."""
         if self._registration is not None:
             with contextlib.suppress(RedisError):
@@ -253,13 +266,10 @@ class RegisteredServer:
         await self.redis.aclose()
 
 
-T = TypeVar("T", bound=Term)
-
-
 class LeadingServer(RegisteredServer, Generic[T]):
-    """Process of a service of which one leads; its registration tells whether it leads or stands by.
+    """Server of a service of which one process leads; its record says whether it leads or is a standby.
 
-    Usage as of `RegisteredServer`: `start`, then `run` until it is cancelled, then `stop`.
+    Usage as of `RegisteredServer`: `start`, then `run` until cancelled, then `stop`.
     """
 
     def __init__(
@@ -279,11 +289,11 @@ class LeadingServer(RegisteredServer, Generic[T]):
 
         Args:
             config: settings shared by all services that have a leader.
-            service: its name in the registry.
+            service: name of the service in the registry.
             instance_id: name of this process in the registry.
-            title: what users call the service.
+            title: name of the service for users.
             lease: Redis key of the lease.
-            open_term: makes what leads; it gets the number of the term, which fences its writes.
+            open_term: makes the leader's work for a term, whose number fences its writes.
             leader: set to 1 while this process leads.
             registry: registry of the server's metrics.
             metrics_port: port at which metrics are scraped.
@@ -297,4 +307,4 @@ class LeadingServer(RegisteredServer, Generic[T]):
 
     async def _changed(self, leading: bool) -> None:
         self._leader.set(leading)
-        await self.tell(LEADING if leading else STANDBY)
+        await self.set_state(LEADING if leading else STANDBY)

@@ -23,7 +23,7 @@ from services.gateway.scheduler.work_link import Attempt, WorkLink
 from services.gateway.state.calls import WaitingCalls
 from services.gateway.state.rollout_batch import Account, RolloutBatch
 from services.platform.observability import tracing
-from services.platform.observability.span import NO_SPAN, TraceSpan
+from services.platform.observability.tracing import NO_SPAN, TraceSpan
 from services.platform.security.caller import TokenHolder
 from services.platform.tasks import Notifier
 

@@ -17,7 +17,7 @@ from services.gateway.scheduler.placement import InstanceSlots
 from services.gateway.scheduler.turns import Pace
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import EventEffect, GatewaySample
-from services.platform.observability.span import NO_SPAN, TraceSpan
+from services.platform.observability.tracing import NO_SPAN, TraceSpan
 from services.platform.tasks import ExponentialBackoff
 
 # Tokens and items in one message: far below the size limit of messages.

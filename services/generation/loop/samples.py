@@ -22,7 +22,7 @@ from services.generation.draft_cache.origin import NOWHERE, Origin
 from services.generation.engine.types import EngineLoad, EngineRequest, Finish, SampleStep, Verifier
 from services.generation.loop.metrics import BackgroundMetrics
 from services.platform.observability import tracing
-from services.platform.observability.span import NO_SPAN, TraceSpan
+from services.platform.observability.tracing import NO_SPAN, TraceSpan
 
 if TYPE_CHECKING:
     from services.generation.engine.sampling.outputs import PromptScores

@@ -15,7 +15,7 @@ from paceline.times import duration, seconds_of
 from services.generation.kv_transfer.reason import Reason
 from services.generation.migration.protocol import Donor, Fate, ReceiverState, Stage
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
-from services.platform.observability.span import NO_SPAN, TraceSpan
+from services.platform.observability.tracing import NO_SPAN, TraceSpan
 
 
 @dataclass(slots=True)

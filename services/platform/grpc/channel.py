@@ -19,7 +19,7 @@ from paceline.transport.channel import is_loopback, keepalive_options
 from services.platform.config import ServiceConfig, TlsConfig
 from services.platform.grpc.interceptor import REQUEST_ID
 from services.platform.observability import tracing
-from services.platform.observability.span import TRACE_PARENT
+from services.platform.observability.tracing import TRACE_PARENT
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 from services.platform.security.certificates import Certificates, watch_certificates
 from services.platform.security.guard import own_token

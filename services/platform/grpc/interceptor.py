@@ -35,7 +35,7 @@ from services.contracts.errors import (
 from services.platform.grpc.parse_budget import NO_MESSAGE, ParseBudget, Shape, shape_of
 from services.platform.observability import tracing
 from services.platform.observability.metrics import RpcMetrics
-from services.platform.observability.span import TRACE_PARENT
+from services.platform.observability.tracing import TRACE_PARENT
 from services.platform.redis.connection import OUTAGES, reason_of
 from services.platform.security.caller import TokenHolder, act_for, check_runs, current_caller, read_caller
 from services.platform.security.guard import Guard

@@ -1,8 +1,6 @@
 """Measure the turns of an event loop, and log what ran in the long ones.
 
-A thread looks 50 times a second whether the current turn has used half the time of a long one, measured as
-processor time of the loop's thread, so that other load on the machine makes no turn long. Only then it takes the
-stack and attributes to it the processor time since its last look.
+Turns are measured as processor time of the loop's thread, so that other load on the machine makes no turn long.
 """
 
 from __future__ import annotations
@@ -21,14 +19,25 @@ from typing import Any, TypeVar
 
 import structlog
 
+log = structlog.get_logger(__name__)
+
+K = TypeVar("K")
+
 LONG_TURN = 0.05
-"""Seconds of processor time that make a turn a long one: a lease, a heartbeat or a call has waited for them."""
+"""Seconds of processor time from which a turn is long: a lease, a heartbeat or a call had to wait."""
+_SAMPLE_SECONDS = 0.02
+# Least seconds between two lines, except for turns that are longer than all before.
+_LOG_SECONDS = 10.0
+# Innermost calls of a stack, and callbacks of a turn, that are logged at most.
+_MAX_CALLS = 12
+_MAX_CALLBACKS = 5
+_HANDLE_RUN = asyncio.Handle._run.__code__
 
 
 class TurnSelector(selectors.DefaultSelector):
-    """Selector that measures what is done between one wait for events and the next: a turn of the loop.
+    """Selector that measures the turns of the loop, from one wait for events to the next.
 
-    That costs two looks at each clock a turn, whatever number of callbacks it has.
+    It reads each clock twice a turn, however many callbacks the turn has.
     """
 
     def __init__(self) -> None:
@@ -40,9 +49,9 @@ class TurnSelector(selectors.DefaultSelector):
         self.number = 0
         """Number of the turn under way."""
         self.begun_cpu = self.begun_wall = float("inf")
-        """Readings of the two clocks when it began; infinite while the loop waits for events."""
+        """Readings of the two clocks when that turn began; infinite while the loop waits for events."""
         self.ended: Callable[[float, float], None] | None = None
-        """Called after each long turn with its processor and wall time, as the last part of it."""
+        """Called at the end of each long turn with its processor and wall time."""
 
     def select(self, timeout: float | None = None) -> list[Any]:
         """Wait for events, as any selector does."""
@@ -59,28 +68,19 @@ class TurnSelector(selectors.DefaultSelector):
 
 
 class MeteredLoop(asyncio.SelectorEventLoop):
-    """Event loop of which `turns` has the longest turn so far."""
+    """Event loop that measures its turns with the selector `turns`."""
 
     def __init__(self) -> None:
         self.turns = TurnSelector()
         super().__init__(self.turns)
 
 
-log = structlog.get_logger(__name__)
-
-K = TypeVar("K")
-
-_LOOK_SECONDS = 0.02
-# One line in so many seconds, and any turn that is longer than all before.
-_LOG_SECONDS = 10.0
-# Innermost calls of a stack, and callbacks of a turn, that are logged.
-_MOST_CALLS = 12
-_MOST_CALLBACKS = 5
-_HANDLE_RUN = asyncio.Handle._run.__code__
-
-
 class TurnProfiler:
-    """Profiler of the long turns of an event loop; use it as a context manager, on the loop's thread."""
+    """Profiler of the long turns of an event loop; use it as a context manager, on the loop's thread.
+
+    A thread checks 50 times a second whether the current turn has used half the time of a long one. Only then does
+    it take the stack and attribute the processor time since its last check to it.
+    """
 
     def __init__(self, turns: TurnSelector) -> None:
         self._turns = turns
@@ -89,11 +89,11 @@ class TurnProfiler:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="turn-profiler", daemon=True)
         self._lock = threading.Lock()
-        # Of turn number `_number`: the clock at the last look, and seconds by callback and by stack.
-        self._number, self._looked = -1, 0.0
+        # For turn `_number`: the clock at the last sample, and seconds by callback and by stack.
+        self._number, self._sampled_at = -1, 0.0
         self._callbacks: defaultdict[str, float] = defaultdict(float)
         self._stacks: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        # The same of the turn under way, for garbage collections.
+        # Seconds of garbage collections, for turn `_collected_in`.
         self._collecting_since = self._collected = 0.0
         self._collected_in = -1
         self._longest, self._logged_at = 0.0, float("-inf")
@@ -110,8 +110,8 @@ class TurnProfiler:
         self._over.set()
         self._thread.join()
 
-    def look(self) -> None:
-        """Take the stack of the loop's thread if its turn is becoming a long one."""
+    def sample(self) -> None:
+        """Take the stack of the loop's thread if its current turn is becoming long."""
         number, begun = self._turns.number, self._turns.begun_cpu
         now = time.clock_gettime(self._clock)
         if now - begun < LONG_TURN / 2:
@@ -121,15 +121,15 @@ class TurnProfiler:
             if number != self._turns.number:
                 return
             if number != self._number:
-                self._number, self._looked = number, begun
+                self._number, self._sampled_at = number, begun
                 self._callbacks.clear()
                 self._stacks.clear()
-            spent, self._looked = now - self._looked, now
+            spent, self._sampled_at = now - self._sampled_at, now
             self._callbacks[callback] += spent
             self._stacks[stack] += spent
 
     def ended(self, cpu: float, wall: float) -> None:
-        """Log a long turn that ends now; few of those that are not longer than all before."""
+        """Log a long turn that ends now, unless it is not the longest so far and a line was logged recently."""
         now = time.monotonic()
         if cpu <= self._longest and now - self._logged_at < _LOG_SECONDS:
             return
@@ -137,7 +137,7 @@ class TurnProfiler:
         collected = self._collected if self._collected_in == self._turns.number else 0.0
         with self._lock:
             seen = self._number == self._turns.number
-            callbacks = _longest(self._callbacks, _MOST_CALLBACKS) if seen else []
+            callbacks = _longest(self._callbacks, _MAX_CALLBACKS) if seen else []
             stacks = _longest(self._stacks, 1) if seen else []
         log.warning(
             "long_turn",
@@ -149,8 +149,8 @@ class TurnProfiler:
         )
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_SECONDS):
-            self.look()
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self.sample()
 
     def _collection(self, phase: str, info: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread_id:
@@ -163,17 +163,17 @@ class TurnProfiler:
             self._collected += time.thread_time() - self._collecting_since
 
 
-def _longest(seconds: Mapping[K, float], most: int) -> list[tuple[K, float]]:
-    return heapq.nlargest(most, seconds.items(), key=lambda item: item[1])
+def _longest(seconds: Mapping[K, float], count: int) -> list[tuple[K, float]]:
+    return heapq.nlargest(count, seconds.items(), key=lambda item: item[1])
 
 
 def _calls(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """Return the callback of the loop that runs, and the innermost calls of its stack, the innermost first."""
+    """Return the running callback of the loop, and the innermost calls of its stack, innermost first."""
     calls: list[str] = []
     while frame is not None and frame.f_code is not _HANDLE_RUN:
         calls.append(_name(frame))
         frame = frame.f_back
-    return (calls[-1] if calls else "the event loop"), tuple(calls[:_MOST_CALLS])
+    return (calls[-1] if calls else "the event loop"), tuple(calls[:_MAX_CALLS])
 
 
 def _name(frame: FrameType) -> str:

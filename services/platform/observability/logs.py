@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stdout, including those of libraries."""
+"""Write the logs of a process and its libraries as JSON lines to stdout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry's SDK, exported over OTLP/gRPC in batches by a thread of its own.
+"""Export spans over OTLP/gRPC with OpenTelemetry's SDK, in batches and from a separate thread.
 
-Imported only when an endpoint is configured. No global provider is set: libraries that trace themselves, such as
-vLLM, are left as they are. Headers, certificates and limits come from OpenTelemetry's own variables
+Imported only if an endpoint is configured. No global provider is set, so that libraries with their own tracing,
+such as vLLM, are unaffected. Headers, certificates and limits come from OpenTelemetry's own variables
 (OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE, ...).
 """
 
@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from services.platform.config import ServiceConfig
-from services.platform.observability.span import TRACE_PARENT, Attribute, TraceSpan
+from services.platform.observability.tracing import TRACE_PARENT, Attribute, TraceSpan
 
 QUEUE_SPANS = 1 << 16
 """Spans that may wait for the collector; beyond that, the oldest are dropped."""
@@ -33,13 +33,13 @@ EXPORT_SECONDS = 5.0
 """Deadline of a message to the collector."""
 EXPORT_EVERY_SECONDS = 1.0
 STOP_SECONDS = 3.0
-"""Most time that the process waits for its last spans to be exported."""
+"""Longest time that the process waits for its last spans to be exported."""
 
 _propagator = TraceContextTextMapPropagator()
 
 
 class UnseededIds(IdGenerator):
-    """Trace ids from the operating system; those of the SDK come from `random`, which all engines seed alike."""
+    """Random ids from the operating system; the SDK takes its ids from `random`, which all engines seed alike."""
 
     def generate_trace_id(self) -> int:
         return secrets.randbits(128) or 1

@@ -1,51 +1,71 @@
-"""Distributed tracing of samples: from the trainer's call through gateway, instances and migrations.
+"""Trace samples across processes: from the trainer's call through gateway, instances and migrations.
 
-Off until `start_tracing` finds a configured endpoint: before, no tracer is imported and every span is `NO_SPAN`.
-Context travels between processes as a W3C traceparent: in the metadata of calls, and in the messages of work
-streams, which outlive any trace.
+Until `start` gets a tracer, every span is `NO_SPAN`. Context travels between processes as a W3C traceparent: in the
+metadata of calls, and in the messages of work streams, which outlive any trace.
 
-A span is begun as the child of another one, or as the root of a trace where a trainer calls. Background work of the
-services, such as polling, is not traced.
+A span is the child of another one, or the root of a trace where a trainer calls. Background work of the services,
+such as polling, is not traced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import structlog
 
-from paceline.installation import how_to_install
-from services.platform.config import ConfigError, ServiceConfig
-from services.platform.observability.span import NO_SPAN, Attribute, TraceSpan
-
-if TYPE_CHECKING:
-    from services.platform.observability.otlp import OtlpTracer
-
+TRACE_PARENT = "traceparent"
+"""Metadata key of the caller's span, as W3C Trace Context defines it."""
 _PUBLIC = "/paceline.v1."
 """Methods that trainers call."""
 
+Attribute = str | int | float | bool
+
+
+class TraceSpan:
+    """A span under way. This base class records nothing; `otlp.OtlpSpan` exports."""
+
+    __slots__ = ()
+
+    traceparent = ""
+    """Context for children of the span in other processes; empty when nothing is traced."""
+
+    def event(self, name: str, **attributes: Attribute) -> None:
+        """Record that something has happened."""
+
+    def end(self, error: str = "", **attributes: Attribute) -> None:
+        """End the span with more attributes; `error` if it failed. Later calls have no effect."""
+
+
+NO_SPAN = TraceSpan()
+
+
+class Tracer(Protocol):
+    """Exporter of spans, such as `otlp.OtlpTracer`."""
+
+    def begin(
+        self, name: str, parent: str, attributes: Mapping[str, Attribute], *, server: bool = False
+    ) -> TraceSpan:
+        """Return a span under `parent`, a traceparent."""
+        ...
+
+    def stop(self) -> None:
+        """Export the remaining spans."""
+        ...
+
+
 _current: ContextVar[TraceSpan] = ContextVar("span", default=NO_SPAN)
-_tracer: OtlpTracer | None = None
+_tracer: Tracer | None = None
 
 
-def start_tracing(service: str, config: ServiceConfig) -> None:
-    """Begin to export spans to `config.tracing_endpoint`, if it is set.
-
-    ConfigError when OpenTelemetry is not installed.
-    """
+def start(tracer: Tracer) -> None:
+    """Begin spans with `tracer` from now on."""
     global _tracer
-    if config.tracing_endpoint is None:
-        return
-    try:
-        from services.platform.observability.otlp import OtlpTracer
-    except ImportError as error:
-        problem = f"tracing_endpoint needs the extra `tracing`: {how_to_install('tracing')} ({error})"
-        raise ConfigError([problem]) from error
-    _tracer = OtlpTracer(service, config)
+    _tracer = tracer
 
 
-def stop_tracing() -> None:
+def stop() -> None:
     """Export the remaining spans, for a short time, and stop tracing."""
     global _tracer
     tracer, _tracer = _tracer, None
@@ -63,16 +83,16 @@ def begin(name: str, parent: str | None = None, *, root: bool = False, **attribu
 
     Args:
         name: short name of the operation.
-        parent: traceparent of the parent span; None for that of the call being served.
-        root: begin a trace when there is no parent; otherwise the span is `NO_SPAN` then.
+        parent: traceparent of the parent span; None: the span of the call being served.
+        root: begin a trace if there is no parent, instead of returning `NO_SPAN`.
         attributes: attributes known at the beginning.
     """
     if _tracer is None:
         return NO_SPAN
-    belongs = _current.get().traceparent if parent is None else parent
-    if not belongs and not root:
+    above = _current.get().traceparent if parent is None else parent
+    if not above and not root:
         return NO_SPAN
-    return _tracer.begin(name, belongs, attributes)
+    return _tracer.begin(name, above, attributes)
 
 
 def serve(method: str, parent: str) -> TraceSpan:

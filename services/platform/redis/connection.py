@@ -1,4 +1,4 @@
-"""Connection to Redis, what counts as its outage, and the names of the keys that services share.
+"""Connect to Redis, classify its outages, and name the keys that services share.
 
 Only commands of Redis 6.2 and later are used, and no server-side functions. A command can be applied twice
 when the connection breaks between its execution and its answer, so writes must be idempotent (or, as for
@@ -7,10 +7,12 @@ the epoch counter, harmless when repeated).
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
+from prometheus_client import Counter, Gauge
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.client import Pipeline
 from redis.asyncio.cluster import ClusterNode, ClusterPipeline
@@ -28,7 +30,6 @@ from redis.exceptions import (
 )
 
 from services.platform.config import ServiceConfig, parse_store_url
-from services.platform.observability.metrics import redis_errors, redis_up
 
 CONNECT_TIMEOUT = 2.0
 """Seconds to open a connection."""
@@ -38,16 +39,16 @@ RETRIES = 4
 """Retries of a command after a connection error: with the delays below, about a second in all."""
 RETRY_DELAY, MAX_RETRY_DELAY = 0.05, 0.5
 """First and longest delay between tries, in seconds."""
-MOST_CONNECTIONS = 4096
-"""Most connections of a process to one server. redis-py fails beyond it, and by default beyond 100."""
+MAX_CONNECTIONS = 4096
+"""Most connections of a process to one server; redis-py fails beyond it (by default beyond 100)."""
 HEALTH_CHECK_INTERVAL = 5
-"""Seconds that a connection may lie idle before it is checked at its next use."""
+"""Seconds that a connection may be idle before it is checked at its next use."""
 
 _RETRIED = (ConnectionError, TimeoutError)
 
 
 class Refused(ResponseError):
-    """Raised when Redis answers, but cannot carry out a command now; `reason` is one of `REFUSALS`."""
+    """Raised when Redis answers but cannot execute a command now; `reason` is one of `REFUSALS`."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -55,9 +56,9 @@ class Refused(ResponseError):
 
 
 OUTAGES = (ConnectionError, TimeoutError, Refused)
-"""Errors of a command of a client from `connect` while Redis cannot be reached, or cannot accept writes now.
+"""Errors of clients from `connect` while Redis cannot be reached, or cannot accept writes.
 
-What is wrong with the command itself (WRONGTYPE, NOSCRIPT, NOPERM, a script's own error) is none of them.
+Errors of the command itself (WRONGTYPE, NOSCRIPT, NOPERM, a script's own error) are not among them.
 """
 
 REFUSALS = {
@@ -72,10 +73,10 @@ REFUSALS = {
     "LOADING": "loading",
     "BUSY": "script_runs",
 }
-"""Codes of replies of a server that cannot accept a command now, and what metrics call them."""
-# A reply begins with its code. Before it may be what redis-py says of a pipeline, or Redis 6.2 of a script.
+"""Error codes of a server that cannot accept a command now, and their names in metrics."""
+# A reply begins with its code, after a prefix that redis-py adds for pipelines, or Redis 6.2 for scripts.
 _CODE = re.compile(rf"(?:^|of pipeline caused error: |: -)({'|'.join(REFUSALS)})\b")
-# Before it has found a node that answers, or all that it needs, a cluster's client says so in its own words.
+# Messages of redis-py's cluster client until it has found nodes for all slots.
 _NO_CLUSTER = (
     "cannot be connected",
     "not all slots",
@@ -86,7 +87,7 @@ _NO_CLUSTER = (
 
 
 def translated(error: Exception) -> Exception:
-    """Return the error of a command as one of OUTAGES if it is one; else the error itself."""
+    """Return the error of a command as one of OUTAGES, or unchanged if it is no outage."""
     code = getattr(error, "status_code", None)
     if isinstance(error, ResponseError) and not isinstance(error, Refused):
         found = _CODE.search(str(error))
@@ -101,21 +102,38 @@ def translated(error: Exception) -> Exception:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what metrics call one of OUTAGES."""
+    """Return the name in metrics of one of OUTAGES."""
     if isinstance(error, Refused):
         return error.reason
     return "loading" if isinstance(error, BusyLoadingError) else "unreachable"
 
 
+@functools.cache
+def redis_up() -> Gauge:
+    """Return the gauge that heartbeats and leases set."""
+    text = "1 when Redis accepted a write last time, 0 when it could not be reached or accepts none now."
+    return Gauge("paceline_redis_up", text)
+
+
+@functools.cache
+def redis_errors() -> Counter:
+    """Return the counter of heartbeats and renewals of leases that Redis refused, by reason."""
+    text = (
+        "Heartbeats and renewals of leases that Redis did not take: unreachable, loading, full, read_only, "
+        "snapshot_failed, no_replicas, primary_down, cluster_down, resharding, script_runs."
+    )
+    return Counter("paceline_redis_errors_total", text, ["reason"])
+
+
 def show_outage(error: Exception | None) -> None:
-    """Show in metrics that Redis could not be used, or with None that it accepted a write."""
+    """Show in metrics that Redis could not be used, or, with None, that it accepted a write."""
     redis_up().set(error is None)
     if error is not None:
         redis_errors().labels(reason_of(error)).inc()
 
 
 class _Client(Redis):
-    """Client of one server, or of the primary that Sentinels name. Errors are `translated`."""
+    """Client of one server, or of the primary that Sentinels name; errors are `translated`."""
 
     sentinels: Sentinel | None = None
 
@@ -129,7 +147,7 @@ class _Client(Redis):
         return _Pipeline(self, transaction, shard_hint)
 
     async def refused(self, error: Exception) -> Exception:
-        """Return the error translated; a demoted primary is left, so that its address is looked up anew."""
+        """Return the error translated; leave a demoted primary, so that its address is looked up again."""
         error = translated(error)
         if isinstance(error, Refused) and error.reason == "read_only":
             await self.connection_pool.disconnect(inuse_connections=False)
@@ -155,7 +173,7 @@ class _Pipeline(Pipeline):
 
 
 class _Cluster(RedisCluster):
-    """Client of a Redis Cluster. Errors are `translated`."""
+    """Client of a Redis Cluster; errors are `translated`."""
 
     async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -164,7 +182,7 @@ class _Cluster(RedisCluster):
             raise translated(error) from None
 
     async def __aenter__(self) -> Self:
-        # Unlike its own, this one needs no cluster yet: it may be away when a service starts.
+        # The base method connects at once, but the cluster may be unreachable when a service starts.
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -176,7 +194,7 @@ class _Cluster(RedisCluster):
 
 class _ClusterPipeline(ClusterPipeline):
     def mget(self, keys: Any, *args: Any) -> Any:
-        """Queue an MGET of keys in one slot, which redis-py keeps out of pipelines because keys may span slots."""
+        """Queue an MGET of keys in one slot; redis-py has none in pipelines, since keys may span slots."""
         return self.execute_command("MGET", *list_or_args(keys, args))
 
     async def execute(self, raise_on_error: bool = True, allow_redirections: bool = True) -> list[Any]:
@@ -188,10 +206,10 @@ class _ClusterPipeline(ClusterPipeline):
 
 
 def connect(config: ServiceConfig) -> Redis:
-    """Return a client of `config.redis_url` that answers in bytes. Connects at first use; close with `aclose`.
+    """Return a client of `config.redis_url` that returns bytes; it connects at first use, and `aclose` closes it.
 
-    In a Redis Cluster all keys of a command, script or transaction must lie in one slot; other pipelines may span
-    slots, but their commands then run in no certain order.
+    In a Redis Cluster all keys of a command, script or transaction must be in one slot; other pipelines may span
+    slots, but their commands then run in no particular order.
     """
     address = parse_store_url(config.redis_url)
     options: dict[str, Any] = {
@@ -203,14 +221,14 @@ def connect(config: ServiceConfig) -> Redis:
         **address.options,
     }
     if not address.hosts:
-        return _Client.from_url(address.url, max_connections=MOST_CONNECTIONS, **options)
+        return _Client.from_url(address.url, max_connections=MAX_CONNECTIONS, **options)
     if not address.service:
         nodes = [ClusterNode(host, port) for host, port in address.hosts]
         return cast(Redis, _Cluster(startup_nodes=nodes, **options))
     for_sentinels = {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_timeout": CONNECT_TIMEOUT}
     sentinel = Sentinel(address.hosts, sentinel_kwargs={**for_sentinels, **address.sentinel_options})
     client: _Client = sentinel.master_for(
-        address.service, redis_class=_Client, max_connections=MOST_CONNECTIONS, **options
+        address.service, redis_class=_Client, max_connections=MAX_CONNECTIONS, **options
     )
     client.sentinels = sentinel
     return client
@@ -220,7 +238,7 @@ def connect(config: ServiceConfig) -> Redis:
 class Keys:
     """Names of keys under one namespace.
 
-    Keys that are used in one transaction or script share a hash tag (the part in braces), so that they lie
+    Keys that are used in one transaction or script share a hash tag (the part in braces), so that they are
     in one slot of a Redis Cluster.
     """
 
@@ -239,7 +257,7 @@ class Keys:
         return f"{self.registry_index(service)}:epoch:{instance_id}"
 
     def batch(self, run_id: str, batch_id: str, name: str) -> str:
-        """Return a key of one batch; all keys of a batch lie in one slot."""
+        """Return a key of one batch; all keys of a batch are in one slot."""
         return f"{self.namespace}:{{{run_id}:{batch_id}}}:{name}"
 
     def run(self, run_id: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Decision log: one bounded stream in Redis to which every service writes what it decided and why.
+"""Write and read the decision log: one bounded stream in Redis of what services decided and why.
 
 Writing a decision never fails its caller and never waits for an outage of Redis to end.
 """
@@ -23,13 +23,13 @@ from services.platform.tasks import is_cancelled
 log = structlog.get_logger(__name__)
 
 KEPT = 10_000
-"""Least number of decisions that are kept; older ones are dropped. They take 175 MB at most."""
+"""Fewest decisions that are kept, in at most 175 MB; older ones are dropped."""
 BEGINNING, NOW = "0", "$"
 """Entry to read from: the oldest kept, or only future ones."""
 _MAX_DETAIL_BYTES = 16 * 1024
 _MAX_REASON = 1000
 _MAX_POSTED = 1000
-# Below the command timeout of `store.connect`.
+# Blocks for less than the command timeout of `connect`.
 _BLOCK_MS, _BATCH, _PAUSE = 1000, 256, 0.5
 
 
@@ -38,7 +38,7 @@ class DecisionRecord:
     """One decision and its reason, as stored.
 
     `kind` is the subject (speculation, draft_cap, knobs, migration, scaling), `reason` a sentence, and
-    `predicted_gain` the expected gain as a share (0.1: ten percent sooner; 0: none, or not predictable). `details`
+    `predicted_gain` the expected gain as a share (0.1: ten percent faster; 0: none, or not predictable). `details`
     are JSON values, `time` is in unix seconds, and an empty `run_id` means the whole fleet.
     """
 
@@ -73,7 +73,7 @@ class DecisionRecord:
 
     @classmethod
     def from_fields(cls, fields: Mapping[bytes, bytes]) -> DecisionRecord:
-        """Read `to_fields`. ValueError when it is no decision."""
+        """Read `to_fields`; ValueError if it is no decision."""
         text = {name.decode(): value.decode() for name, value in fields.items()}
         try:
             details = json.loads(text["details"])
@@ -100,7 +100,7 @@ class DecisionLog:
         self._posted: asyncio.Queue[DecisionRecord] = asyncio.Queue(_MAX_POSTED)
 
     def post(self, decision: DecisionRecord) -> None:
-        """Queue a decision for `run` to write. The caller does not wait; of too many the oldest is dropped."""
+        """Queue a decision for `run` to write, without waiting; a full queue drops its oldest one."""
         if self._posted.full():
             log.warning("decision_dropped", kind=self._posted.get_nowait().kind)
         self._posted.put_nowait(decision)
@@ -112,7 +112,7 @@ class DecisionLog:
         raise asyncio.CancelledError
 
     async def write(self, decision: DecisionRecord) -> bool:
-        """Append a decision; on an error of Redis return False and log it."""
+        """Append a decision; on an error of Redis log it and return False."""
         try:
             await self._redis.xadd(self._key, decision.to_fields(), maxlen=KEPT, approximate=True)
         except RedisError as error:
@@ -129,12 +129,12 @@ class DecisionLog:
         return [each for _, fields in reversed(entries) if (each := _parsed(fields)) is not None]
 
     async def last_id(self) -> str:
-        """Return the id of the newest entry; entries read after it are later. Raises errors of Redis."""
+        """Return the id of the newest entry. Raises errors of Redis."""
         newest = await self._redis.xrevrange(self._key, count=1)
         return newest[0][0].decode() if newest else BEGINNING
 
     async def kept(self, after: str = BEGINNING, run_id: str = "") -> AsyncIterator[DecisionRecord]:
-        """Yield the decisions that are there now, and end. Arguments: as of `follow`. Raises errors of Redis."""
+        """Yield the decisions stored now, and end. Arguments as of `follow`; raises errors of Redis."""
         last, read = await self.last_id(), True
         while read:
             entries = await self._redis.xrange(self._key, f"({after}", last, count=_BATCH)
@@ -146,15 +146,15 @@ class DecisionLog:
             read = len(entries) == _BATCH
 
     async def follow(self, after: str = NOW, run_id: str = "") -> AsyncIterator[DecisionRecord]:
-        """Yield decisions as they are written, without end; outlasts outages of Redis.
+        """Yield decisions as they are written, without end and through outages of Redis.
 
         Args:
             after: an entry's id, BEGINNING or NOW.
-            run_id: only those of this run and of the whole fleet; empty: all.
+            run_id: only decisions of this run and of the whole fleet; empty: all.
         """
         while not is_cancelled():
             try:
-                # An entry that comes between two reads must not be missed, so "now" is looked up once.
+                # "Now" is resolved once, so that no entry between two reads is missed.
                 after = await self.last_id() if after == NOW else after
                 found = await self._redis.xread({self._key: after}, count=_BATCH, block=_BLOCK_MS)
             except OUTAGES as error:

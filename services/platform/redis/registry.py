@@ -1,9 +1,8 @@
 """Registry of live processes: each keeps a record in Redis that expires when its heartbeat stops.
 
-`Registration` writes the record of this process, and `Registry` reads all of them. A record can expire because
-its process died, or because Redis was away, refused writes, hung or lost data. After such a disturbance a missing
-record means nothing until every live process has had the time to write it again (`Presence`). Otherwise it counts
-at once.
+`Registration` writes the record of this process, and `Registry` reads all of them. A record can also expire because
+Redis was unreachable, refused writes, hung or lost data; `OutageGrace` keeps such records until their processes
+have had time to write them again.
 """
 
 from __future__ import annotations
@@ -24,53 +23,28 @@ from services.contracts.errors import FailedPrecondition
 from services.platform.redis.connection import COMMAND_TIMEOUT, OUTAGES, Keys, Refused, show_outage
 from services.platform.tasks import ExponentialBackoff, is_cancelled
 
-R = TypeVar("R")
-
-
-class Presence(Generic[R]):
-    """Records of the processes that live, by id, as far as readings of the registry tell.
-
-    Time is passed in, in seconds of one clock. Missing records count again `settling` after the last disturbance.
-    Readings that are more than `longest_gap` apart are one: Redis, or this process, may have hung between them.
-    """
-
-    def __init__(self, longest_gap: float, settling: float) -> None:
-        self._longest_gap = longest_gap
-        self._settling = settling
-        self._records: dict[str, R] = {}
-        self._read_at: float | None = None
-        self._settled_at = float("-inf")
-
-    def disturbed(self, now: float) -> None:
-        """Record that Redis failed, refused a write or lost what it had."""
-        self._settled_at = now + self._settling
-
-    def read(self, records: Mapping[str, R], now: float) -> dict[str, R]:
-        """Take in the records that were read; return those of all processes that are not known to be gone."""
-        if self._read_at is not None and now - self._read_at > self._longest_gap:
-            self.disturbed(now)
-        self._read_at = now
-        kept = self._records if now < self._settled_at else {}
-        self._records = {**kept, **records}
-        return dict(self._records)
-
-
 log = structlog.get_logger(__name__)
+
+R = TypeVar("R")
 
 INSTANCES = "generation"
 """Name of the service of generation instances."""
 HEARTBEAT = 1.0
 """Seconds between the heartbeats of a process."""
 SETTLING = COMMAND_TIMEOUT + HEARTBEAT
-"""Seconds after an outage of Redis in which records may be missing: a heartbeat that hangs in it fails, and the
-next is sent."""
-# Records that are looked at in one turn of the event loop.
+"""Seconds after an outage of Redis in which records may be missing: a heartbeat that hangs in the outage fails, and
+then the next one is sent."""
+# Records that are parsed in one turn of the event loop.
 _CHUNK = 100
 # Milliseconds that a watcher's own key outlives its last reading.
 _PROBE_MS = 60_000
+INDEX_KEEPS = 3600.0
+"""Seconds that an id stays in the index without a heartbeat, far more than clocks can differ."""
+# Seconds between attempts in an outage of Redis: to register, first and longest, and to send heartbeats.
+_FIRST_DELAY, _LONGEST_DELAY, _SOON = 0.1, 2.0, 0.25
 
-# KEYS: index. ARGV: what the keys of records begin with, in the slot of the index. Returns the ids of all records,
-# each followed by the record, as lines of one text: a client takes microseconds for every element of a list.
+# KEYS: index. ARGV: prefix of the keys of records, in the slot of the index. Returns the ids of all records, each
+# followed by the record, as lines of one text, since a client takes microseconds for every element of a list.
 _LIST = """
 local found = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
@@ -81,6 +55,33 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   end
 end
 return table.concat(found, '\\n')
+"""
+
+# KEYS: epoch counter, record, index. ARGV: epoch, record, ttl in ms, instance id, now, oldest to keep.
+# Returns 0 if a later process has the id. A counter that Redis lost is restored.
+_WRITE = """
+local known = tonumber(redis.call('GET', KEYS[1]) or '0')
+local mine = tonumber(ARGV[1])
+if known > mine then return 0 end
+if known < mine then redis.call('SET', KEYS[1], ARGV[1]) end
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+redis.call('ZADD', KEYS[3], ARGV[5], ARGV[4])
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[6])
+return 1
+"""
+
+# KEYS as above. ARGV: epoch, ttl in ms. Extends the last record; a full Redis still accepts this.
+_KEEP = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[2], ARGV[2])
+"""
+
+# KEYS as above. ARGV: epoch, instance id. Leaves the record of a later process alone.
+_REMOVE = """
+if tonumber(redis.call('GET', KEYS[1]) or '0') > tonumber(ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[2])
+redis.call('ZREM', KEYS[3], ARGV[2])
+return 1
 """
 
 
@@ -125,13 +126,135 @@ class InstanceRecord:
         return cls(**{name: value for name, value in values.items() if name in known})
 
 
+class Registration:
+    """Registration of one process.
+
+    Usage: `await register()`, then `run()` in a separate task until the end, then `await deregister()`. The record
+    outlives the last heartbeat by `ttl` seconds; one is sent every `interval` seconds. `reachable` is called with
+    False when Redis stops taking heartbeats, and with True when it takes them again.
+    """
+
+    def __init__(
+        self,
+        store: Redis,
+        keys: Keys,
+        record: InstanceRecord,
+        ttl: float = 3.0,
+        interval: float = HEARTBEAT,
+        reachable: Callable[[bool], Awaitable[None]] | None = None,
+    ) -> None:
+        self.record = record
+        self.reachable = reachable
+        self._store = store
+        self._ttl_ms = round(ttl * 1000)
+        self._interval = interval
+        self._active = False
+        self._takes_heartbeats = True
+        # Writes go out one at a time, so that an old record can never overwrite a newer one.
+        self._lock = asyncio.Lock()
+        service, instance_id = record.service, record.instance_id
+        self._keys = (
+            keys.epoch(service, instance_id),
+            keys.registry(service, instance_id),
+            keys.registry_index(service),
+        )
+
+    async def register(self) -> int:
+        """Take the next epoch of the id, publish the record and return the epoch; wait for Redis in an outage."""
+        backoff = ExponentialBackoff(_FIRST_DELAY, _LONGEST_DELAY)
+        while True:
+            try:
+                epoch = int(await self._store.incr(self._keys[0]))
+                self.record = replace(self.record, epoch=epoch, registered_at=time.time())
+                self._active = True
+                await self._write()
+                break
+            except OUTAGES as error:
+                self._active = False
+                await self._show(error)
+                await asyncio.sleep(backoff.failed())
+        await self._show(None)
+        log.info("registered", instance_id=self.record.instance_id, epoch=epoch, address=self.record.address)
+        return epoch
+
+    async def update(self, **changes: Any) -> None:
+        """Change fields of the record and publish it now, or after an outage of Redis with a later heartbeat."""
+        self.record = replace(self.record, **changes)
+        if self._active:
+            await self._send_heartbeat()
+
+    async def run(self) -> None:
+        """Send heartbeats until cancelled; continues through outages of Redis.
+
+        Raises FailedPrecondition (SUPERSEDED) if another process has registered under the id, so that this one
+        must end.
+        """
+        while self._active:
+            await self._send_heartbeat()
+            if is_cancelled():
+                raise asyncio.CancelledError
+            await asyncio.sleep(self.pause(self._interval))
+
+    def pause(self, seconds: float) -> float:
+        """Return the seconds until the next heartbeat: `seconds`, or less after one that failed."""
+        return seconds if self._takes_heartbeats else min(seconds, _SOON)
+
+    async def deregister(self) -> None:
+        """Remove the record at once. Raises errors of Redis; the record then expires by itself."""
+        self._active = False
+        async with self._lock:
+            await self._eval(_REMOVE, str(self.record.epoch), self.record.instance_id)
+
+    async def _send_heartbeat(self) -> None:
+        try:
+            await self._write()
+        except OUTAGES as error:
+            await self._show(error)
+            if isinstance(error, Refused):
+                with suppress(*OUTAGES):
+                    await self._eval(_KEEP, str(self.record.epoch), self._ttl_ms)
+        else:
+            await self._show(None)
+
+    async def _show(self, error: Exception | None) -> None:
+        """Show in metrics whether Redis took a heartbeat, and report a change."""
+        show_outage(error)
+        if self._takes_heartbeats == (error is None):
+            return
+        self._takes_heartbeats = error is None
+        if error is not None:
+            log.warning("heartbeat_failed", instance_id=self.record.instance_id, error=str(error))
+        else:
+            log.info("heartbeat_resumed", instance_id=self.record.instance_id)
+        if self.reachable is not None:
+            await self.reachable(self._takes_heartbeats)
+
+    async def _write(self) -> None:
+        async with self._lock:
+            if not self._active:
+                return
+            record, now = self.record, time.time()
+            arguments = (record.to_json(), self._ttl_ms, record.instance_id, now, now - INDEX_KEEPS)
+            kept = await self._eval(_WRITE, str(record.epoch), *arguments)
+        if not kept:
+            self._active = False
+            raise FailedPrecondition(
+                "SUPERSEDED",
+                f"another process has registered as {record.instance_id!r} after epoch {record.epoch}",
+                instance_id=record.instance_id,
+            )
+
+    async def _eval(self, script: str, *arguments: str | float) -> int:
+        return int(await self._store.eval(script, len(self._keys), *self._keys, *map(str, arguments)))
+
+
 class Registry:
     """Reader of the registry."""
 
     def __init__(self, store: Redis, keys: Keys) -> None:
         self._store = store
         self._keys = keys
-        # By service and id, the last text that was read and what it says: most reads bring the same again.
+        # By service and id, the last text and its record: most reads return the same text again.
         self._read: dict[str, dict[str, tuple[bytes, InstanceRecord | None]]] = {}
 
     async def list(self, service: str) -> dict[str, InstanceRecord]:
@@ -154,36 +277,36 @@ class Registry:
         self,
         service: str,
         seconds: float,
-        tell: Callable[[dict[str, InstanceRecord] | None], Awaitable[None]],
+        report: Callable[[dict[str, InstanceRecord] | None], Awaitable[None]],
     ) -> NoReturn:
-        """Call `tell` with the live instances every `seconds`, until cancelled; with None if they cannot be read.
+        """Call `report` with the live instances every `seconds`, until cancelled; with None if they cannot be read.
 
-        No instance is gone because an outage of Redis kept its heartbeats away: see `Presence`.
+        An outage of Redis makes no instance count as gone: see `OutageGrace`.
         """
         present = self.present(service, seconds)
         while not is_cancelled():
-            await tell(await present.read())
+            await report(await present.read())
             await asyncio.sleep(seconds)
         raise asyncio.CancelledError
 
-    def present(self, service: str, seconds: float) -> PresentInstances:
+    def present(self, service: str, seconds: float) -> LiveInstances:
         """Return a reader of the live instances of a service, for readings about every `seconds`."""
         probe = f"{self._keys.registry_index(service)}:watch:{uuid.uuid4().hex}"
-        return PresentInstances(self, self._store, service, probe, Presence(seconds + HEARTBEAT, SETTLING))
+        return LiveInstances(self, self._store, service, probe, OutageGrace(seconds + HEARTBEAT, SETTLING))
 
 
-class PresentInstances:
-    """Reader of the instances of a service that are not known to be gone: see `Presence`."""
+class LiveInstances:
+    """Reader of the instances of a service that are not known to be gone: see `OutageGrace`."""
 
     def __init__(
-        self, registry: Registry, store: Redis, service: str, probe: str, presence: Presence[InstanceRecord]
+        self, registry: Registry, store: Redis, service: str, probe: str, grace: OutageGrace[InstanceRecord]
     ) -> None:
         self._registry = registry
         self._store = store
         self._service = service
-        # Key that is written with each reading: it tells whether Redis takes writes, and still has what it took.
+        # Key that is written with each reading, to see whether Redis takes writes and still has the last one.
         self._probe = probe
-        self._presence = presence
+        self._grace = grace
         self._usable, self._probed = True, False
 
     async def read(self) -> dict[str, InstanceRecord] | None:
@@ -191,15 +314,44 @@ class PresentInstances:
         try:
             records = await self._registry.list(self._service)
             if await self._store.set(self._probe, 1, px=_PROBE_MS, get=True) is None and self._probed:
-                self._presence.disturbed(time.monotonic())
+                self._grace.disturbed(time.monotonic())
         except OUTAGES as error:
-            self._presence.disturbed(time.monotonic())
+            self._grace.disturbed(time.monotonic())
             if self._usable:
                 log.warning("registry_unreachable", service=self._service, error=str(error))
             self._usable = False
             return None
         self._usable = self._probed = True
-        return self._presence.read(records, time.monotonic())
+        return self._grace.update(records, time.monotonic())
+
+
+class OutageGrace(Generic[R]):
+    """Live records by id, of which an outage of Redis removes none.
+
+    A record that is missing from a reading counts as gone only if the last disturbance is at least `settling` ago.
+    Readings more than `longest_gap` apart count as a disturbance, since Redis or this process may have hung between
+    them. Times are in seconds of one clock, which callers pass.
+    """
+
+    def __init__(self, longest_gap: float, settling: float) -> None:
+        self._longest_gap = longest_gap
+        self._settling = settling
+        self._records: dict[str, R] = {}
+        self._read_at: float | None = None
+        self._settled_at = float("-inf")
+
+    def disturbed(self, now: float) -> None:
+        """Record that Redis failed, refused a write or lost data."""
+        self._settled_at = now + self._settling
+
+    def update(self, records: Mapping[str, R], now: float) -> dict[str, R]:
+        """Take the records of a reading; return the records of all processes that are not known to be gone."""
+        if self._read_at is not None and now - self._read_at > self._longest_gap:
+            self.disturbed(now)
+        self._read_at = now
+        kept = self._records if now < self._settled_at else {}
+        self._records = {**kept, **records}
+        return dict(self._records)
 
 
 def _parse(instance_id: str, text: bytes) -> InstanceRecord | None:
@@ -209,158 +361,3 @@ def _parse(instance_id: str, text: bytes) -> InstanceRecord | None:
         # One unreadable record must not hide the rest of the fleet.
         log.warning("bad_registry_record", instance_id=instance_id, error=str(error))
         return None
-
-
-INDEX_KEEPS = 3600.0
-"""Seconds that an id stays in the index without a heartbeat, far more than clocks can differ."""
-# Seconds between tries in an outage of Redis: the first to register, the longest, and those of heartbeats.
-_FIRST_DELAY, _LONGEST_DELAY, _SOON = 0.1, 2.0, 0.25
-
-# KEYS: epoch counter, record, index. ARGV: epoch, record, ttl in ms, instance id, now, oldest to keep.
-# Returns 0 if a later process has the id. A counter that Redis lost is restored.
-_WRITE = """
-local known = tonumber(redis.call('GET', KEYS[1]) or '0')
-local mine = tonumber(ARGV[1])
-if known > mine then return 0 end
-if known < mine then redis.call('SET', KEYS[1], ARGV[1]) end
-redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-redis.call('ZADD', KEYS[3], ARGV[5], ARGV[4])
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[6])
-return 1
-"""
-
-# KEYS as above. ARGV: epoch, ttl in ms. What a full Redis still takes: the record as it was last written stays.
-_KEEP = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-return redis.call('PEXPIRE', KEYS[2], ARGV[2])
-"""
-
-# KEYS as above. ARGV: epoch, instance id. Leaves the record of a later process alone.
-_REMOVE = """
-if tonumber(redis.call('GET', KEYS[1]) or '0') > tonumber(ARGV[1]) then return 0 end
-redis.call('DEL', KEYS[2])
-redis.call('ZREM', KEYS[3], ARGV[2])
-return 1
-"""
-
-
-class Registration:
-    """Registration of one process.
-
-    Usage: `await register()`, then `run()` in a task of its own until the end, then `await deregister()`.
-    `ttl` (seconds) is how long the record outlives the last heartbeat, sent every `interval` seconds. `told` is
-    called when Redis stops to take heartbeats, with False, and when it takes them again.
-    """
-
-    def __init__(
-        self,
-        store: Redis,
-        keys: Keys,
-        record: InstanceRecord,
-        ttl: float = 3.0,
-        interval: float = HEARTBEAT,
-        told: Callable[[bool], Awaitable[None]] | None = None,
-    ) -> None:
-        self.record = record
-        self.told = told
-        self._store = store
-        self._ttl_ms = round(ttl * 1000)
-        self._interval = interval
-        self._active = False
-        self._reachable = True
-        # Writes go out one at a time, so that an old record can never overwrite a newer one.
-        self._lock = asyncio.Lock()
-        service, instance_id = record.service, record.instance_id
-        self._keys = (
-            keys.epoch(service, instance_id),
-            keys.registry(service, instance_id),
-            keys.registry_index(service),
-        )
-
-    async def register(self) -> int:
-        """Take the next epoch of the id, publish the record and return the epoch; wait for Redis in an outage."""
-        backoff = ExponentialBackoff(_FIRST_DELAY, _LONGEST_DELAY)
-        while True:
-            try:
-                epoch = int(await self._store.incr(self._keys[0]))
-                self.record = replace(self.record, epoch=epoch, registered_at=time.time())
-                self._active = True
-                await self._write()
-                break
-            except OUTAGES as error:
-                self._active = False
-                await self._tell(error)
-                await asyncio.sleep(backoff.failed())
-        await self._tell(None)
-        log.info("registered", instance_id=self.record.instance_id, epoch=epoch, address=self.record.address)
-        return epoch
-
-    async def update(self, **changes: Any) -> None:
-        """Change fields of the record and publish it now, or after an outage of Redis with a later heartbeat."""
-        self.record = replace(self.record, **changes)
-        if self._active:
-            await self._send_heartbeat()
-
-    async def run(self) -> None:
-        """Send heartbeats until cancelled; outlasts outages of Redis.
-
-        Raises FailedPrecondition (SUPERSEDED) if another process has registered under the id, so that this one
-        must end.
-        """
-        while self._active:
-            await self._send_heartbeat()
-            if is_cancelled():
-                raise asyncio.CancelledError
-            await asyncio.sleep(self.pause(self._interval))
-
-    def pause(self, seconds: float) -> float:
-        """Return the seconds until the next heartbeat: `seconds`, or less after one that Redis did not take."""
-        return seconds if self._reachable else min(seconds, _SOON)
-
-    async def deregister(self) -> None:
-        """Remove the record at once. Raises errors of Redis; the record then expires by itself."""
-        self._active = False
-        async with self._lock:
-            await self._eval(_REMOVE, str(self.record.epoch), self.record.instance_id)
-
-    async def _send_heartbeat(self) -> None:
-        try:
-            await self._write()
-        except OUTAGES as error:
-            await self._tell(error)
-            if isinstance(error, Refused):
-                with suppress(*OUTAGES):
-                    await self._eval(_KEEP, str(self.record.epoch), self._ttl_ms)
-        else:
-            await self._tell(None)
-
-    async def _tell(self, error: Exception | None) -> None:
-        """Show whether Redis took a heartbeat, and tell of a change."""
-        show_outage(error)
-        if self._reachable == (error is None):
-            return
-        self._reachable = error is None
-        if error is not None:
-            log.warning("heartbeat_failed", instance_id=self.record.instance_id, error=str(error))
-        else:
-            log.info("heartbeat_resumed", instance_id=self.record.instance_id)
-        if self.told is not None:
-            await self.told(self._reachable)
-
-    async def _write(self) -> None:
-        async with self._lock:
-            if not self._active:
-                return
-            record, now = self.record, time.time()
-            arguments = (record.to_json(), self._ttl_ms, record.instance_id, now, now - INDEX_KEEPS)
-            kept = await self._eval(_WRITE, str(record.epoch), *arguments)
-        if not kept:
-            self._active = False
-            raise FailedPrecondition(
-                "SUPERSEDED",
-                f"another process has registered as {record.instance_id!r} after epoch {record.epoch}",
-                instance_id=record.instance_id,
-            )
-
-    async def _eval(self, script: str, *arguments: str | float) -> int:
-        return int(await self._store.eval(script, len(self._keys), *self._keys, *map(str, arguments)))

@@ -20,7 +20,8 @@ from services.platform.config import ConfigError, ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
 from services.platform.observability import otlp, tracing
-from services.platform.observability.span import NO_SPAN, TRACE_PARENT
+from services.platform.observability.tracing import NO_SPAN, TRACE_PARENT
+from services.platform.service import start_tracing
 from tests.support.otlp_collector import Collector, Seen
 
 TRAINER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -44,9 +45,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced(collector: Collector, patient: None) -> Iterator[ServiceConfig]:
     """A process that sends its spans to the collector."""
     config = ServiceConfig(tracing_endpoint=collector.address)
-    tracing.start_tracing("toy", config)
+    start_tracing("toy", config)
     yield config
-    tracing.stop_tracing()
+    tracing.stop()
 
 
 class Front(fleet_pb2_grpc.FleetServiceServicer):
@@ -95,7 +96,7 @@ async def test_a_call_and_what_is_done_for_it_are_one_trace(
     collector: Collector, traced: ServiceConfig
 ) -> None:
     await call(traced, metadata=((TRACE_PARENT, TRAINER),))
-    tracing.stop_tracing()
+    tracing.stop()
     spans = collector.spans()
     assert {span.trace for span in spans} == {TRAINER.split("-")[1]}
     assert {span.service for span in spans} == {"paceline-toy"}
@@ -114,7 +115,7 @@ async def test_a_call_of_a_trainer_that_is_not_traced_begins_a_trace(
     collector: Collector, traced: ServiceConfig
 ) -> None:
     await call(traced)
-    tracing.stop_tracing()
+    tracing.stop()
     spans = collector.spans()
     assert len(by_parent(spans)[""]) == 1
     assert len({span.trace for span in spans}) == 1
@@ -124,7 +125,7 @@ async def test_a_trace_that_the_trainer_does_not_keep_is_not_kept_here(
     collector: Collector, traced: ServiceConfig
 ) -> None:
     await call(traced, metadata=((TRACE_PARENT, TRAINER[:-2] + "00"),))
-    tracing.stop_tracing()
+    tracing.stop()
     assert collector.spans() == []
 
 
@@ -133,7 +134,7 @@ async def test_what_services_do_by_themselves_makes_no_trace(
 ) -> None:
     assert tracing.begin("polling") is NO_SPAN
     assert tracing.serve("/paceline.internal.v1.BubbleService/PollWork", "") is NO_SPAN
-    tracing.stop_tracing()
+    tracing.stop()
     assert collector.spans() == []
 
 
@@ -141,7 +142,7 @@ def test_only_the_first_end_of_a_span_counts(collector: Collector, traced: Servi
     span = tracing.begin("once", root=True)
     span.end("it broke", tokens=1)
     span.end(tokens=2)
-    tracing.stop_tracing()
+    tracing.stop()
     (seen,) = collector.spans()
     assert (seen.attributes, seen.failed) == ({"tokens": 1}, True)
 
@@ -156,12 +157,12 @@ def test_processes_with_the_same_seed_have_spans_of_their_own(traced: ServiceCon
 
 @pytest.mark.usefixtures("patient")
 def test_a_share_of_the_traces_can_be_kept(collector: Collector) -> None:
-    tracing.start_tracing("toy", ServiceConfig(tracing_endpoint=collector.address, tracing_sample_ratio=0.25))
+    start_tracing("toy", ServiceConfig(tracing_endpoint=collector.address, tracing_sample_ratio=0.25))
     for _ in range(400):
         root = tracing.begin("root", root=True)
         tracing.begin("child", root.traceparent).end()
         root.end()
-    tracing.stop_tracing()
+    tracing.stop()
     traces: dict[str, int] = {}
     for span in collector.spans():
         traces[span.trace] = traces.get(span.trace, 0) + 1
@@ -171,9 +172,9 @@ def test_a_share_of_the_traces_can_be_kept(collector: Collector) -> None:
 
 def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "STOP_SECONDS", 0.2)
-    tracing.start_tracing("toy", ServiceConfig(tracing_endpoint="127.0.0.1:1"))
+    start_tracing("toy", ServiceConfig(tracing_endpoint="127.0.0.1:1"))
     tracing.begin("lost", root=True).end()
-    tracing.stop_tracing()
+    tracing.stop()
     assert "last-spans" in [thread.name for thread in threading.enumerate()], "it tries on, and nobody waits"
     assert tracing.begin("after", root=True) is NO_SPAN
 
@@ -181,16 +182,16 @@ def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch: pytest.M
 def test_without_an_endpoint_nothing_is_imported_and_nothing_is_a_span() -> None:
     code = """
 import sys
-from services.platform import process
+from services.platform.service import start_tracing
 from services.platform.config import ServiceConfig
 from services.platform.grpc import channel, interceptor
 from services.platform.observability import tracing
-from services.platform.observability.span import NO_SPAN
-tracing.start_tracing("toy", ServiceConfig())
+from services.platform.observability.tracing import NO_SPAN
+start_tracing("toy", ServiceConfig())
 assert tracing.begin("nothing", root=True) is NO_SPAN
 assert tracing.serve("/paceline.v1.RolloutService/SubmitRollouts", "") is NO_SPAN
 assert not tracing.active()
-tracing.stop_tracing()
+tracing.stop()
 # redis-py imports OpenTelemetry's metrics where they are installed.
 ours = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "opentelemetry.proto")
 ours += ("services.platform.observability.otlp",)
@@ -202,7 +203,7 @@ assert not [name for name in sys.modules if name.startswith(ours)]
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "services.platform.observability.otlp", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[tracing\]'"):
-        tracing.start_tracing("toy", ServiceConfig(tracing_endpoint="127.0.0.1:4317"))
+        start_tracing("toy", ServiceConfig(tracing_endpoint="127.0.0.1:4317"))
 
 
 @pytest.mark.parametrize("endpoint", ["collector", "collector:", "ftp://collector:1", "a b:1"])

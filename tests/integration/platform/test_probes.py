@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.platform.config import ServiceConfig
-from services.platform.observability.http_ports import MOST_CONNECTIONS, ProbeServer
+from services.platform.observability.http_ports import MAX_CONNECTIONS, ProbeServer
 from tests.support.waiting import until
 
 CALL = 60
@@ -99,16 +99,16 @@ async def test_few_probes_wait_for_a_loop_that_hangs_and_none_is_kept_out_after_
     before = threads()
     opened = []
     try:
-        for number in range(2 * MOST_CONNECTIONS):
+        for number in range(2 * MAX_CONNECTIONS):
             opened.append(socket.create_connection(("127.0.0.1", probes.port), timeout=CALL))
             opened[-1].sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
-            if number < MOST_CONNECTIONS:
+            if number < MAX_CONNECTIONS:
                 await until(lambda number=number: asking > number, "the event loop is asked")
         # Their threads wait, although their connections have made way.
-        answers = [await asyncio.to_thread(each.recv, 64) for each in opened[MOST_CONNECTIONS:]]
+        answers = [await asyncio.to_thread(each.recv, 64) for each in opened[MAX_CONNECTIONS:]]
         assert {each.split()[1] for each in answers} == {b"503"}
-        assert asking == MOST_CONNECTIONS
-        assert threads() <= before + 2 * MOST_CONNECTIONS
+        assert asking == MAX_CONNECTIONS
+        assert threads() <= before + 2 * MAX_CONNECTIONS
     finally:
         hung.set()
         for each in opened:

@@ -17,7 +17,7 @@ from paceline.tokens import hash_token
 from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.platform.config import ServiceConfig, TlsConfig
 from services.platform.grpc.channel import open_channel
-from services.platform.observability.metrics import start_metrics_server
+from services.platform.observability.http_ports import start_metrics_server
 from tests.support.certificates import replace
 
 pytestmark = pytest.mark.usefixtures("immediate")

@@ -18,8 +18,7 @@ from paceline.v1 import fleet_pb2, fleet_pb2_grpc
 from services.platform.config import ServiceConfig, TlsConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
-from services.platform.observability.http_ports import MOST_CONNECTIONS
-from services.platform.observability.metrics import start_metrics_server
+from services.platform.observability.http_ports import MAX_CONNECTIONS, start_metrics_server
 from services.platform.security.certificates import Unreadable
 from tests.support.certificates import DAY
 from tests.support.waiting import until
@@ -153,12 +152,12 @@ async def test_idle_connections_to_a_metrics_port_are_few_and_keep_no_scrape_out
     config = ServiceConfig(tls=authority("ours").tls("server") if tls else None)
     port = start_metrics_server(config, CollectorRegistry())
     before = threading.active_count()
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(MOST_CONNECTIONS + 40)]
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(MAX_CONNECTIONS + 40)]
     try:
         # The first ones make way for the last ones, whose handshake or request never comes.
         assert not any(connection.recv(1) for connection in idle[:40])
         # A thread outlives its connection by a moment.
-        await until(lambda: threading.active_count() <= before + MOST_CONNECTIONS, "the threads end")
+        await until(lambda: threading.active_count() <= before + MAX_CONNECTIONS, "the threads end")
         context = ssl.create_default_context(cafile=str(config.tls.ca_file)) if config.tls else None
         url = f"{'https' if tls else 'http'}://127.0.0.1:{port}/metrics"
         answer = await asyncio.to_thread(urllib.request.urlopen, url, timeout=60, context=context)

@@ -14,13 +14,13 @@ from services.platform.observability.event_loop import LONG_TURN, MeteredLoop, T
 
 
 def crunch(seconds: float, profiler: TurnProfiler) -> None:
-    """Use so much processor time, and let the profiler look."""
+    """Use so much processor time, and let the profiler take a sample."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
-    looking = threading.Thread(target=profiler.look)
-    looking.start()
-    looking.join()
+    sampling = threading.Thread(target=profiler.sample)
+    sampling.start()
+    sampling.join()
 
 
 def lines(turns: list[list[float]], *, collect: bool = False) -> list[dict[str, Any]]:

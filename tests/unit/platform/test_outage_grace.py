@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.platform.redis.registry import HEARTBEAT, SETTLING, Presence
+from services.platform.redis.registry import HEARTBEAT, SETTLING, OutageGrace
 
 # Ticks of the simulated clock: a second, the life of a record, the pauses of a watcher and of a process between
 # heartbeats and after one that failed, and the longest that a heartbeat hangs after Redis can be reached again.
@@ -42,7 +42,7 @@ class World:
     now: int = 0
 
     def __post_init__(self) -> None:
-        self.presence: Presence[str] = Presence(LOOK + SECOND, SETTLING * SECOND)
+        self.grace: OutageGrace[str] = OutageGrace(LOOK + SECOND, SETTLING * SECOND)
         self.due = {name: 3 * number for number, name in enumerate(IDS)}
         self.look_at, self.probed, self.probe = 0, False, False
 
@@ -86,14 +86,14 @@ class World:
 
     def look(self, kind: str) -> None:
         if kind == "unreachable":
-            self.presence.disturbed(self.now)
+            self.grace.disturbed(self.now)
             return
         if kind == "refused" or (self.probed and not self.probe):
-            self.presence.disturbed(self.now)
+            self.grace.disturbed(self.now)
         if not kind:
             self.probed = self.probe = True
         found = {name: name for name, end in self.expires.items() if end > self.now}
-        self.views[self.now] = set(self.presence.read(found, self.now))
+        self.views[self.now] = set(self.grace.update(found, self.now))
 
 
 # Long enough to be noticed: shorter ones do harm only if they meet the heartbeats of one process again and again.
