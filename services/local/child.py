@@ -389,7 +389,7 @@ def older(log: Path, number: int) -> Path:
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the lines in the last 256 KiB of a log, after those of its newest older file."""
+    """Return the lines in the last 256 KiB of the newest older file of a log, and then of the log."""
     return [line for path in (older(log, 1), log) for line in _end_of(path)]
 
 

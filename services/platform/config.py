@@ -1,7 +1,7 @@
-"""Configuration of a service: flags over environment over file over defaults.
+"""Read the configuration of a service: flags over environment over file over defaults.
 
-Every service has a subclass of `ServiceConfig`, whose fields are documented below them. An unknown key is an
-error in every source, so a misspelled setting is never silently ignored. Errors name the setting and its source.
+Every service has a subclass of `ServiceConfig`, whose fields are documented below them. An unknown key is an error
+in every source, so a misspelled setting is never silently ignored. Errors name the setting and its source.
 """
 
 from __future__ import annotations
@@ -44,16 +44,23 @@ SENTINEL = ("redis+sentinel", "rediss+sentinel")
 CLUSTER = ("redis+cluster", "rediss+cluster")
 """Schemes; those with a second s use TLS."""
 _PORTS = {"sentinel": 26379, "cluster": 6379}
-# Options of a Sentinel address that are meant for the Sentinels and not for the server.
+# Prefix of options in a Sentinel address that apply to the Sentinels instead of the server.
 _FOR_SENTINELS = "sentinel_"
+C = TypeVar("C", bound=BaseSettings)
+
+USAGE_ERROR = 2
+"""Exit status of a process that was started with a bad configuration."""
+
+# Kubernetes puts the address of every Service of the namespace into the environment; a Service called
+# paceline-gateway yields PACELINE_GATEWAY_SERVICE_HOST and similar variables, which are no settings.
+_SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
     """Parsed address: `hosts` of Sentinels or cluster nodes, and `options` of connections to servers.
 
-    For one server `url` has everything, and the rest is empty. `service` is the name by which Sentinels know the
-    primary; it is empty for a cluster.
+    For one server only `url` is set. `service` is the Sentinels' name of the primary, empty for a cluster.
     """
 
     url: str
@@ -64,7 +71,7 @@ class StoreAddress:
 
 
 def parse_store_url(url: str) -> StoreAddress:
-    """Parse `redis_url`. ValueError, without the password, if it is none that the store can have."""
+    """Parse `redis_url`; ValueError, without the password, if it is invalid."""
     scheme = url.partition("://")[0]
     if scheme not in (*SINGLE, *SENTINEL, *CLUSTER):
         known = ", ".join(f"{each}://" for each in (*SINGLE, *SENTINEL, *CLUSTER))
@@ -83,7 +90,7 @@ def parse_store_url(url: str) -> StoreAddress:
             "must name the primary behind the hosts: redis+sentinel://host:26379,host:26379/name"
         )
     hosts = tuple(_host(name, _PORTS[kind]) for name in names.split(","))
-    # What is left is an address of one server, whose options are read as Redis's own client does.
+    # Without the hosts it is the address of one server, whose options Redis's own client parses.
     prefix = f"{credentials}@" if credentials else ""
     options = dict(parse_url(f"{secure}://{prefix}host/{database}?{parts.query}"))
     del options["host"]
@@ -115,11 +122,11 @@ class TlsConfig(BaseModel):
     key_file: Path | None = None
     """Private key of `cert_file`."""
     ca_file: Path | None = None
-    """Authorities that peers' certificates must come from. Unset: the system's, and none for clients."""
+    """Authorities that peers' certificates must come from. Unset: the system's for servers, none for clients."""
     client_auth: bool = False
     """Refuse clients without a certificate from `ca_file` (mutual TLS)."""
     server_name: str | None = None
-    """Name expected in a dialled peer's certificate when it is not the address that was dialled."""
+    """Name expected in a peer's certificate if it is not the dialled address."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -149,7 +156,7 @@ class ServiceConfig(BaseSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Prometheus port, on `host`; 0 picks a free one."""
     probe_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port, on `host`, that answers /livez and /readyz alone, in plain HTTP and without a token, for kubelets; 0
+    """Port, on `host`, that answers only /livez and /readyz, in plain HTTP and without a token, for kubelets; 0
     picks a free one. Unset: none."""
     insecure: bool = False
     """Allow listening beyond loopback, and sending the token there, without TLS and token."""
@@ -158,10 +165,10 @@ class ServiceConfig(BaseSettings):
     token: SecretStr | None = None
     """Bearer token that callers must send and that peers receive. Unset: none is required."""
     token_file: Path | None = None
-    """File that holds the token; instead of `token`. Read again when it changes."""
+    """File with the token, instead of `token`. Read again when it changes."""
     tokens_file: Path | None = None
     """YAML file of the hashed tokens of callers and their scopes, or a folder of such files, which end in .yaml and
-    lie in it or one folder deeper; `paceline token` makes entries. Read again when they change. `token` is
+    are in it or one folder deeper; `paceline token` makes entries. Read again when they change. `token` is
     accepted as well, with all scopes."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """The store: redis://host:port/db, unix://path, redis+sentinel://host:port,host:port/name/db (the primary of
@@ -173,29 +180,29 @@ class ServiceConfig(BaseSettings):
     log_format: Literal["json", "console"] = "json"
     """One JSON object a line, or coloured text for people."""
     shutdown_grace_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """Seconds that running calls get to end after a request to stop."""
+    """Seconds that running calls get to finish after a request to stop."""
     max_message_bytes: int = Field(default=16 * 1024 * 1024, ge=4096)
-    """Largest gRPC message, both ways."""
+    """Largest gRPC message, in both directions."""
     max_concurrent_calls: int = Field(default=16384, ge=1)
-    """Calls served at once, streams included and health not; of more, each is answered RESOURCE_EXHAUSTED with the
-    time to wait."""
+    """Calls served at once, streams included and health excluded; further ones are answered RESOURCE_EXHAUSTED with
+    the time to wait."""
     max_parsed_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
-    """Memory for the requests that are worked on at once, counted before they are parsed: their bytes, 256 for each
-    field and 16 for each token id. Large requests of more wait for up to 10 s and are then answered
-    RESOURCE_EXHAUSTED with the time to wait."""
+    """Memory for the requests in work at once, counted before they are parsed: their bytes, 256 for each field and
+    16 for each token id. Large requests beyond it wait for up to 10 s and are then answered RESOURCE_EXHAUSTED with
+    the time to wait."""
     max_connections: int = Field(default=8192, ge=1)
-    """Connections to the gRPC port at once; of more, each is closed."""
+    """Connections to the gRPC port at once; further ones are closed."""
     max_connection_age_seconds: float | None = Field(default=None, ge=1, allow_inf_nan=False)
-    """Age at which a caller is asked to connect again, which may lead to another replica. Unset: never."""
+    """Age at which a caller is asked to reconnect, which may lead to another replica. Unset: never."""
     max_connection_age_grace_seconds: float = Field(default=3600.0, ge=0, allow_inf_nan=False)
-    """Seconds that calls in progress get to end on a connection of that age."""
+    """Seconds that running calls get to finish on a connection of that age."""
     ready_file: Path | None = None
     """File that receives {pid, address, metrics_port} as JSON once the service is ready."""
     tracing_endpoint: str | None = Field(default=None, pattern=r"^(https?://)?[^/\s]+:\d+/?$")
-    """OTLP/gRPC collector that spans are sent to, such as otel-collector:4317; TLS if it begins with https://.
-    Unset: nothing is traced."""
+    """OTLP/gRPC collector that receives spans, such as otel-collector:4317; TLS if it begins with https://. Unset:
+    nothing is traced."""
     tracing_sample_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of the traces begun here that are kept; the trace of a caller is kept if the caller keeps it."""
+    """Share of the traces begun here that are kept; a caller's trace is kept if the caller keeps it."""
     _token_from_file: bool = PrivateAttr(False)
 
     @field_validator("redis_url")
@@ -212,7 +219,7 @@ class ServiceConfig(BaseSettings):
             self.token = SecretStr(self.token_file.read_text().strip())
             self._token_from_file = True
         if self.token is not None and not self.token.get_secret_value():
-            raise ValueError("token: must not be empty; leave it unset to ask for none")
+            raise ValueError("token: must not be empty; leave it unset to require none")
         if self.tokens_file is not None and not (self.tokens_file.is_file() or self.tokens_file.is_dir()):
             raise ValueError(f"tokens_file: {self.tokens_file} is neither a file nor a folder")
         return self
@@ -224,12 +231,12 @@ class ServiceConfig(BaseSettings):
 
 
 class LeaderConfig(ServiceConfig):
-    """Settings of services of which one process leads while others stand by."""
+    """Settings of services of which one process leads while the others are standbys."""
 
     lease_seconds: float = Field(default=5.0, ge=0.5, allow_inf_nan=False)
-    """A leader that is silent for so long is succeeded by a standby."""
+    """Seconds without a renewal after which a standby succeeds the leader."""
     stall_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    """Seconds that a leader's event loop may be blocked until it no longer keeps its lease."""
+    """Seconds for which a leader's event loop may be blocked before it gives up its lease."""
 
 
 def listening_problems(config: ServiceConfig) -> list[str]:
@@ -247,16 +254,6 @@ def listening_problems(config: ServiceConfig) -> list[str]:
                 "set insecure to do without on a network that you trust"
             )
     return problems
-
-
-C = TypeVar("C", bound=BaseSettings)
-
-USAGE_ERROR = 2
-"""Exit status of a process that was started with a bad configuration."""
-
-# Kubernetes puts the address of every Service of the namespace into the environment; a Service called
-# paceline-gateway yields PACELINE_GATEWAY_SERVICE_HOST and its like, which are nobody's settings.
-_SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
 
 class ConfigError(Exception):

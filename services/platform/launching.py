@@ -1,7 +1,7 @@
-"""Launch processes that end with their parent, report when they are ready, and share cores.
+"""Launch processes that end with their parent and report when they are ready, and share cores among them.
 
-A child is tied to its parent even if the parent is killed with SIGKILL. The ready file is JSON that a process
-writes for its launcher once it takes calls. Cores are written as by taskset and vLLM: `0-2,7` is four cores.
+The ready file is JSON that a process writes for its launcher once it takes calls. Lists of cores have the notation
+of taskset and vLLM: `0-2,7` is four cores.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Runs in the child before it becomes the real program. The kernel sends the signal when the thread that
-# started the child ends; a parent that was gone before that was arranged shows as a changed parent id.
+# Runs in the child before the program itself. The kernel sends the signal when the thread that started the child
+# ends; if the parent ended before the prctl call, its process id has changed.
 _TIE = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -26,12 +26,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 def tied(command: Sequence[str]) -> list[str]:
     """Return the command that runs `command` as a child that the kernel kills when this process ends.
 
-    Linux only; elsewhere `command` is returned unchanged. `command[0]` must be a path. Start it from the main
-    thread: the child dies with the thread that started it.
+    Linux only; elsewhere `command` is returned unchanged. `command[0]` must be a path. The child dies even if this
+    process is killed with SIGKILL. Start it from the main thread: it dies with the thread that started it.
     """
     if sys.platform != "linux":
         return list(command)
-    # Not a preexec_fn: running Python between fork and exec is unsafe beside the threads of gRPC.
+    # Not a preexec_fn: running Python between fork and exec is unsafe while gRPC has threads.
     return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 
@@ -46,7 +46,7 @@ class ProcessEndpoint:
 
 
 def write_ready_file(path: Path, address: str, metrics_port: int) -> None:
-    """Write the endpoint of this process; a reader never sees a part of it."""
+    """Write the endpoint of this process atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_text(json.dumps(asdict(ProcessEndpoint(os.getpid(), address, metrics_port))))
@@ -62,7 +62,7 @@ def read_ready_file(path: Path | None) -> ProcessEndpoint | None:
 
 
 def share_cores(cores: Sequence[int], shares: int, index: int) -> tuple[int, ...]:
-    """Return one of `shares` equal shares of cores, which overlap only if there are too few cores."""
+    """Return one of `shares` equal shares of the cores; shares overlap only if there are too few cores."""
     each = len(cores) // shares
     if each == 0:
         return (cores[index % len(cores)],)
@@ -75,7 +75,7 @@ def cpu_list(cores: Sequence[int]) -> str:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Return the cores that a list such as `0-2,7` names. ValueError if it is none."""
+    """Return the cores of a list such as `0-2,7`; ValueError if it is invalid."""
     cores: list[int] = []
     try:
         for part in text.split(","):
@@ -88,20 +88,20 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     return tuple(cores)
 
 
-def bind_ranks(told: str | None, ranks: int) -> str | None:
+def bind_ranks(cores: str | None, ranks: int) -> str | None:
     """Return the cores of each rank on a CPU in vLLM's notation, such as 0,1|2,3; None leaves them to vLLM.
 
-    Left to itself vLLM gives a rank a NUMA node, and does not start where there are fewer nodes than ranks.
+    By default vLLM binds each rank to a NUMA node, and does not start with fewer nodes than ranks.
 
     Args:
-        told: the instance's cores, such as 0-3, or those of each rank; None: all that the process may use. A word
-            of vLLM's, such as nobind, is returned as it is.
+        cores: the instance's cores, such as 0-3, or the cores of each rank; None: all that the process may use. A
+            keyword of vLLM, such as nobind, is returned unchanged.
         ranks: tensor-parallel size.
 
     Raises:
-        ValueError: `told` is none of these.
+        ValueError: `cores` is none of these.
     """
-    if ranks == 1 or (told is not None and ("|" in told or told.isalpha())):
-        return told
-    cores = parse_cpu_list(told) if told else sorted(os.sched_getaffinity(0))
-    return "|".join(cpu_list(share_cores(cores, ranks, rank)) for rank in range(ranks))
+    if ranks == 1 or (cores is not None and ("|" in cores or cores.isalpha())):
+        return cores
+    usable = parse_cpu_list(cores) if cores else sorted(os.sched_getaffinity(0))
+    return "|".join(cpu_list(share_cores(usable, ranks, rank)) for rank in range(ranks))

@@ -12,15 +12,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Time that a task has to end before it is cancelled again.
+# Seconds after which a task that has not ended is cancelled again.
 _AGAIN_SECONDS = 0.25
+# Keeps the power of two finite; the longest delay is reached long before.
+_MAX_DOUBLINGS = 64
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks until they have ended; what they raise is left in them.
+    """Cancel the tasks until they have ended; their errors stay in them.
 
-    Once is not enough on Python 3.11: its `asyncio.wait_for`, which the Redis client sends with, drops a
-    cancellation that arrives when what it waits for has just finished.
+    Cancelling once is not enough on Python 3.11: its `asyncio.wait_for`, which the Redis client uses to send, drops
+    a cancellation that arrives when the awaited operation has just finished.
     """
     pending = {task for task in tasks if not task.done()}
     interrupted: asyncio.CancelledError | None = None
@@ -48,9 +50,9 @@ async def until_one_ends(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T], running: set[asyncio.Task[Any]]) -> T:
-    """Wait for work that goes on if the waiting is cancelled, as a call is whose caller goes away.
+    """Wait for work that continues if the wait is cancelled, for example because the caller of an RPC has left.
 
-    It is in `running` until it ends, for whoever is to end it.
+    The task is in `running` until it ends, so that its owner can end it.
     """
     task = asyncio.create_task(work)
     running.add(task)
@@ -61,8 +63,8 @@ async def to_the_end(work: Coroutine[Any, Any, T], running: set[asyncio.Task[Any
 async def uninterrupted(work: Awaitable[T], hasten: Callable[[], object] = lambda: None) -> T:
     """Wait for work that cannot be cancelled, such as a thread's; a cancellation is raised once it has ended.
 
-    So a lock that is held meanwhile is held for as long as the work needs it. `hasten` is called when the waiting
-    is cancelled, to make the work end soon.
+    A lock around the call is thus held until the work no longer needs it. `hasten` is called when the wait is
+    cancelled, to make the work end soon.
     """
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
@@ -74,7 +76,7 @@ async def uninterrupted(work: Awaitable[T], hasten: Callable[[], object] = lambd
             hasten()
     if interrupted is not None:
         if not task.cancelled():
-            task.exception()  # Not reported as one that nobody asked for.
+            task.exception()  # so that asyncio does not report it as never retrieved
         raise interrupted
     return task.result()
 
@@ -82,8 +84,8 @@ async def uninterrupted(work: Awaitable[T], hasten: Callable[[], object] = lambd
 def is_cancelled() -> bool:
     """Return True if this task was cancelled.
 
-    For loops that use Redis, whose client can drop a cancellation (see `end`), and to distinguish the cancellation
-    of the task from that of a call whose channel was closed.
+    Used by loops over Redis, whose client can drop a cancellation (see `end`), and to distinguish a cancellation of
+    the task from a CancelledError of a call whose channel was closed.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -92,20 +94,20 @@ def is_cancelled() -> bool:
 class Notifier:
     """A condition without a lock, for tasks of one event loop.
 
-    Usage: examine the state; if it is not as desired, `await notifier.wait()` and examine it again. There must be
-    no await between examining and waiting, so that no change is missed.
+    Usage: check the state; if it is not as desired, `await notifier.wait()` and check again. There must be no await
+    between the check and the wait, so that no change is missed.
     """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake every task that waits."""
+        """Wake all waiting tasks."""
         self._event.set()
         self._event = asyncio.Event()
 
     def next_change(self) -> asyncio.Event:
-        """Return the event that the next `notify` sets, for tasks that await between examining and waiting."""
+        """Return the event that the next `notify` sets, for tasks that await between check and wait."""
         return self._event
 
     async def wait(self) -> None:
@@ -113,12 +115,8 @@ class Notifier:
         await self._event.wait()
 
 
-# Keeps the power finite; the longest delay is reached long before.
-_MAX_DOUBLINGS = 64
-
-
 class ExponentialBackoff:
-    """Delays of one peer or operation: `first` seconds after a failure, at most `longest` after many in a row."""
+    """Delays of one peer or operation: `first` seconds after a failure, doubling up to `longest` seconds."""
 
     def __init__(self, first: float, longest: float) -> None:
         self.failures = 0
@@ -128,7 +126,7 @@ class ExponentialBackoff:
 
     @property
     def delay(self) -> float:
-        """Seconds to wait after the failures so far; 0 when there was none."""
+        """Seconds to wait after the failures so far; 0 if there were none."""
         if not self.failures:
             return 0.0
         return min(self._longest, self._first * 2.0 ** min(self.failures - 1, _MAX_DOUBLINGS))

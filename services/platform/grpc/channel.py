@@ -1,6 +1,6 @@
-"""Channels to peers, with the TLS, token and limits of this service.
+"""Open channels to peers, with the TLS, token and limits of this service.
 
-`Links` keeps a link to every registered generation instance and calls each of them in rounds.
+`Links` keeps a link to every registered generation instance, and calls each instance in rounds.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from services.platform.security.certificates import Certificates, watch_certific
 from services.platform.security.guard import own_token
 from services.platform.tasks import ExponentialBackoff, Notifier, end
 
-Options = list[tuple[str, int | str]]
+log = structlog.get_logger(__name__)
 
+Options = list[tuple[str, int | str]]
 Metadata = tuple[tuple[str, str], ...]
 Dial = Callable[[], grpc.aio.Channel]
+
+FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
+"""Seconds until the round after a failed one, doubling with each failure in a row."""
+_REGISTRY_SECONDS = 0.25
 _CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-"""Methods of a channel that make the calls of a stub."""
+"""Methods of a channel that make the callables of a stub."""
 
 
 def common_options(config: ServiceConfig) -> Options:
-    """Return message limits and keepalive, the same on both ends."""
+    """Return message limits and keepalive, the same for channels and servers."""
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
@@ -48,7 +53,7 @@ def channel_options(config: ServiceConfig) -> Options:
     options: Options = [
         *common_options(config),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # How long an attempt may take to which nobody says no: on a busy machine, seconds.
+        # Longest attempt without an answer, which takes seconds on a busy machine.
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),
@@ -59,7 +64,7 @@ def channel_options(config: ServiceConfig) -> Options:
 
 
 def open_channel(address: str, config: ServiceConfig) -> grpc.aio.Channel:
-    """Return a channel to "host:port", which connects at first use. Its calls carry the token and the request id.
+    """Return a channel to "host:port", which connects at first use and sends the token and request id with calls.
 
     ValueError if the token would travel in plain text beyond loopback (and `config.insecure` is unset); OSError or
     Unreadable if the certificates cannot be used.
@@ -75,7 +80,7 @@ def open_channel(address: str, config: ServiceConfig) -> grpc.aio.Channel:
 
 
 def _redialling(address: str, tls: TlsConfig, options: Options) -> Dial:
-    """Return a function that returns a channel with the current certificates, a new one when they have changed."""
+    """Return a function that returns a channel with the current certificates, and a new one once they change."""
     watched = watch_certificates(tls)
     dialled: tuple[Certificates, grpc.aio.Channel] | None = None
 
@@ -92,10 +97,10 @@ def _redialling(address: str, tls: TlsConfig, options: Options) -> Dial:
 
 
 class _CallerChannel:
-    """Adds metadata to every call, and makes each on the channel that `dial` gives at that time.
+    """Channel that adds metadata to every call, and makes each call on the channel that `dial` then returns.
 
-    A wrapper rather than client interceptors: those put a task and a queue between caller and stream. A channel
-    that was replaced lives until this one is closed, for the streams that are still on it.
+    Not client interceptors, which put a task and a queue between caller and stream. A replaced channel stays open
+    until this one is closed, for the streams that still use it.
     """
 
     def __init__(self, dial: Dial, token: Callable[[], str | None]) -> None:
@@ -148,7 +153,7 @@ def _bearer(token: str | None) -> Metadata:
 
 
 def _trace_parent(given: tuple[tuple[str, Any], ...]) -> Metadata:
-    """Return the span of the request being served, so that the peer continues its trace."""
+    """Return the span of the call being served, so that the peer continues its trace."""
     parent = tracing.current().traceparent
     if not parent or any(key == TRACE_PARENT for key, _ in given):
         return ()
@@ -156,27 +161,20 @@ def _trace_parent(given: tuple[tuple[str, Any], ...]) -> Metadata:
 
 
 def _request_id(given: tuple[tuple[str, Any], ...]) -> Metadata:
-    """Return the id of the request being served, so that one id follows a request through all services."""
+    """Return the id of the call being served, so that one id follows a request through all services."""
     current = structlog.contextvars.get_contextvars().get("request_id")
     if current is None or any(key == REQUEST_ID for key, _ in given):
         return ()
     return ((REQUEST_ID, str(current)),)
 
 
-log = structlog.get_logger(__name__)
-
-FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
-"""Seconds until the next round after one that failed, doubling with each in a row."""
-_LOOK_SECONDS = 0.25
-
-
 class Link(ABC):
-    """One process, called in rounds (`call`). `run` until cancelled."""
+    """Link to one process, which is called in rounds (`call`); `run` until cancelled."""
 
     def __init__(
         self, record: InstanceRecord, config: ServiceConfig, changed: Notifier, failures: Counter
     ) -> None:
-        """Make a link; a notification of `changed` begins a round at once, and `failures` counts failed rounds.
+        """Open the channel; a notification of `changed` begins a round at once, `failures` counts failed ones.
 
         ValueError if the token would travel to the process in plain text.
         """
@@ -188,16 +186,13 @@ class Link(ABC):
 
     @abstractmethod
     async def call(self) -> float:
-        """Make one round of calls and return the seconds until the next one.
-
-        An AioRpcError makes it a failed round.
-        """
+        """Make one round of calls and return the seconds until the next; an AioRpcError makes the round fail."""
 
     async def run(self) -> None:
         """Keep the process up to date until cancelled."""
         try:
             while True:
-                # Marked before the look, so that no change is missed.
+                # Taken before the round, so that no change is missed.
                 mark = self._changed.next_change()
                 pause = await self._once()
                 try:
@@ -231,10 +226,10 @@ L = TypeVar("L", bound=Link)
 
 
 class Links(Generic[L]):
-    """Links by instance id, one for each process. `run` until cancelled.
+    """Links by instance id, one for each process; `run` until cancelled.
 
     `dial` makes a link, or raises ValueError if the token must not be sent there. `looked` receives the records
-    after each read of the registry, or None in an outage of Redis: the links stay as they are then.
+    after each read of the registry, or None in an outage of Redis, in which the links stay unchanged.
     """
 
     def __init__(
@@ -248,13 +243,13 @@ class Links(Generic[L]):
         self._dial = dial
         self._looked = looked
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Addresses that the token must not be sent to.
+        # Addresses to which the token must not be sent.
         self._refused: set[str] = set()
 
     async def run(self) -> None:
         """Follow the registry until cancelled, then end all links."""
         try:
-            await self._registry.watch(INSTANCES, _LOOK_SECONDS, self._look)
+            await self._registry.watch(INSTANCES, _REGISTRY_SECONDS, self._look)
         finally:
             await end(self._tasks.values())
 
@@ -268,7 +263,7 @@ class Links(Generic[L]):
         self._looked(records)
 
     async def _drop_others(self, records: dict[str, InstanceRecord]) -> None:
-        """End links to processes that are no longer registered, and forget failed ones."""
+        """End links to processes that are no longer registered, and drop failed ones."""
         for name, link in list(self.known.items()):
             record, task = records.get(name), self._tasks[name]
             known = (link.record.epoch, link.record.address)
@@ -284,7 +279,7 @@ class Links(Generic[L]):
         try:
             link = self._dial(record)
         except ValueError as error:
-            # A mistake in the configuration, which stays one.
+            # A mistake in the configuration, which another attempt does not cure.
             log.error("instance_not_dialled", address=record.address, error=str(error))
             self._refused.add(record.address)
             return

@@ -1,8 +1,8 @@
-"""Health probe of a service of this machine: `python -m services.platform.grpc.health`.
+"""Probe the health of a service on this machine: `python -m services.platform.grpc.health`.
 
-It exits with status 0 if the service says SERVING. For Docker's health checks and `helm test`, over TLS with client
-certificates as well; kubelet asks the port of probes. It reads the same variables as the service. It is started
-often, so it imports gRPC and no service.
+The exit status is 0 if the service reports SERVING. Docker's health checks and `helm test` use it, over TLS with
+client certificates as well; kubelet uses the port of probes. It reads the same variables as the service. It is
+started often, so it imports gRPC and no service.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TLS = "PACELINE_TLS__"
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Return the exit status: 0 if the service says SERVING; else 1, with the reason on stderr."""
+    """Return the exit status: 0 if the service reports SERVING; else 1, with the reason on stderr."""
     arguments = _parser().parse_args(argv)
     try:
         address = arguments.address or ready_address(environ)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         print(error, file=sys.stderr)
         return UNHEALTHY
     except grpc.RpcError as error:
-        status = _said(error)
+        status = _text(error)
     if status != "SERVING":
         print(f"{address}: {status}", file=sys.stderr)
         return UNHEALTHY
@@ -43,14 +43,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def ready_address(environ: Mapping[str, str]) -> str:
-    """Return the address of the service of this machine, from its ready file and host.
+    """Return the address of the service on this machine, from its ready file and host.
 
     OSError if it is not ready, ValueError if no ready file is configured.
     """
     path = environ.get("PACELINE_READY_FILE")
     if not path:
         raise ValueError("give --address, or set PACELINE_READY_FILE as for the service")
-    # Only the port: the address is the one that peers dial, which may lead to another replica.
+    # Only the port, since the address in the file is for peers and may lead to another replica.
     port = str(json.loads(Path(path).read_text())["address"]).rpartition(":")[2]
     host = environ.get("PACELINE_HOST", "127.0.0.1")
     return f"{'127.0.0.1' if host in _WILDCARDS else host}:{port}"
@@ -73,7 +73,7 @@ def _channel(address: str, server_name: str | None, environ: Mapping[str, str]) 
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, chain), options)
 
 
-def _said(error: Any) -> str:
+def _text(error: Any) -> str:
     return f"{error.code().name}: {error.details()}"
 
 
@@ -83,8 +83,8 @@ def _read(path: str | None) -> bytes | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m services.platform.grpc.health", description=__doc__)
-    parser.add_argument("--address", help="host:port; default: by the file PACELINE_READY_FILE")
-    parser.add_argument("--service", default="", help='such as "liveness"; default: the server as a whole')
+    parser.add_argument("--address", help="host:port; default: from the file PACELINE_READY_FILE")
+    parser.add_argument("--service", default="", help='such as "liveness"; default: the whole server')
     parser.add_argument("--server-name", help="name in its certificate, if that is not the host dialled")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the answer")
     return parser

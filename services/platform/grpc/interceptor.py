@@ -1,9 +1,7 @@
-"""Interceptor of all RPCs of a server.
+"""Intercept all RPCs of a server: identify, authorize, count, and turn exceptions into statuses.
 
-It identifies the request, checks token, deadline and the runs that are named, counts, and turns exceptions into
-statuses. An unexpected exception becomes INTERNAL with nothing but the request id: its text stays in the log. A
-call that is refused for its token is refused before its message is received, and bytes that are no message are the
-caller's mistake.
+An unexpected exception becomes INTERNAL with only the request id; its text stays in the log. A call without a valid
+token is refused before its message is received, and bytes that are no message are an InvalidArgument.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ REQUEST_ID = "x-request-id"
 STATUS_DETAILS = "grpc-status-details-bin"
 """Trailing metadata key of the serialized google.rpc.Status."""
 HEALTH = "/grpc.health.v1.Health/"
-"""Methods that probes call, without token or deadline."""
+"""Prefix of the methods that probes call, without token or deadline."""
 WATCH = f"{HEALTH}Watch"
-"""The method whose calls never end by themselves."""
+"""Method whose calls never end by themselves."""
 
 _FAULTS = {"DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN"}
-"""Statuses that are an error of the server, as OpenTelemetry's conventions have it."""
+"""Statuses that count as errors of the server, by OpenTelemetry's conventions."""
 _UNARY_SECONDS = 600.0
-"""Longest time of a unary call whose caller sets no deadline, as stubs of other languages do by default."""
+"""Longest time of a unary call without a deadline, the default in stubs of other languages."""
 _SAFE_ID = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -67,17 +65,17 @@ if TYPE_CHECKING:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Interceptor with a guard; without one every caller may call every method.
 
-    `service` labels the metrics; more than `most_calls` at once, health not counted, are refused. Messages are
-    parsed when `budget` has room for them.
+    `service` labels the metrics. More than `max_calls` at once, health not counted, are refused, and messages are
+    parsed once `budget` has room for them.
     """
 
     def __init__(
-        self, service: str, guard: Guard | None, metrics: RpcMetrics, most_calls: int, budget: ParseBudget
+        self, service: str, guard: Guard | None, metrics: RpcMetrics, max_calls: int, budget: ParseBudget
     ) -> None:
         self._service = service
         self._guard = guard
         self._metrics = metrics
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._budget = budget
         self._calls: set[Task[Any]] = set()
         self._watchers: set[Task[Any]] = set()
@@ -106,16 +104,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return self._wrap(handler, method)
 
     def _admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Check the caller and count the call until it is handled or its task ends, or raise."""
+        """Check the caller and count the call until it is handled or its task ends; raise to refuse it."""
         if method.startswith(HEALTH):
             return
         on_behalf = _value(metadata, CALLER)
         if self._guard is not None:
             self._guard.admit(method, _value(metadata, "authorization"), on_behalf)
         elif on_behalf:
-            # Where no token is required, this can only bound what is allowed.
+            # Without required tokens this can only restrict the call.
             act_for(read_caller(on_behalf))
-        if len(self._calls) >= self._most_calls:
+        if len(self._calls) >= self._max_calls:
             raise ResourceExhausted(
                 "concurrent_calls",
                 f"{len(self._calls)} calls are being served, which is the most; come again",
@@ -123,7 +121,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             )
         task = cast(Task[Any], current_task())
         self._calls.add(task)
-        # The handler of a caller who leaves early is never entered.
+        # The handler is never entered if the caller leaves early.
         task.add_done_callback(self._calls.discard)
 
     def _refuse(self, method: str, refusal: Exception, *, streams: bool) -> Handler:
@@ -137,8 +135,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             for answer in answers:
                 yield answer
 
-        # As if the caller streamed its request, whose message would be received first otherwise. Where answers are
-        # no stream, gRPC sends an empty one with the status, which a reader of a stream would take for an answer.
+        # Handled as a stream of requests, since gRPC would otherwise receive the message first. For unary answers
+        # gRPC sends an empty message with the status, which a reader of a stream would take for an answer.
         if streams:
             return grpc.stream_stream_rpc_method_handler(stream)  # type: ignore[arg-type, return-value]
         return grpc.stream_unary_rpc_method_handler(call)  # type: ignore[arg-type, return-value]
@@ -173,12 +171,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         make = getattr(grpc, f"{shape}_rpc_method_handler")
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else call
-        # Without a deserializer: an error in one would be gRPC's to answer, as UNKNOWN.
+        # No deserializer, since gRPC would answer its errors as UNKNOWN.
         return make(wrapped, None, handler.response_serializer)  # type: ignore[no-any-return]
 
     @asynccontextmanager
     async def _in_time(self, context: Context, *, unary: bool) -> AsyncIterator[None]:
-        """End a unary call without a deadline in time. Streams may continue: keepalive watches their peers."""
+        """Bound a unary call without a deadline; streams are not bounded, since keepalive watches their peers."""
         seconds = _UNARY_SECONDS if unary and time_left(context) is None else None
         try:
             async with timeout(seconds) as limit:
@@ -186,13 +184,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            text = f"it took {seconds:g} s, the most without a deadline; set one where it may take longer"
+            text = f"it took {seconds:g} s, the most without a deadline; set one if it may take longer"
             raise ServiceError(text, code=grpc.StatusCode.DEADLINE_EXCEEDED) from error
 
     @asynccontextmanager
     async def _around(self, method: str, context: Context) -> AsyncIterator[None]:
         request_id = _request_id(context)
-        # Every RPC runs in a task of its own, so the binding ends with it.
+        # Every RPC runs in a separate task, so the binding ends with it.
         structlog.contextvars.bind_contextvars(request_id=request_id, rpc=method)
         trailer = ((REQUEST_ID, request_id),)
         context.set_trailing_metadata(trailer)
@@ -221,7 +219,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if self._stopping and method == WATCH:
                 error = Unavailable("the server is stopping")
             elif isinstance(ended, CancelledError) and not is_cancelled():
-                # Not the call was cancelled, but what it waits for. gRPC would never answer.
+                # An awaited task was cancelled, not this RPC; without a status gRPC would never answer.
                 error = Unavailable("the work that the call waits for was ended")
                 log.warning("awaited_work_ended", exc_info=ended)
                 code = error.code.name
@@ -236,18 +234,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._metrics.seconds.labels(*labels).observe(time.perf_counter() - began)
             if span is not None:
                 span.end(code if code in _FAULTS else "", **{"rpc.grpc.status_code": code})
-        # Only now, so that a caller that has the answer finds the call counted, and room for the next one.
+        # Last, so that a caller that has the answer finds the call counted, and room for the next one.
         if error is not None:
             status = to_status(error)
-            # Not `abort`, whose exception holds the call, its request included, and is held by it: megabytes would
-            # stay until garbage is collected.
+            # Not `abort`: its exception and the call, with its request, refer to each other, so that megabytes
+            # would stay until the next garbage collection.
             context.set_code(error.code)
             context.set_details(status.message)
             context.set_trailing_metadata((*trailer, (STATUS_DETAILS, status.SerializeToString())))
 
 
 class _Parser:
-    """Parser of a caller's requests of a method, within the budget of the server."""
+    """Parser of a caller's requests to one method, within the budget of the server."""
 
     def __init__(
         self,
@@ -264,11 +262,11 @@ class _Parser:
         self._shape = Shape() if kind is None else shape_of(kind.DESCRIPTOR)
 
     async def take(self, request: bytes, context: Context) -> int:
-        """Take room for a message; return what to give back."""
+        """Wait for room for a message; return the bytes to give back."""
         return await self._budget.take(request, self._shape, lambda: self._place(context))
 
     def _place(self, context: Context) -> str:
-        """Return who shares a place in the line for room: a caller by name, or all of an address."""
+        """Return the key of a queue for room: the name of the caller, or the address of one without a name."""
         return context.peer().rpartition(":")[0] if self._caller is None else f"caller {self._caller.name}"
 
     def give_back(self, counted: int) -> None:
@@ -278,7 +276,7 @@ class _Parser:
     def parse(self, request: bytes) -> Any:
         """Return the message.
 
-        InvalidArgument: the bytes are none. PermissionDenied: it names a run that is not the caller's.
+        InvalidArgument: the bytes are no message. PermissionDenied: it names a run that is not the caller's.
         """
         try:
             parsed = request if self._deserialize is None else self._deserialize(request)
@@ -290,10 +288,10 @@ class _Parser:
 
     @asynccontextmanager
     async def parsed(self, request: bytes, context: Context, *, handled: bool) -> AsyncIterator[Any]:
-        """Yield the message; its room is given back at the end.
+        """Yield the message, and give back its room.
 
-        Unless it is `handled` by then, for it is answered by a stream: the room is given back once its handler
-        waits for the first time. It has read the message by then, and may go on for hours.
+        With `handled`, at the end of the block. Otherwise, for calls answered by a stream, once the handler waits
+        for the first time: it has then read the message, and may run for hours.
         """
         counted = await self.take(request, context)
         if not handled:
@@ -308,12 +306,12 @@ class _Parser:
 class _Parsed:
     """Messages of a caller's stream, parsed one by one.
 
-    The room of one is given back when the next is asked for.
+    The room of a message is given back when the next one is requested.
     """
 
     def __init__(self, requests: AsyncIterator[bytes], parser: _Parser, context: Context) -> None:
-        # Without aiter, which begins gRPC's generator: a call that ends before it reads would leave that unused,
-        # and Python warns of a coroutine that was never awaited.
+        # Not aiter, which starts gRPC's generator: if the call ends before it reads, Python would warn of a
+        # coroutine that was never awaited.
         self._requests = requests
         self._parser = parser
         self._context = context
@@ -351,9 +349,9 @@ def _service_error(error: Exception, request_id: str) -> ServiceError:
 
 
 def _without_frames(error: ServiceError) -> ServiceError:
-    """Let an error go of the frames that it came through, which hold the request and are held by it in turn.
+    """Remove the traceback of an error, whose frames refer to the request and it to them.
 
-    A request of megabytes would stay until the next full collection of garbage.
+    A request of megabytes would otherwise stay until the next full garbage collection.
     """
     held: list[BaseException] = [error]
     while held:
@@ -386,7 +384,7 @@ def time_left(context: Context) -> float | None:
 
 
 def _keep(context: Context, trailer: tuple[tuple[str, str], ...]) -> None:
-    """Put the trailer back when the servicer has set another."""
+    """Add the trailer again if the servicer has set another one."""
     present = tuple(context.trailing_metadata() or ())
     if not any(key == REQUEST_ID for key, _ in present):
         context.set_trailing_metadata((*present, *trailer))

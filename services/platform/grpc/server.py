@@ -1,4 +1,4 @@
-"""gRPC server of a service, with credentials, interceptor, health and reflection."""
+"""Run the gRPC server of a service, with credentials, interceptor, health and reflection."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from services.platform.security.certificates import Certificates, watch_certific
 from services.platform.security.guard import guard_of
 
 STORE = "store"
-"""Health service that is NOT_SERVING while Redis cannot be reached or takes no writes, so that steps wait."""
+"""Health service that is NOT_SERVING while Redis is unreachable or takes no writes, so that steps wait."""
 LEADER = "leader"
-"""Health service of a gateway that is SERVING while it leads itself."""
+"""Health service of a gateway that is SERVING while this process leads."""
 LIVENESS = "liveness"
 """Health service that is SERVING from start to stop, whether or not the service can take work."""
 
@@ -33,24 +33,24 @@ WATCHER_GRACE = 0.1
 """Seconds that watchers of health get to receive the last status; they never end by themselves."""
 
 UNCOMPRESSED = 1
-"""Set of gRPC's compression algorithms that has none: a few bytes of a compressed message become any number."""
+"""gRPC's bit set with no compression algorithm, since a few compressed bytes can expand without limit."""
 
 PENDING_SECONDS = 24 * 3600
-"""Longest time that a call waits to be taken; its own deadline ends it before that."""
+"""Longest time that a call waits to be accepted; its own deadline ends it earlier."""
 
 REFLECTION = "grpc.reflection.v1.ServerReflection"
-"""Reflection as newer tools ask for it; its messages are those of v1alpha."""
+"""Name under which newer tools request reflection; its messages are the same as in v1alpha."""
 
 _INTERNAL = "paceline.internal."
-"""How the names of services begin that only the platform's own processes call."""
+"""Prefix of services that only the platform's own processes call."""
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 _running: set[GrpcServer] = set()
 
 
 class GrpcServer:
-    """One listening server.
+    """gRPC server on one port.
 
-    Usage: `add_XServicer_to_server(servicer, grpc_server.server)`, `await start()`, and once work can be taken
+    Usage: `add_XServicer_to_server(servicer, grpc_server.server)`, `await start()`, and once it can serve
     `await set_serving(True)`; `await stop(grace)` at the end. Health is NOT_SERVING until `set_serving`.
     """
 
@@ -62,7 +62,7 @@ class GrpcServer:
         registry: CollectorRegistry | None = None,
         inner: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """`inner` interceptors see calls that were admitted, and what they raise is told as of a servicer."""
+        """`inner` interceptors get admitted calls; their errors are reported like a servicer's."""
         self._config = config
         metrics = rpc_metrics(REGISTRY if registry is None else registry)
         self.guard = guard_of(config)
@@ -113,14 +113,14 @@ class GrpcServer:
             self._probes.start(self._config.host, self._config.probe_port)
 
     async def _end_unused(self) -> None:
-        """Start and stop a server that never ran; collecting it otherwise can crash the process."""
+        """Start and stop a server that never ran, since collecting it otherwise can crash the process."""
         await self.server.start()
         await self.server.stop(0)
 
     async def set_serving(self, serving: bool, ready: bool | None = None) -> None:
-        """Set the health of the server as a whole ("") and of every service on it.
+        """Set the health of the whole server ("") and of every service on it.
 
-        `/readyz` of the port of probes is 200 while it is `ready`; None: while it serves.
+        `/readyz` on the port of probes answers 200 if `ready`, which defaults to `serving`.
         """
         self._ready = serving if ready is None else ready
         response = health_pb2.HealthCheckResponse
@@ -133,7 +133,7 @@ class GrpcServer:
         await self._set_health(STORE, usable)
 
     async def set_leading(self, leading: bool) -> None:
-        """Set the health of `LEADER`, which a server has once this was called."""
+        """Set the health of `LEADER`, which exists from the first call on."""
         await self._set_health(LEADER, leading)
 
     async def _set_health(self, name: str, good: bool) -> None:
@@ -141,7 +141,7 @@ class GrpcServer:
         await self._health.set(name, response.SERVING if good else response.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
-        """Stop: health becomes NOT_SERVING, new calls are refused, running ones get `grace` seconds."""
+        """Set health to NOT_SERVING, refuse new calls, and end running ones after `grace` seconds."""
         _running.discard(self)
         self._ready = False
         await self._health.enter_graceful_shutdown()
@@ -161,20 +161,20 @@ class GrpcServer:
 
 
 async def stop_servers(grace: float) -> None:
-    """Stop every server of the process that still runs; one that does would keep the process from ending."""
+    """Stop every running server of the process, which could not end otherwise."""
     await asyncio.gather(*(server.stop(grace) for server in list(_running)))
 
 
 def server_options(config: ServiceConfig) -> Options:
     """Return the options of a server: clients may ping it, and its port belongs to one process only.
 
-    It takes no compressed messages: they are answered UNIMPLEMENTED before they are received.
+    Compressed messages are answered UNIMPLEMENTED before they are received.
 
-    gRPC cancels calls that the event loop has not taken yet: beyond 1,000 of them at random, beyond 3,000 each, and
-    all that have waited for 30 s. Here as many wait as may be served, and as many again, so that the interceptor
-    answers those that are too many.
+    By default gRPC cancels calls that the event loop has not accepted yet: some beyond 1,000, all beyond 3,000, and
+    all that have waited for 30 s. Here twice as many may wait as may be served, so that the interceptor answers
+    those that are too many.
     """
-    most_pending = min(2 * config.max_concurrent_calls, 2**31 - 1)
+    max_pending = min(2 * config.max_concurrent_calls, 2**31 - 1)
     options: Options = [
         *common_options(config),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
@@ -182,8 +182,8 @@ def server_options(config: ServiceConfig) -> Options:
         ("grpc.so_reuseport", 0),
         ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
-        ("grpc.server.max_pending_requests", most_pending),
-        ("grpc.server.max_pending_requests_hard_limit", most_pending),
+        ("grpc.server.max_pending_requests", max_pending),
+        ("grpc.server.max_pending_requests_hard_limit", max_pending),
         ("grpc.server_max_unrequested_time_in_server", PENDING_SECONDS),
     ]
     if config.max_connection_age_seconds is not None:
@@ -196,7 +196,7 @@ def server_options(config: ServiceConfig) -> Options:
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Return the credentials of a server; each new connection gets the certificate that is on disk then.
+    """Return the credentials of a server; each new connection gets the certificate that is then on disk.
 
     OSError if a file cannot be read, Unreadable if it is invalid, ValueError without a certificate.
     """
@@ -205,7 +205,7 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
     watched = watch_certificates(tls)
     shown = watched.current()
 
-    def changed() -> Any:  # None for no change, which the stubs of grpc do not know
+    def changed() -> Any:  # None for no change, which grpc's stubs do not allow
         nonlocal shown
         now = watched.current()
         if now is shown:
@@ -222,7 +222,7 @@ def _shown(certificates: Certificates, tls: TlsConfig) -> grpc.ServerCertificate
 
 
 def _under_its_later_name(reflected: Any) -> grpc.GenericRpcHandler:
-    """Return the handlers of `REFLECTION`, which the package for Python does not have."""
+    """Return the handlers of `REFLECTION`, which grpcio-reflection lacks."""
     handler = grpc.stream_stream_rpc_method_handler(
         reflected.ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
@@ -232,7 +232,7 @@ def _under_its_later_name(reflected: Any) -> grpc.GenericRpcHandler:
 
 
 class _NamingServer:
-    """A server that also knows the names of the services added to it, for health and reflection."""
+    """Server that records the names of the services added to it, for health and reflection."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
@@ -259,5 +259,5 @@ def advertised(config: ServiceConfig) -> str:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as an address has it: IPv6 in brackets."""
+    """Return a host as written in an address: IPv6 in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,9 +1,8 @@
-"""Caller of a request: the runs that it may name, and how much it may have in work.
+"""Identify the caller of a request, and check the runs that the request names.
 
-A service that calls on behalf of somebody, as the HTTP facade does, says so in the metadata `x-paceline-caller`;
-servers believe only services. The caller of the current call is a context variable, so that every part of an
-answer can be checked against it. Every field `run_id` of a request counts, at any depth, so a new RPC is checked
-without further code.
+A service that calls on behalf of a caller, as the HTTP facade does, names it in the metadata `x-paceline-caller`;
+servers ignore that from anyone but services. The caller of the current call is a context variable, so that every
+part of an answer can be checked against it.
 """
 
 from __future__ import annotations
@@ -27,11 +26,21 @@ from paceline.transport.channel import ON_BEHALF
 from services.contracts.errors import InvalidArgument, PermissionDenied
 
 LONGEST_RUN_ID = 256
-"""Longest run id that anything accepts; a longer one is of no grant."""
+"""Longest run id that is accepted anywhere; no grant covers a longer one."""
+FIELDS = frozenset({"run_id", "run_ids"})
+"""Fields that name runs, at any depth of a request, so that new RPCs are checked without further code."""
+WITHOUT_RUN = {
+    "paceline.v1.RolloutService/ListBatches": "lists the batches of all runs that the caller may name",
+    "paceline.v1.RolloutService/Generate": "generates a sample of no run, which is not kept",
+    "paceline.v1.FleetService/WatchDecisions": "reports the fleet, and all runs that the caller may name",
+    "paceline.v1.FleetService/GetKnobs": "knobs of the fleet, a model or a pool",
+    "paceline.v1.FleetService/SetKnobs": "knobs of the fleet, a model or a pool",
+}
+"""Methods whose request may omit the run, and what that means; elsewhere no pattern allows that."""
 
 
 class TokenHolder(BaseModel):
-    """Holder of a token, with the bounds on what is done for it."""
+    """Holder of a token, with its permissions and limits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -46,9 +55,9 @@ class TokenHolder(BaseModel):
     ) = None
     """Runs that it may name: `*` stands for any characters, `?` for one. Unset: any run."""
     max_queued_samples: Annotated[int, Field(ge=1)] | None = None
-    """Most unfinished samples at once, waiting or running. Unset: what the gateway takes."""
+    """Most unfinished samples at once, waiting or running. Unset: the gateway's own limit."""
     max_queued_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens that these samples may come to: prompt and `max_tokens` of each. Unset: no limit."""
+    """Most tokens of these samples together: prompt and `max_tokens` of each. Unset: no limit."""
 
     @model_validator(mode="after")
     def _check_size(self) -> Self:
@@ -57,13 +66,13 @@ class TokenHolder(BaseModel):
         return self
 
     def may_name(self, run_id: str) -> bool:
-        """Return True if the run is one of the caller's; "" is none."""
+        """Return True if the caller may name the run; "" is no run."""
         if self.runs is None:
             return True
         return 0 < len(run_id) <= LONGEST_RUN_ID and _pattern_of(self.runs).fullmatch(run_id) is not None
 
     def check_run(self, run_id: str) -> None:
-        """Raise PermissionDenied for a run that is not the caller's, whether or not there is such a run."""
+        """Raise PermissionDenied for a run that is not the caller's, whether or not it exists."""
         if self.may_name(run_id):
             return
         patterns = ", ".join(self.runs or ())
@@ -76,14 +85,14 @@ class TokenHolder(BaseModel):
         )
 
     def run_or(self, default: str) -> str:
-        """Return the run of a request that names none: `default`, or the first that a pattern names in full."""
+        """Return the run of a request that names none: `default`, or the first run that a pattern names in full."""
         if self.may_name(default):
             return default
         named = (pattern for pattern in self.runs or () if not set("*?") & set(pattern))
         return next(named, default)
 
     def metadata(self) -> str:
-        """Return what a service sends along for this caller."""
+        """Return the metadata with which a service names this caller."""
         return _encoded(self.name, self.runs, self.max_queued_samples, self.max_queued_tokens)
 
 
@@ -91,25 +100,25 @@ _current: ContextVar[TokenHolder | None] = ContextVar("caller", default=None)
 
 
 def current_caller() -> TokenHolder | None:
-    """Return the caller of the call that is served; None: a service, or anybody where no token is required."""
+    """Return the caller of the call being served; None: a service, or any caller if no token is required."""
     return _current.get()
 
 
 def act_for(caller: TokenHolder | None) -> None:
-    """Do what follows in this task for a caller, the calls of other services included."""
+    """Let the rest of this task act for a caller, including its calls of other services."""
     _current.set(caller)
     ON_BEHALF.set("" if caller is None else caller.metadata())
 
 
 def may_see(run_id: str) -> bool:
-    """Return True if what is of a run, or of the whole fleet (empty), may be shown to the current caller."""
+    """Return True if the current caller may see data of a run, or, if empty, of the whole fleet."""
     caller = _current.get()
     return caller is None or not run_id or caller.may_name(run_id)
 
 
 @functools.lru_cache(maxsize=1024)
 def read_caller(metadata: str) -> TokenHolder:
-    """Return the caller that a service names. InvalidArgument if that is none."""
+    """Return the caller that a service names; InvalidArgument if the metadata name none."""
     try:
         return TokenHolder.model_validate(parse_json(metadata))
     except ValueError:
@@ -124,20 +133,8 @@ def _pattern_of(runs: tuple[str, ...]) -> re.Pattern[str]:
 @functools.lru_cache(maxsize=1024)
 def _encoded(name: str, runs: tuple[str, ...] | None, samples: int | None, tokens: int | None) -> str:
     values = {"name": name, "runs": runs, "max_queued_samples": samples, "max_queued_tokens": tokens}
-    # In ASCII, as metadata are.
+    # ASCII, since metadata must be.
     return json.dumps({key: value for key, value in values.items() if value is not None})
-
-
-FIELDS = frozenset({"run_id", "run_ids"})
-"""Fields that hold the names of runs."""
-WITHOUT_RUN = {
-    "paceline.v1.RolloutService/ListBatches": "lists the batches of all runs that the caller may name",
-    "paceline.v1.RolloutService/Generate": "a sample of no run, which is kept for nobody",
-    "paceline.v1.FleetService/WatchDecisions": "tells of the fleet, and of all runs that the caller may name",
-    "paceline.v1.FleetService/GetKnobs": "knobs of the fleet, a model or a pool",
-    "paceline.v1.FleetService/SetKnobs": "knobs of the fleet, a model or a pool",
-}
-"""Methods whose request may leave the run out, and what it means then. Elsewhere no pattern allows that."""
 
 
 def check_runs(caller: TokenHolder, method: str, request: object) -> None:
@@ -150,7 +147,7 @@ def check_runs(caller: TokenHolder, method: str, request: object) -> None:
 
 
 def runs_named(message: Message) -> Iterator[str]:
-    """Yield the runs that a message names; "" for a field that is unset."""
+    """Yield the runs that a message names; "" for an unset field."""
     own, nested = _places(message.DESCRIPTOR)
     for name, repeated in own:
         value = getattr(message, name)
@@ -172,7 +169,7 @@ def runs_named(message: Message) -> Iterator[str]:
 def _places(
     descriptor: Descriptor,
 ) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool, bool], ...]]:
-    """Return the fields of a message that hold runs, and those whose messages may."""
+    """Return the fields of a message that name runs, and the fields whose messages may."""
     own, nested = [], []
     for field in descriptor.fields:
         if field.name in FIELDS:

@@ -1,7 +1,6 @@
-"""Certificates and other files that are reloaded when they change.
+"""Load certificates and other secrets from files, and reload them when the files change.
 
-`Watched` loads a value from files and reloads it, so that certificates and tokens can be rotated without a
-restart.
+With `Watched`, certificates and tokens can be rotated without a restart.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 CHECK_SECONDS = 1.0
-"""Least time between two checks of the files."""
+"""Least seconds between two checks of the files."""
 
 RELOADS = Counter(
     "paceline_secret_reloads_total",
@@ -39,11 +38,11 @@ class Unreadable(Exception):
 
 
 class Watched(Generic[T]):
-    """Value that `load` returns for the current contents of some files. Thread-safe.
+    """Value that `load` returns for the current contents of some files; thread-safe.
 
-    A change that cannot be loaded, such as a key that was replaced before its certificate, leaves the last good
-    value in place and is tried again at the next check. Symbolic links are followed, so that one that is redirected
-    (as Kubernetes does with secrets) counts as a change.
+    After a change that cannot be loaded, such as a key that was replaced before its certificate, the last good
+    value stays and the next check tries again. Symbolic links are followed, so that a redirected one (as Kubernetes
+    does with secrets) counts as a change.
     """
 
     def __init__(
@@ -53,28 +52,28 @@ class Watched(Generic[T]):
         load: Callable[[], T],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Load at once; raises the errors of `load`. `secret` names the value in logs and metrics."""
+        """Load the value, raising the errors of `load`; `secret` names the value in logs and metrics."""
         self._secret = secret
         self._paths = tuple(paths)
         self._load = load
         self._clock = clock
         self._lock = threading.Lock()
-        self._looked = clock()
+        self._checked_at = clock()
         self._seen = self._signature()
         self._failing = False
         self._value = load()
 
     def current(self) -> T:
-        """Return the value; checks the files if the last check is CHECK_SECONDS ago."""
+        """Return the value; check the files if the last check is CHECK_SECONDS ago."""
         with self._lock:
             now = self._clock()
-            if now - self._looked >= CHECK_SECONDS:
-                self._looked = now
+            if now - self._checked_at >= CHECK_SECONDS:
+                self._checked_at = now
                 self._refresh()
             return self._value
 
     def _refresh(self) -> None:
-        # Taken before the files are read: what changes meanwhile is seen at the next look.
+        # Taken before the files are read, so that the next check sees changes made meanwhile.
         signature = self._signature()
         if signature == self._seen:
             return

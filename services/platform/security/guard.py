@@ -1,4 +1,4 @@
-"""Authorization of calls: tokens that a server accepts, their scopes and rates, as currently on disk."""
+"""Authorize calls by their tokens: scopes, rates, and the files that they are read from."""
 
 from __future__ import annotations
 
@@ -22,17 +22,42 @@ from services.platform.security.certificates import Unreadable, Watched
 
 log = structlog.get_logger(__name__)
 
+_READERS = frozenset({TokenScope.ROLLOUTS, TokenScope.WEIGHTS, TokenScope.FLEET})
+"""Scopes that each allow to read the state of the platform."""
+
+SCRAPE = "metrics"
+"""Name for `admit` of a read of metrics, where they have no separate port."""
+_SERVICES: dict[str, frozenset[TokenScope]] = {
+    SCRAPE: frozenset({TokenScope.METRICS}),
+    "paceline.v1.RolloutService": frozenset({TokenScope.ROLLOUTS}),
+    "paceline.v1.WeightService": frozenset({TokenScope.WEIGHTS}),
+    "paceline.v1.FleetService": frozenset({TokenScope.FLEET}),
+    "grpc.reflection.v1.ServerReflection": _READERS,
+    "grpc.reflection.v1alpha.ServerReflection": _READERS,
+}
+_METHODS: dict[str, frozenset[TokenScope]] = {
+    "paceline.v1.WeightService/GetVersions": _READERS,
+    "paceline.v1.FleetService/ListInstances": _READERS,
+    "paceline.v1.FleetService/WatchFleet": _READERS,
+    "paceline.v1.FleetService/GetKnobs": _READERS,
+    "paceline.v1.FleetService/GetDrafter": _READERS,
+    "paceline.v1.FleetService/WatchDecisions": _READERS,
+}
+
+_TICKETED = frozenset({"paceline.v1.WeightStreamService/PushWeights"})
+"""Methods whose bearer token is a ticket for one update, known only to their servicer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Sustained calls a second, and calls that may come at once."""
+    """Sustained calls a second, and most calls at once."""
 
     per_second: float
     burst: float
 
 
 class Bucket:
-    """Token bucket that begins full, refills at the rate up to the burst, and loses one token per call."""
+    """Token bucket that starts full, refills at the rate up to the burst, and loses one token per call."""
 
     def __init__(self, rate: Rate, now: float) -> None:
         """`now` is in seconds, monotonic."""
@@ -41,7 +66,7 @@ class Bucket:
         self._at = now
 
     def take(self, now: float) -> float:
-        """Return 0 if a call is admitted, else the seconds until one will be. A refused call takes no token."""
+        """Return 0 if a call is admitted, else the seconds until one will be; a refused call takes no token."""
         self._level = min(self.rate.burst, self._level + max(0.0, now - self._at) * self.rate.per_second)
         self._at = max(self._at, now)
         if self._level >= 1.0:
@@ -64,7 +89,7 @@ class Grant(TokenHolder):
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Sustained rate of RPCs at each server. Unset: unlimited."""
     burst: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """RPCs that may begin at once. Unset: those of two seconds."""
+    """RPCs that may begin at once. Unset: as many as in two seconds."""
 
     @model_validator(mode="after")
     def _check_internal(self) -> Self:
@@ -91,9 +116,10 @@ def service_grant(token: str) -> Grant:
 
 
 def grant_files(path: Path) -> list[Path]:
-    """Return the files of `tokens_file`: itself, or the *.yaml files of a folder and of its folders.
+    """Return the files of `tokens_file`: itself, or the *.yaml files in a folder and one level below it.
 
-    Folders with a dot are left out: Kubernetes keeps the versions of a secret in them. Unreadable if there is none.
+    Folders whose names begin with a dot are left out: Kubernetes keeps the versions of a secret in them. Unreadable
+    if there is no file.
     """
     if not path.is_dir():
         return [path]
@@ -114,7 +140,7 @@ def read_grants(*paths: Path) -> tuple[Grant, ...]:
         try:
             grants += _GRANTS.validate_python(yaml.safe_load(path.read_text()) or [])
         except (ValueError, RecursionError, yaml.YAMLError) as error:
-            raise Unreadable(f"{path}: {_said(error)}") from error
+            raise Unreadable(f"{path}: {_text(error)}") from error
     for field in ("name", "sha256"):
         values = [getattr(grant, field) for grant in grants]
         if len(set(values)) < len(values):
@@ -123,7 +149,7 @@ def read_grants(*paths: Path) -> tuple[Grant, ...]:
 
 
 def find_grant(token: str, grants: Iterable[Grant]) -> Grant | None:
-    """Return the grant of a token, in a time that does not depend on which one matches or how closely."""
+    """Return the grant of a token, in a time that does not depend on which one matches, or how closely."""
     digest = hash_token(token)
     found = None
     for grant in grants:
@@ -132,15 +158,15 @@ def find_grant(token: str, grants: Iterable[Grant]) -> Grant | None:
     return found
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
-    # Without the values: somebody may have put the token itself where its hash belongs.
+    # Without the values: an entry may have the token itself instead of its hash.
     return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
 class Guard:
-    """Check of callers, made by `guard_of`. The tokens are thread-safe; rates belong to one server's event loop."""
+    """Check callers, as made by `guard_of`; tokens are thread-safe, rates belong to one server's event loop."""
 
     def __init__(
         self,
@@ -148,7 +174,7 @@ class Guard:
         grants: Callable[[], tuple[Grant, ...]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`own` returns the services' token, or None; `grants` returns those of callers."""
+        """`own` returns the services' token, or None; `grants` returns the grants of callers."""
         self._own = own
         self._grants = grants
         self._clock = clock
@@ -157,14 +183,14 @@ class Guard:
     def admit(self, method: str, authorization: str, on_behalf: str = "") -> TokenHolder | None:
         """Admit a call of "/package.Service/Method", or raise; return its caller, None for a service.
 
-        What follows in this task is done for the caller. A service may call `on_behalf` of another, as its metadata
-        say; what others say there is ignored.
+        The rest of this task acts for the caller. A service may call `on_behalf` of another caller, as its metadata
+        say; metadata of others are ignored.
 
         Unauthenticated without a known token, PermissionDenied without the scope, ResourceExhausted above the
         token's rate.
         """
         if method.removeprefix("/") in _TICKETED:
-            # Its servicer compares the ticket before it reads a message.
+            # The servicer checks the ticket before it reads a message.
             return None
         grant = self._known(authorization)
         if grant is None:
@@ -178,7 +204,7 @@ class Guard:
         return caller
 
     def warn_of_shared_runs(self) -> list[str]:
-        """Warn if several tokens may generate samples and some may name any run; return the names of these."""
+        """Warn if several tokens may generate samples and some may name any run; return the names of the latter."""
         holders = [grant for grant in self._grants() if TokenScope.ROLLOUTS in grant.scopes]
         unbounded = sorted(grant.name for grant in holders if grant.runs is None)
         if len(holders) < 2 or not unbounded:
@@ -236,7 +262,7 @@ def guard_of(config: ServiceConfig) -> Guard | None:
 
 
 def own_token(config: ServiceConfig) -> Callable[[], str | None]:
-    """Return a function that returns the services' own token: from its file, if it came from one."""
+    """Return a function that returns the services' own token, from its current file if it came from one."""
     path = config.rotating_token_file
     if path is None:
         fixed = config.token.get_secret_value() if config.token is not None else None
@@ -267,36 +293,10 @@ def bearer_token(authorization: str) -> str:
     return token if scheme.lower() == "bearer" else ""
 
 
-_READERS = frozenset({TokenScope.ROLLOUTS, TokenScope.WEIGHTS, TokenScope.FLEET})
-"""Scopes of which any allows to read the state of the platform."""
-
-SCRAPE = "metrics"
-"""Name for `admit` of the reading of metrics, where they are not on a port of their own."""
-_SERVICES: dict[str, frozenset[TokenScope]] = {
-    SCRAPE: frozenset({TokenScope.METRICS}),
-    "paceline.v1.RolloutService": frozenset({TokenScope.ROLLOUTS}),
-    "paceline.v1.WeightService": frozenset({TokenScope.WEIGHTS}),
-    "paceline.v1.FleetService": frozenset({TokenScope.FLEET}),
-    "grpc.reflection.v1.ServerReflection": _READERS,
-    "grpc.reflection.v1alpha.ServerReflection": _READERS,
-}
-_METHODS: dict[str, frozenset[TokenScope]] = {
-    "paceline.v1.WeightService/GetVersions": _READERS,
-    "paceline.v1.FleetService/ListInstances": _READERS,
-    "paceline.v1.FleetService/WatchFleet": _READERS,
-    "paceline.v1.FleetService/GetKnobs": _READERS,
-    "paceline.v1.FleetService/GetDrafter": _READERS,
-    "paceline.v1.FleetService/WatchDecisions": _READERS,
-}
-
-_TICKETED = frozenset({"paceline.v1.WeightStreamService/PushWeights"})
-"""Methods whose bearer token is a ticket for one update, which only their servicer knows."""
-
-
 def scopes_for(method: str) -> frozenset[TokenScope]:
-    """Return the scopes of which one lets a token call "/package.Service/Method"; INTERNAL always does.
+    """Return the scopes that each let a token call "/package.Service/Method"; INTERNAL always does.
 
-    Methods that are not listed are for the services alone, so that a new method is closed by default.
+    Unlisted methods are for services only, so that a new method is closed by default.
     """
     name = method.removeprefix("/")
     service = name.partition("/")[0]

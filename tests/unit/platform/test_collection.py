@@ -33,7 +33,7 @@ def collector() -> Iterator[None]:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Items of work in memory; they are looked at in every turn of the event loop."""
-    monkeypatch.setattr(memory, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(memory, "_CHECK_SECONDS", 0)
     return [0]
 
 
@@ -80,7 +80,7 @@ async def test_cycles_among_what_was_frozen_are_collected_when_nothing_is_in_wor
     gc.freeze()
     await looks(work)
     assert cycle() is not None, "not so soon after the last"
-    monkeypatch.setattr(memory, "_FULL_SECONDS", 0)
+    monkeypatch.setattr(memory, "_IDLE_SECONDS", 0)
     work[0] = 1
     await looks(work)
     assert cycle() is not None, "not while something is in work"
@@ -94,7 +94,7 @@ async def test_work_that_never_ends_does_not_put_a_full_collection_off_for_ever(
 ) -> None:
     gc.disable()
     cycle = a_cycle()
-    monkeypatch.setattr(memory, "_LONGEST_PAUSE", 0)
+    monkeypatch.setattr(memory, "_BUSY_SECONDS", 0)
     work[0] = MANY
     await looks(work, 1)
     assert cycle() is None
