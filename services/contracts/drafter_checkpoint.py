@@ -1,9 +1,9 @@
-"""Checkpoint of a drafter: the format in which vLLM loads an EAGLE-3 head, written atomically and fully verified.
+"""Write and read checkpoints of a drafter, in the format in which vLLM loads an EAGLE-3 head.
 
     checkpoint = save(parent, version, config, tensors)  # parent/drafter-000007/{config.json, model.safetensors}
     config, tensors = load(checkpoint.path, checkpoint.sha256)
 
-A folder appears under its name complete or not at all, and a reference to it carries the SHA-256 of
+A folder appears under its name complete or not at all, and references to it include the SHA-256 of
 model.safetensors. Tensors, with h = hidden_size, a = heads * head_dim, c = key-value heads * head_dim:
 
     fc.weight                                        [h, h * layers]   the features of the policy's layers into one
@@ -13,9 +13,8 @@ model.safetensors. Tensors, with h = hidden_size, a = heads * head_dim, c = key-
     norm.weight [h]     lm_head.weight [draft_vocab_size, h]
     d2t [draft_vocab_size] int64: the token of row i is i + d2t[i];  t2d [vocab_size] bool: tokens with a row
 
-d2t and t2d are left out if the draft vocabulary is the whole one, since vLLM does not load them then. The
-embedding is the policy's. `unlike_target` and `unlike_current` compare a head with its model and with the head in
-use.
+d2t and t2d are omitted if the draft vocabulary is the whole one, since vLLM then does not load them. The embedding
+is the policy's.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from services.contracts.files import sync, write_durably
 if TYPE_CHECKING:
     import torch
 
-
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _NAME = re.compile(r"drafter-(\d{6,})")
@@ -51,11 +49,34 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-"""Fields of a config that are sizes of the head, each a positive integer."""
+"""Fields of a config with sizes of the head, each a positive integer."""
+_SHARED = ("hidden_size", "vocab_size", "head_dim", "num_key_value_heads")
+# Settings that change the function of the tensors.
+_FORM = (
+    *_SHARED,
+    "model_type",
+    "draft_vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+    "eagle_config",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "logit_scale",
+)
 
 
 class CorruptCheckpoint(DataLoss):
-    """The folder holds no usable drafter; `what` says why."""
+    """The folder has no usable drafter; `what` says why."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.path = path
@@ -74,11 +95,11 @@ class Checkpoint:
 def save(
     parent: Path, version: int, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Checkpoint:
-    """Write `parent`/drafter-<version>, replacing what is there under that name.
+    """Write `parent`/drafter-<version>, replacing an existing folder.
 
     Raises:
         ValueError: a version below 1, or a config or tensors that `load` would refuse.
-        OSError: it cannot be written; nothing has changed under the name then.
+        OSError: the folder cannot be written; an existing one is unchanged.
     """
     from safetensors.torch import save as to_bytes
 
@@ -107,11 +128,11 @@ def save(
 
 
 def load(path: Path, sha256: str = "") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return config and tensors (in host memory) of a drafter, from one read of the file that is also verified.
+    """Return config and tensors (in host memory) of a drafter, from a single read of the file, which is verified.
 
     Raises:
-        CorruptCheckpoint: missing or unreadable files, a SHA-256 other than `sha256` (if not empty), or a config or
-            tensors that are no drafter: missing, of wrong shapes or types, not finite.
+        CorruptCheckpoint: missing or unreadable files, a SHA-256 other than `sha256` (if not empty), or an invalid
+            config or tensors: missing, of wrong shapes or types, not finite.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
@@ -130,13 +151,13 @@ def load(path: Path, sha256: str = "") -> tuple[dict[str, Any], dict[str, torch.
 
 
 def verify(path: Path, sha256: str) -> None:
-    """Check the SHA-256 alone, without torch. CorruptCheckpoint: it differs, or the file cannot be read."""
+    """Check only the SHA-256, without torch; CorruptCheckpoint if it differs or the file cannot be read."""
     if (found := digest(path)) != sha256:
         raise CorruptCheckpoint(path, f"the SHA-256 of {WEIGHTS} is {found}, expected {sha256}")
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a drafter's weights, without torch. CorruptCheckpoint: they cannot be read."""
+    """Return the SHA-256 of a drafter's weights, without torch; CorruptCheckpoint if they cannot be read."""
     try:
         with os.fdopen(open_regular(path / WEIGHTS), "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -150,7 +171,7 @@ def folder_of(parent: Path, version: int) -> Path:
 
 
 def version_of(path: Path) -> int:
-    """Return the version in a folder's name. ValueError: it is not the name of a drafter."""
+    """Return the version in a folder's name; ValueError if it is not the name of a drafter."""
     found = _NAME.fullmatch(path.name)
     if found is None:
         raise ValueError(f"{path.name!r} is no drafter's name, which is drafter- and six digits")
@@ -158,7 +179,7 @@ def version_of(path: Path) -> int:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the config of a drafter. CorruptCheckpoint: missing, or no config of an EAGLE-3 head."""
+    """Return the config of a drafter; CorruptCheckpoint if it is missing or not of an EAGLE-3 head."""
     try:
         config = parse_json(_read(path, CONFIG))
     except ValueError as error:
@@ -168,6 +189,40 @@ def read_config(path: Path) -> dict[str, Any]:
     if fault := _config_fault(config):
         raise CorruptCheckpoint(path, fault)
     return config
+
+
+def discard(path: Path) -> None:
+    """Remove a folder if its name is a drafter's."""
+    if _NAME.fullmatch(path.name):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def unlike_target(config: Mapping[str, Any], target: Mapping[str, int]) -> list[str]:
+    """Return the reasons why a head cannot draft for a model; empty if it can.
+
+    Args:
+        config: config of the head, as `read_config` returns it.
+        target: hidden_size, vocab_size, head_dim, num_key_value_heads and num_hidden_layers of the model. The
+            head shares the KV blocks of the model, so its KV must have the same shape.
+    """
+    faults = [
+        f"{name} is {config[name]}, the model's is {target[name]}"
+        for name in _SHARED
+        if config[name] != target[name]
+    ]
+    layers, last = layers_of(config), target["num_hidden_layers"]
+    if layers[-1] >= last:
+        faults.append(f"it reads layers {layers}, the model has {last}")
+    return faults
+
+
+def unlike_current(config: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why a head cannot replace another in a running engine; empty if it can."""
+    return [
+        f"{name} is {config.get(name)!r}, in use is {current.get(name)!r}"
+        for name in _FORM
+        if config.get(name) != current.get(name)
+    ]
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -256,62 +311,3 @@ def _read(path: Path, name: str) -> bytes:
         return read_regular(path / name, MOST_CONFIG_BYTES)
     except OSError as error:
         raise CorruptCheckpoint(path, f"{name} cannot be read: {error.strerror}") from error
-
-
-def discard(path: Path) -> None:
-    """Remove a drafter's folder, if it is one."""
-    if _NAME.fullmatch(path.name):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-_SHARED = ("hidden_size", "vocab_size", "head_dim", "num_key_value_heads")
-# Settings that change the function of the same tensors.
-_FORM = (
-    *_SHARED,
-    "model_type",
-    "draft_vocab_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-    "eagle_config",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "logit_scale",
-)
-
-
-def unlike_target(config: Mapping[str, Any], target: Mapping[str, int]) -> list[str]:
-    """Return the reasons why a head cannot draft for a model; empty if it can.
-
-    Args:
-        config: config of the head, as `services.contracts.drafter_checkpoint` reads it.
-        target: hidden_size, vocab_size, head_dim, num_key_value_heads and num_hidden_layers of the model. The
-            head shares the KV blocks of the model, so its KV must have the same shape.
-    """
-    faults = [
-        f"{name} is {config[name]}, the model's is {target[name]}"
-        for name in _SHARED
-        if config[name] != target[name]
-    ]
-    layers, last = layers_of(config), target["num_hidden_layers"]
-    if layers[-1] >= last:
-        faults.append(f"it reads layers {layers}, the model has {last}")
-    return faults
-
-
-def unlike_current(config: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why a head cannot replace another in a running engine; empty if it can."""
-    return [
-        f"{name} is {config.get(name)!r}, in use is {current.get(name)!r}"
-        for name in _FORM
-        if config.get(name) != current.get(name)
-    ]

@@ -1,4 +1,4 @@
-"""Typed errors that cross a process boundary: a gRPC code, a message, and google.rpc details.
+"""Define the errors that cross a process boundary: a gRPC code, a message, and google.rpc details.
 
 Services raise these; the server turns them into a `google.rpc.Status` in the trailing metadata
 `grpc-status-details-bin`, where the SDK finds it.
@@ -19,16 +19,16 @@ from paceline.errors import Violation
 
 DOMAIN = "paceline"
 """The `domain` of every ErrorInfo."""
-# A peer refuses trailing metadata over 8 KiB, and then the error would be lost. The message goes twice, as
-# itself and in the status; binary values grow by a third where they have to be sent as text.
+# A peer refuses trailing metadata over 8 KiB, which would lose the error. The message is sent twice, by itself and
+# in the status; binary values grow by a third if they have to be sent as text.
 MAX_MESSAGE = 1024
-"""Longest error message, in bytes as it is sent."""
+"""Longest error message, in encoded bytes."""
 MAX_DETAILS = 3072
 """Most bytes of details."""
 MAX_TEXT = 512
-"""Longest description of one violation and longest metadata value, in bytes as they are sent."""
+"""Longest description of one violation and longest metadata value, in encoded bytes."""
 RESUMING = "RESUMING"
-"""Reason of a FailedPrecondition: the model of an instance does not go on from the tokens that a sample has."""
+"""Reason of a FailedPrecondition: the model of an instance cannot resume from the tokens that a sample has."""
 
 
 class ServiceError(Exception):
@@ -78,7 +78,7 @@ class NotFound(ServiceError):
 
 
 class AlreadyExists(ServiceError):
-    """Raised when another `kind` is called `name` already, of which `field` is the first one that differs."""
+    """Raised when another `kind` is already called `name`; `field` is the first field that differs."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
@@ -113,7 +113,7 @@ class Unavailable(ServiceError):
 
 
 class Aborted(ServiceError):
-    """Raised when the state from which a request was made has changed: read it and try again.
+    """Raised when the state on which a request is based has changed: read it and try again.
 
     `reason` is an UPPER_SNAKE constant.
     """
@@ -125,7 +125,7 @@ class Aborted(ServiceError):
 
 
 class PlainError(ServiceError):
-    """Base of the errors whose code says everything: their only detail is an ErrorInfo with its name."""
+    """Base of errors that need no more than a code: their only detail is an ErrorInfo with its name."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, _info(type(self).code.name))
@@ -163,7 +163,7 @@ class PermissionDenied(ServiceError):
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """Return the google.rpc.Status of `error`; details that would not fit into a trailer are left out."""
+    """Return the google.rpc.Status of `error`, without details that would not fit into a trailer."""
     status = status_pb2.Status(code=error.code.value[0], message=_clip(error.message, MAX_MESSAGE))
     room = MAX_DETAILS
     for detail in error.details:
@@ -181,7 +181,7 @@ def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadReques
             field=_clip(each.field, MAX_TEXT), description=_clip(each.description, MAX_TEXT)
         )
         if request.ByteSize() > MAX_DETAILS - MAX_TEXT:
-            # The others would not fit; the caller has enough to correct first.
+            # The others would not fit; the caller can correct these first.
             del request.field_violations[-1]
             break
     return request
@@ -210,7 +210,7 @@ def _retry(seconds: float | None) -> list[Message]:
 
 
 def _clip(text: str, limit: int) -> str:
-    """Return `text` cut so that it takes at most `limit` bytes in a gRPC message, where é is "%C3%A9"."""
+    """Return `text` cut to at most `limit` bytes in a gRPC message, where é is "%C3%A9"."""
     clean = text.encode("utf-8", "replace").decode()
     sizes = list(accumulate(_sent_size(character) for character in clean[: limit + 1]))
     if not sizes or sizes[-1] <= limit:

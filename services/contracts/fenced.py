@@ -1,4 +1,4 @@
-"""Redis scripts that only the holder of a lease may run: a former leader cannot overwrite its successor."""
+"""Run Redis scripts as the holder of a lease, so that a former leader cannot overwrite its successor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 
 from services.contracts.errors import Unavailable
 
-# Put before every script: KEYS[1] is the lease and ARGV[1] the term of the caller.
+# Prefix of every script: KEYS[1] is the lease and ARGV[1] the term of the caller.
 _FENCE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return redis.error_reply('FENCED the lease belongs to ' .. holder) end
@@ -18,7 +18,7 @@ if holder and holder ~= ARGV[1] then return redis.error_reply('FENCED the lease 
 
 
 class FencedScripts:
-    """Runs scripts as the leader of `term`, while it holds the lease. `who` names the service in errors."""
+    """Runs scripts as the leader of `term` while it holds the lease; `who` names the service in errors."""
 
     def __init__(self, redis: Redis, lease: str, term: int, who: str) -> None:
         self._redis: Any = redis

@@ -1,4 +1,4 @@
-"""Write files that survive a loss of power, and check folders that weights are read from."""
+"""Write files that survive a power failure, and check the paths of folders with weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 from paceline.errors import Violation
 from services.contracts.errors import InvalidArgument
 
+_MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255
+"""Longest path, and longest name in it, that Linux opens."""
+_SHOWN = 200
+
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and wait until its content is on disk. OSError: it cannot be written."""
+    """Write a file and wait until its content is on disk; OSError if that fails."""
     with path.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -26,24 +30,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_MOST_BYTES, _MOST_NAME_BYTES = 4095, 255
-"""Lengths of a path and of a name in it that Linux opens."""
-_SHOWN = 200
-
-
 def check_weight_folder(
     path: str, root: Path | None, *, follow_links: bool = False, field: str = "disk.path"
 ) -> None:
-    """Check that a path is one that Linux can open, absolute and, if there is a `root`, within it.
+    """Check that Linux can open a path, that it is absolute and, if there is a `root`, within it.
 
     Args:
-        path: of a folder with weights.
-        root: folder that it has to be in; None: any.
-        follow_links: read the file system, and judge by where symbolic links lead.
-        field: of the request, which an error names.
+        path: path of a folder with weights.
+        root: folder that must contain it; None: any.
+        follow_links: resolve symbolic links in the file system first.
+        field: field of the request, which errors name.
 
     Raises:
-        InvalidArgument: it is not; the error names the root.
+        InvalidArgument: one of these does not hold; the error names the root.
     """
     shown = repr(path if len(path) <= _SHOWN else f"{path[:_SHOWN]}...")
     if not os.path.isabs(path):
@@ -54,8 +53,8 @@ def check_weight_folder(
         encoded = os.fsencode(path)
     except UnicodeEncodeError:
         raise InvalidArgument([Violation(field, f"is {shown}; must be text that UTF-8 can encode")]) from None
-    if len(encoded) > _MOST_BYTES or any(len(name) > _MOST_NAME_BYTES for name in encoded.split(b"/")):
-        limits = f"at most {_MOST_BYTES} bytes, {_MOST_NAME_BYTES} in each name"
+    if len(encoded) > _MAX_PATH_BYTES or any(len(name) > _MAX_NAME_BYTES for name in encoded.split(b"/")):
+        limits = f"at most {_MAX_PATH_BYTES} bytes, {_MAX_NAME_BYTES} in each name"
         raise InvalidArgument([Violation(field, f"is {shown}; must have {limits}")])
     if root is None:
         return

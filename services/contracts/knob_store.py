@@ -1,7 +1,7 @@
-"""Store of settings and ladders in Redis.
+"""Store the settings of knobs and the ladders of runs in Redis.
 
-All keys share one hash tag. What the leader writes is checked against its lease by the scripts themselves, and
-every script may be run twice with the effect of once.
+All keys share one hash tag. Scripts check every write of the leader against its lease, and running one twice has
+the same effect as once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from services.contracts.knobs import Knobs, KnobScope, Setting, check, merged, r
 log = structlog.get_logger(__name__)
 
 MAX_SCOPES = 256
-"""Most scopes with settings of their own."""
+"""Most scopes with settings."""
 MAX_LADDERS = 64
-"""Most runs whose ladders are kept; the least recently moved one is evicted."""
+"""Most runs whose ladders are kept; the least recently moved ladder is evicted."""
 
 # KEYS: lease, revision, settings. ARGV: term, scope, revision that the change is made from, id of the change,
-# knobs, most scopes. A record is "revision change knobs". Answers {1, revision} when the setting is in force,
-# {0, revision} when another came between, {-1, scopes} when there are too many.
+# knobs, most scopes. A record is "revision change knobs". Returns {1, revision} if the setting is in force,
+# {0, revision} if another change came first, {-1, scopes} if there are too many.
 _SET = """
 local known = redis.call('HGET', KEYS[3], ARGV[2])
 local current = 0
@@ -48,8 +48,8 @@ redis.call('HSET', KEYS[3], ARGV[2], new .. ' ' .. ARGV[4] .. ' ' .. ARGV[5])
 return {1, new}
 """
 
-# KEYS: lease, revision, ladders. ARGV: term, run, rung as JSON, 1 when the cap moved, most ladders. Answers
-# the revision. The least recent ladders go.
+# KEYS: lease, revision, ladders. ARGV: term, run, rung as JSON, 1 when the cap moved, most ladders. Returns
+# the revision. Evicts the least recent ladders.
 _CLIMB = """
 local known = redis.call('HGET', KEYS[3], ARGV[2])
 redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
@@ -65,7 +65,7 @@ if ARGV[4] == '1' and known ~= ARGV[3] then return redis.call('INCR', KEYS[2]) e
 return tonumber(redis.call('GET', KEYS[2]) or '0')
 """
 
-# KEYS: lease, revision. ARGV: term, least. Answers the revision, now at least that.
+# KEYS: lease, revision. ARGV: term, least. Returns the revision, raised to at least that.
 _RAISE = """
 local known = tonumber(redis.call('GET', KEYS[2]) or '0')
 if known >= tonumber(ARGV[2]) then return known end
@@ -76,7 +76,7 @@ return tonumber(ARGV[2])
 
 @dataclass(frozen=True, slots=True)
 class StoredSetting:
-    """A scope's setting and the revision it was made with."""
+    """Setting of a scope, and the revision of its last change."""
 
     revision: int = 0
     knobs: Setting = field(default_factory=dict)
@@ -86,8 +86,8 @@ class StoredSetting:
 class Rung:
     """Position of a run on its ladder of draft lengths.
 
-    `cap` is the length reached. `streak` counts the steps in a row that asked for the same move: positive for a
-    higher cap, negative for a lower one.
+    `cap` is the length reached. `streak` counts consecutive steps that suggest the same move: positive for a higher
+    cap, negative for a lower one.
     """
 
     cap: int
@@ -96,14 +96,14 @@ class Rung:
 
 @dataclass(slots=True)
 class KnobRecords:
-    """Settings and ladders in force. `revision` is that of the latest change; `rungs` are the ladders of runs."""
+    """Settings and ladders in force, with the `revision` of the latest change; `rungs` has the ladders of runs."""
 
     revision: int = 0
     settings: dict[KnobScope, StoredSetting] = field(default_factory=dict)
     rungs: dict[str, Rung] = field(default_factory=dict)
 
     def settings_for(self, model: str, pool: str) -> tuple[Setting, dict[str, Setting]]:
-        """Return the setting of instances of a model and a pool, and the settings of runs over it."""
+        """Return the setting of the instances of a model and pool, and the settings of runs on top of it."""
         named = [KnobScope("model", model)] if model else []
         named += [KnobScope("pool", pool)] if pool else []
         shared = merged([self.settings.get(scope, StoredSetting()).knobs for scope in (KnobScope(), *named)])
@@ -115,12 +115,12 @@ class KnobRecords:
         return shared, runs
 
     def knobs_of(self, run_id: str) -> Knobs:
-        """Return a run's knobs by fleet and run; decisions for all instances ignore model and pool."""
+        """Return a run's knobs by fleet and run, for decisions for all instances, which ignore model and pool."""
         scopes = (KnobScope(), KnobScope("run", run_id))
         return resolved(Knobs(), [self.settings.get(scope, StoredSetting()).knobs for scope in scopes])
 
     def caps(self) -> dict[str, int]:
-        """Return the draft caps that the ladders of runs have reached, where they are on."""
+        """Return the draft caps that the ladders of runs have reached, if they are on."""
         return {run_id: rung.cap for run_id, rung in self.rungs.items() if self.knobs_of(run_id).ladder.on}
 
 
@@ -130,7 +130,7 @@ def lease_key(namespace: str) -> str:
 
 
 class KnobStore:
-    """Store in Redis; anybody reads, and the holder of the lease, who gives its term, writes."""
+    """Store in Redis. Any process reads; only the holder of the lease, which gives its `term`, writes."""
 
     def __init__(self, redis: Redis, namespace: str, term: int = 0) -> None:
         self._redis: Any = redis
@@ -140,7 +140,7 @@ class KnobStore:
         self._ladders = f"{namespace}:{{policy}}:ladders"
 
     async def load(self) -> KnobRecords:
-        """Return everything; raises what Redis raises."""
+        """Return all settings and ladders. Raises errors of Redis."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.get(self._revision).hgetall(self._settings).hgetall(self._ladders)
             revision, settings, ladders = await pipe.execute()
@@ -151,15 +151,15 @@ class KnobStore:
         for run_id, text in ladders.items():
             if (rung := _rung(text)) is not None:
                 known.rungs[run_id.decode()] = rung
-        # Redis came back without its counter: what is kept must not be older than it.
+        # Redis may have lost its counter, which must not be below the revisions of settings.
         known.revision = max([known.revision, *(each.revision for each in known.settings.values())])
         return known
 
     async def set(self, scope: KnobScope, revision: int, knobs: Setting, change: str) -> int:
-        """Store a checked setting made from a revision, and return the new one; `change` names the attempt.
+        """Store a checked setting made from a revision, and return the new one; `change` identifies the attempt.
 
         Raises:
-            Aborted: the scope was changed since.
+            Aborted: the scope has changed since.
             ResourceExhausted: too many scopes have settings.
             Unavailable: another process has the lease.
         """
@@ -180,13 +180,13 @@ class KnobStore:
         )
 
     async def climb(self, run_id: str, rung: Rung, moved: bool, now: float) -> int:
-        """Store the rung of a run's ladder and return the revision; raises as `set`."""
+        """Store the rung of a run's ladder and return the revision. Raises as `set`."""
         text = json.dumps({"cap": rung.cap, "streak": rung.streak, "at": now})
         keys = (self._revision, self._ladders)
         return int(await self._scripts.run(_CLIMB, keys, run_id, text, int(moved), MAX_LADDERS))
 
     async def raise_to(self, least: int) -> int:
-        """Raise the revision to at least `least`, which instances have seen, and return it; raises as `set`."""
+        """Raise the revision to at least `least`, which instances have seen, and return it. Raises as `set`."""
         return int(await self._scripts.run(_RAISE, (self._revision,), least))
 
 
@@ -196,7 +196,7 @@ def _setting(key: str, record: str) -> tuple[KnobScope, StoredSetting] | None:
         knobs = json.loads(text)
         return KnobScope.of_key(key), StoredSetting(int(revision), check(knobs))
     except (ValueError, TypeError, AttributeError, InvalidArgument) as error:
-        # Of a later or an earlier version, perhaps; the others count all the same.
+        # Possibly of another version; the other settings still apply.
         log.warning("setting_unreadable", scope=key, error=str(error))
         return None
 

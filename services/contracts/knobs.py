@@ -1,9 +1,8 @@
-"""Knobs of speculation and the statistics of its steps, with their messages. Pure.
+"""Define the knobs of speculation and the statistics of its steps, and convert them to messages. Pure.
 
-A setting is a partial object of knobs that belongs to a scope. The knobs of an instance are its own
-configuration, overlaid by the settings of the fleet, its model and its pool, and for the samples of a run by that
-run's: the narrower scope wins, knob by knob. The kill switch is the exception: speculation that is off for a
-wider scope is off.
+A setting is a partial object of knobs that belongs to a scope. An instance starts from the knobs of its
+configuration, overlaid by the settings of the fleet, its model and its pool, and, for the samples of a run, by the
+run's setting. The narrower scope wins, knob by knob, but speculation that is off for a wider scope stays off.
 """
 
 from __future__ import annotations
@@ -30,7 +29,13 @@ KINDS: tuple[ScopeKind, ...] = ("fleet", "model", "pool", "run")
 """Kinds of scope, widest first."""
 MOST_DRAFTED = 128
 """Largest draft cap."""
+MOST_COUNTED = 16
+"""Longest draft length that has a separate count; longer drafts are counted with it."""
+StepKey = tuple[str, int]
+"""(run_id, step)"""
 _MAX_NAME = 256
+_FIELDS = {"fleet": "", "model": "model", "pool": "pool", "run": "run_id"}
+"""Field of a request that names a scope of a kind."""
 
 
 class LadderKnobs(BaseModel):
@@ -43,9 +48,9 @@ class LadderKnobs(BaseModel):
     lengths: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16)
     """Draft caps of the rungs, ascending; also the draft lengths of mode adaptive."""
     up: float = Field(default=0.94, gt=0, le=1)
-    """Block efficiency, as a share of its ceiling, from which the draft cap rises."""
+    """Block efficiency, as a share of its ceiling, at which the draft cap rises."""
     down: float = Field(default=0.85, ge=0, lt=1)
-    """Share up to which the draft cap falls."""
+    """Share at or below which the draft cap falls."""
     patience: int = Field(default=2, ge=1, le=1000)
     """Consecutive steps that must agree before the draft cap moves."""
 
@@ -82,7 +87,7 @@ class Knobs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     mode: Mode = "planner"
-    """fixed: the best proposal of each sample, up to draft_cap tokens. toggle: that, in the steps in which it pays.
+    """fixed: the best proposal of each sample, up to draft_cap tokens. toggle: the same, in steps in which it pays.
     adaptive: the length of the ladder that acceptance suggests. solver: a draft length for each batch size, from a
     table. planner: as many tokens over the whole batch as pay."""
     speculation: bool = True
@@ -118,7 +123,7 @@ class KnobScope:
 
     @classmethod
     def of_key(cls, key: str) -> KnobScope:
-        """Return the scope with this `key`; ValueError if it is none."""
+        """Return the scope with this `key`; ValueError if there is none."""
         kind, colon, name = key.partition(":")
         for known in KINDS:
             if known == kind and colon and bool(name) == (kind != "fleet"):
@@ -127,7 +132,7 @@ class KnobScope:
 
     @classmethod
     def of_request(cls, run_id: str = "", model: str = "", pool: str = "") -> KnobScope:
-        """Return the scope that a request names: at most one of its fields is set; none for the fleet.
+        """Return the scope that a request names by one of these fields, or the fleet if none is set.
 
         Raises:
             InvalidArgument: several are set, or a name is too long.
@@ -143,9 +148,6 @@ class KnobScope:
                     [Violation(_FIELDS[each.kind], f"is longer than {_MAX_NAME} characters")]
                 )
         return given[0] if given else KnobScope()
-
-
-_FIELDS = {"fleet": "", "model": "model", "pool": "pool", "run": "run_id"}
 
 
 def check(setting: Setting) -> dict[str, Any]:
@@ -182,7 +184,7 @@ def resolved(base: Knobs, settings: Sequence[Setting]) -> Knobs:
 def capped(knobs: Knobs, ladder_cap: int | None) -> Knobs:
     """Return the knobs with the draft cap that a run's ladder has reached; None: it has none.
 
-    They are the same object where that changes nothing.
+    Without a change they are the same object.
     """
     cap = knobs.draft_cap if ladder_cap is None else max(1, min(knobs.draft_cap, ladder_cap))
     return knobs if cap == knobs.draft_cap else knobs.model_copy(update={"draft_cap": cap})
@@ -241,23 +243,17 @@ def _violation(error: Any) -> Violation:
     return Violation(name, str(error["msg"]).removeprefix("Value error, "))
 
 
-MOST_COUNTED = 16
-"""Longest drafts that are counted by their length."""
-StepKey = tuple[str, int]
-"""(run_id, step)"""
-
-
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Counts over verifications: how many there were, and the tokens drafted and accepted in them."""
+    """Counts of verifications, and of the tokens drafted and accepted in them."""
 
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_lengths: tuple[int, ...] = ()
-    """Verifications by the number of their draft tokens, from 0 to `MOST_COUNTED`, with all longer ones."""
+    """Verifications by number of draft tokens, from 0 to `MOST_COUNTED`, which includes all longer ones."""
     accepted_lengths: tuple[int, ...] = ()
-    """The same by accepted tokens."""
+    """Verifications by number of accepted tokens."""
 
     @property
     def block_efficiency(self) -> float:
@@ -339,8 +335,8 @@ def setting_of(message: knobs_pb2.Knobs, field: str = "knobs") -> dict[str, Any]
     """Return the knobs that a message sets, unchecked.
 
     Raises:
-        InvalidArgument: the message sets knobs that only later versions of this service have. Passing over them
-            would report a change as made that was not.
+        InvalidArgument: the message sets knobs that only later versions of this service have. Ignoring them
+            would report a change that was not made.
     """
     for part in (message, message.ladder, message.drafters):
         unknown = UnknownFieldSet(part)

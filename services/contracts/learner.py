@@ -1,4 +1,4 @@
-"""Records of the learner in Redis: its feed of finished samples, and the drafter that it has published.
+"""Read and write the learner's records in Redis: its feed of finished samples, and the published drafter.
 
 The gateway writes entries of the feed. The leading learner writes the record of the published drafter, and
 starting instances read it.
@@ -18,23 +18,25 @@ from redis.asyncio import Redis
 
 from services.contracts.gateway_keys import BatchKey
 
+log = structlog.get_logger(__name__)
+
 GROUP = "learner"
 """Consumer group of the feed."""
 CONSUMER = "leader"
-"""Its one consumer: a leader continues with the entries that its predecessor had read."""
+"""The only consumer: a leader continues with the entries that its predecessor had read."""
 
 
 class DrafterKeys:
-    """Keys of one deployment."""
+    """Keys of the learner in one deployment."""
 
     def __init__(self, namespace: str) -> None:
         prefix = f"{namespace}:{{drafter}}"
         self.lease = f"{prefix}:lease"
-        """String: who leads."""
+        """String: term of the leader."""
         self.published = f"{prefix}:published"
-        """String: the published drafter and those before it, as JSON."""
+        """String: the published drafter and its predecessors, as JSON."""
         self.version = f"{prefix}:version"
-        """String: the highest version that was ever given out."""
+        """String: the highest version given out so far."""
         self.feed = f"{prefix}:feed"
         """Stream: finished samples and their rewards."""
 
@@ -43,8 +45,8 @@ class DrafterKeys:
 class FedSample:
     """Sample of an EXACT batch that ended by itself.
 
-    Tokens are ids of the policy's vocabulary, and `response` has at least one. `seed` is that of its noise (64 bit,
-    unsigned), None where it was not sampled at temperature 1 from the whole distribution.
+    Tokens are ids of the policy's vocabulary, and `response` has at least one. `seed` seeded its noise (64 bit,
+    unsigned); None if it was not sampled at temperature 1 from the whole distribution.
     """
 
     batch: BatchKey
@@ -57,7 +59,7 @@ class FedSample:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Name of the sample among all."""
+        """Unique name of the sample."""
         return (*self.batch, self.prompt_id, self.slot)
 
     @property
@@ -76,7 +78,7 @@ class FedRewards:
 
 @dataclass(frozen=True, slots=True)
 class FedBatchEnd:
-    """End of all samples of a batch, after the entries of those that are fed."""
+    """End of a batch, after the entries of its samples."""
 
     batch: BatchKey
 
@@ -85,7 +87,7 @@ Fed = FedSample | FedRewards | FedBatchEnd
 
 
 def encode_entry(fed: Fed) -> dict[str, bytes]:
-    """Return the fields of its entry."""
+    """Return the fields of a stream entry."""
     if isinstance(fed, FedBatchEnd):
         return {"ended": json.dumps(fed.batch, separators=(",", ":")).encode()}
     if isinstance(fed, FedRewards):
@@ -100,7 +102,7 @@ def encode_entry(fed: Fed) -> dict[str, bytes]:
 
 
 def decode_entry(fields: Mapping[bytes, bytes]) -> Fed:
-    """Parse the result of `encode`. ValueError if it is not an entry of the feed."""
+    """Parse the result of `encode_entry`; ValueError if it is not an entry of the feed."""
     try:
         if b"ended" in fields:
             run_id, batch_id = json.loads(fields[b"ended"])
@@ -133,17 +135,14 @@ def _tokens(packed: bytes) -> tuple[int, ...]:
     return tuple(array("I", packed))
 
 
-log = structlog.get_logger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class PublishedDrafter:
     """A drafter that instances should use.
 
     `path` is a checkpoint folder (see services/contracts/drafter_checkpoint.py) and `sha256` the digest of its
     model.safetensors in hexadecimal. `acceptance_length` was measured on held-out samples (tokens per
-    verification), `policy_version` is the version it learned from last, and `at` the time of publishing in unix
-    seconds. `before` has the live drafts, drafted tokens and accepted tokens of the version that it replaced.
+    verification), `policy_version` is the latest version it was trained on, and `at` is the time of publishing in
+    unix seconds. `before` has the live drafts, drafted tokens and accepted tokens of the version that it replaced.
     """
 
     version: int
@@ -157,7 +156,7 @@ class PublishedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DrafterHistory:
-    """The published drafter, and those published before it for rollbacks, the latest first."""
+    """The published drafter, and its predecessors for rollbacks, latest first."""
 
     current: PublishedDrafter | None = None
     earlier: tuple[PublishedDrafter, ...] = ()
@@ -168,7 +167,7 @@ class DrafterHistory:
 
     @staticmethod
     def from_json(text: str | bytes) -> DrafterHistory:
-        """Read `to_json`, ignoring fields of later versions. ValueError: it is not such a record."""
+        """Read `to_json`, ignoring fields of later versions; ValueError if it is not such a record."""
         return _HISTORY.validate_json(text)
 
     def with_published(self, new: PublishedDrafter, keep: int) -> DrafterHistory:
@@ -177,7 +176,7 @@ class DrafterHistory:
         return DrafterHistory(new, (*before, *self.earlier)[:keep])
 
     def rolled_back(self) -> DrafterHistory | None:
-        """Return the history after a rollback, without the drafter left; None if there is no earlier one."""
+        """Return the history after a rollback, without the current drafter; None if there is no earlier one."""
         return DrafterHistory(self.earlier[0], self.earlier[1:]) if self.earlier else None
 
 
@@ -185,15 +184,15 @@ _HISTORY = TypeAdapter(DrafterHistory)
 
 
 async def read_published(redis: Redis, namespace: str) -> PublishedDrafter | None:
-    """Return the drafter that instances should use; None if none was published. Raises what Redis raises.
+    """Return the drafter that instances should use; None if none was published. Raises errors of Redis.
 
-    An unreadable record counts as none: an instance keeps the drafter that it was started with.
+    An unreadable record counts as none: instances keep the drafter that they were started with.
     """
     return (await read_history(redis, namespace)).current
 
 
 async def read_history(redis: Redis, namespace: str) -> DrafterHistory:
-    """Return the published drafter and those before it, as `read_published` does."""
+    """Return the published drafter and its predecessors, as `read_published` does."""
     text: Any = await redis.get(DrafterKeys(namespace).published)
     if text is None:
         return DrafterHistory()

@@ -1,4 +1,4 @@
-"""Record of a rollout: the tokens of a sample, stored for later use as a draft, and its messages."""
+"""Represent stored rollouts, the tokens of a sample for later use as a draft, and convert them to messages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from numpy.typing import NDArray
 from paceline.errors import Violation
 from paceline.internal.v1 import draft_pb2 as pb
 from services.contracts.errors import InvalidArgument
+
+MESSAGE_BYTES = 1_000_000
+"""Approximate size of the messages in which rollouts are sent; a larger rollout is sent alone."""
+
+_TOKEN, _LOGPROB = np.dtype("<u4"), np.dtype("<f4")
+_LONGEST_ID = 256
+_ENTRY_BYTES = 64
+"""Upper bound of a rollout's bytes in a message in addition to its ids and arrays."""
 
 Tokens = NDArray[np.uint32]
 Logprobs = NDArray[np.float32]
@@ -28,7 +36,7 @@ class RolloutKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRollout:
-    """Response tokens of one sample of a prompt, made under one policy version.
+    """Response tokens of one sample of a prompt, generated under one policy version.
 
     Its name in the store is (run_id, prompt_id, slot, kind), for HISTORY with version, for PREGENERATED with fork.
     """
@@ -38,12 +46,12 @@ class StoredRollout:
     slot: int
     """Index of the sample in its group."""
     version: int
-    """Policy version of the weights that generated it, or verified it last."""
+    """Policy version of the weights that generated it or last verified it."""
     kind: RolloutKind
     step: int
     """Step for which it was generated."""
     seed: int
-    """Seed of its noise: a sample with the same seed agrees with it as far as the policies do."""
+    """Seed of its noise: a sample with the same seed agrees with it up to differences between the policies."""
     tokens: Tokens
     """uint32 [n], n >= 1."""
     logprobs: Logprobs
@@ -61,14 +69,6 @@ class StoredRollout:
         """Bytes of tokens and log-probabilities."""
         return self.tokens.nbytes + self.logprobs.nbytes
 
-
-MESSAGE_BYTES = 1_000_000
-"""Rollouts are sent in messages of about this size; one that is larger goes alone."""
-
-_TOKEN, _LOGPROB = np.dtype("<u4"), np.dtype("<f4")
-_LONGEST_ID = 256
-_ENTRY_BYTES = 64
-"""Upper bound of a rollout's bytes in a message beside its ids and arrays."""
 
 KINDS = {pb.ROLLOUT_KIND_PREGENERATED: RolloutKind.PREGENERATED, pb.ROLLOUT_KIND_HISTORY: RolloutKind.HISTORY}
 _NUMBERS = {kind: number for number, kind in KINDS.items()}

@@ -1,7 +1,7 @@
-"""Sampling parameters with their defaults filled in, and checks of their ranges. Pure.
+"""Fill in the defaults of sampling parameters and check their ranges. Pure.
 
-The checks return every violation found, each with the value and what is allowed instead, and never raise:
-the caller decides whether a request or only one of its items is refused.
+The checks return every violation, each with the value and what is allowed instead, and never raise: the caller
+decides whether a request or only one of its items is refused.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from services.contracts.schemas import schema_faults
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256
 """Most stop strings of a sample, and most bytes of one in UTF-8."""
 MOST_TOP_LOGPROBS = 20
-"""Most of the likeliest tokens of a position that are told."""
+"""Most top tokens of a position that are reported."""
 MOST_ALLOWED = 4096
-"""Most token ids that the samples of a prompt can be limited to."""
+"""Most token ids in `allowed_token_ids`."""
 MAX_REPORTED = 5
-"""Most invalid positions of a list of token ids that are named; the others are counted."""
+"""Most invalid positions of a list of token ids that are named; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Values that a number may have: `off`, or those from `least` to `most`, without `least` if it is `open`."""
+    """Allowed values of a number: `off`, or from `least` to `most`, excluding `least` if `open`."""
 
     least: float
     most: float
     off: float
     meaning: str = "off"
-    """What `off` does."""
+    """Effect of `off`."""
     open: bool = False
 
     def has(self, value: float) -> bool:
@@ -50,8 +50,7 @@ def _single(value: float) -> float:
     return single
 
 
-# Beyond these, logits in single precision are no longer what was asked for: they overflow, or are rounded by more
-# than the noise.
+# Beyond these, logits in single precision overflow, or their rounding errors exceed the noise.
 _FINE, _COARSE = 0.0001, 10000
 RANGES: dict[str, Bounds] = {
     "temperature": Bounds(_FINE, _COARSE, off=0, meaning="greedy"),
@@ -62,7 +61,7 @@ RANGES: dict[str, Bounds] = {
     "presence_penalty": Bounds(-2, 2, off=0),
     "frequency_penalty": Bounds(-2, 2, off=0),
 }
-"""Allowed values of the parameters that are numbers of their own."""
+"""Allowed values of the parameters that are single numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +81,18 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
-    """Nothing else is sampled; empty: everything may be."""
+    """Only tokens that may be sampled; empty: all."""
     json_schema: str = ""
-    """Schema of the response as JSON; empty: it may be anything."""
+    """JSON schema of the response; empty: any response."""
     top_logprobs: int = 0
-    """Likeliest tokens that are told of each position."""
+    """Number of top tokens that are reported for each response position."""
     prompt_logprobs: int | None = None
-    """The same of each position of the prompt, with its own tokens; None: nothing of it is told."""
+    """Number of top tokens for each prompt position, in addition to the prompt's own tokens; None: none at all."""
     ignore_eos: bool = False
     processed_logprobs: bool = False
-    """Log-probabilities of the distribution sampled from rather than of the model's own."""
+    """Report log-probabilities of the distribution sampled from instead of the model's own."""
     unknown_logprobs_mode: int = 0
-    """Mode number unknown to this version, else 0; `check_sampling` refuses it."""
+    """Number of a mode that this version does not know, which `check_sampling` refuses; else 0."""
 
     def stops(self, limits: ModelLimits) -> set[int]:
         """Return the tokens that end a sample."""
@@ -102,9 +101,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of a model: ids in [0, vocab_size), prompt and response at most max_model_len tokens.
+    """Limits of a model: ids in [0, vocab_size), prompt and response of at most max_model_len tokens.
 
-    `has_text`: the text of its tokens is known. `end_tokens` end a sequence.
+    `has_text`: a tokenizer gives the text of its tokens. `end_tokens` end a sequence.
     """
 
     vocab_size: int
@@ -177,7 +176,7 @@ def check_tokens(
 def check_lengths(
     prompt_len: int, prefix_len: int, sampling: Sampling, limits: ModelLimits, field: str
 ) -> list[Violation]:
-    """Return violations of lengths, in tokens: one more must fit, and `min_tokens` in total."""
+    """Return violations of lengths in tokens: one more token must fit, and `min_tokens` in all."""
     found = []
     room = limits.max_model_len - prompt_len
     if room - prefix_len < 1:

@@ -11,7 +11,7 @@ from services.contracts import schemas
 from services.contracts.schemas import (
     LONGEST_PATTERN,
     LONGEST_SCHEMA,
-    MOST_FAULTS,
+    MAX_FAULTS,
     pattern_fault,
     schema_faults,
 )
@@ -243,7 +243,7 @@ def test_the_first_faults_are_named() -> None:
     wrong = of("object", properties={f"p{index}": {"not": {}} for index in range(9)})
     faults = schema_faults(json.dumps(wrong))
     assert [each.split(":")[0] for each in faults] == [
-        f"at #/properties/p{index}" for index in range(MOST_FAULTS)
+        f"at #/properties/p{index}" for index in range(MAX_FAULTS)
     ]
 
 
