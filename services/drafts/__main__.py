@@ -23,7 +23,7 @@ async def main(config: DraftsConfig, shutdown: Shutdown) -> None:
     metrics = DraftStoreMetrics(REGISTRY, store, lambda: archive.taken_at)
     server = RegisteredServer(config, SERVICE, config.replica_id, metrics_port=shutdown.metrics_port)
     rpc.add_DraftServiceServicer_to_server(DraftService(store, archive, metrics), server.server.server)
-    # It ends by itself when the service is to stop, after what it is writing.
+    # It ends by itself when the service is asked to stop, once the snapshot in progress is complete.
     saving = partial(archive.run, config.snapshot_interval_seconds, shutdown.requested, metrics)
     server.work.append(saving)
     await server.start()

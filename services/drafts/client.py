@@ -1,4 +1,4 @@
-"""Client of the draft store, for gateway and instances: finds its replicas and shares prompts out among them."""
+"""Client of the draft store for the gateway and the instances: find its replicas and spread prompts over them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.tasks import ExponentialBackoff, is_cancelled
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0
-"""Seconds that a peer is not called after its first failure, doubling with each in a row up to the second."""
+"""Seconds without calls to a peer: after its first failure, and at most. Each failure in a row doubles them."""
 
 
 class CircuitBreaker:
-    """Admits calls to a peer until one fails, and then probes it.
+    """Circuit breaker that admits calls to a peer until one fails, and then probes the peer.
 
-    Closed, it admits every call. A failure opens it for a delay; then it admits one probe at a time, whose outcome
-    closes the breaker or opens it for twice the delay. If the outcome of a probe is never reported (its caller was
-    cancelled), another is admitted after the same delay.
+    A closed breaker admits every call. A failure opens it for a delay. After the delay it admits one probe at a
+    time: the outcome closes the breaker or opens it for twice the delay. If the outcome of a probe is never
+    reported (its caller was cancelled), another probe is admitted after the same delay.
     """
 
     def __init__(self, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY) -> None:
@@ -40,7 +40,7 @@ class CircuitBreaker:
 
     @property
     def closed(self) -> bool:
-        """True if there was no call yet, or the last one that counts succeeded."""
+        """True before the first call, and while the last call that counts has succeeded."""
         return self._backoff.failures == 0
 
     def ready(self, now: float) -> bool:
@@ -48,7 +48,7 @@ class CircuitBreaker:
         return self.closed or now >= self._until
 
     def admit(self, now: float) -> bool:
-        """Return True if a call may be made now; its outcome is to be reported with `began=now`."""
+        """Return True if a call may be made now; the caller reports its outcome with `began=now`."""
         if not self.ready(now):
             return False
         self._until = now + self._backoff.delay
@@ -66,8 +66,8 @@ class CircuitBreaker:
             self._until = now + self._backoff.failed()
 
     def _counts(self, began: float) -> bool:
-        # A call that was under way when the breaker opened says nothing about the peer since; of many calls that
-        # fail together only the first doubles the delay.
+        # A call that was in flight when the breaker opened says nothing about the peer since then. Of many calls
+        # that fail together, only the first doubles the delay.
         return self.closed or began >= self._opened_at
 
 
@@ -85,7 +85,7 @@ _FAULT_OF_THE_REQUEST = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOU
 class Fetched:
     """Rollouts that arrived, and the prompts whose replica did not answer completely.
 
-    There may be more rollouts of a `missed` prompt; of every other prompt all are here.
+    The store may have more rollouts of a `missed` prompt. All rollouts of every other prompt are here.
     """
 
     rollouts: list[StoredRollout]
@@ -93,7 +93,7 @@ class Fetched:
 
 
 class Replica:
-    """Calls to one store process. A failed one is logged and returns nothing."""
+    """Calls to one store process. A failed call is logged and returns nothing."""
 
     def __init__(self, replica_id: str, epoch: int, address: str, config: ServiceConfig) -> None:
         """ValueError when the token would travel to `address` in plain text."""
@@ -101,7 +101,7 @@ class Replica:
         self.epoch = epoch
         self.address = address
         self._channel = open_channel(address, config)
-        # Connected before the first call, so that this one need not wait.
+        # Connect now, so that the first call need not wait.
         self._channel.get_state(try_to_connect=True)
         self._stub = rpc.DraftServiceStub(self._channel)
         self._breaker = CircuitBreaker()
@@ -136,16 +136,16 @@ class Replica:
         return Fetched(found, missed)
 
     async def connected(self) -> None:
-        """Wait for the connection, for as long as it takes."""
+        """Wait for the connection, without a time limit."""
         await self._channel.channel_ready()
 
     async def close(self) -> None:
-        """End the connection; calls under way fail."""
+        """End the connection; calls in flight fail."""
         await self._channel.close()
 
     @contextmanager
     def _reported(self, call: str, began: float) -> Iterator[None]:
-        """Tell the breaker how a call ends; its failure is logged and goes no further."""
+        """Report the outcome of a call to the breaker; log a failure instead of raising it."""
         try:
             yield
         except grpc.aio.AioRpcError as error:
@@ -169,10 +169,10 @@ class Replica:
 class DraftStores:
     """All replicas of the store, found through the registry.
 
-    An outage costs drafts, never an error or a wait beyond `timeout` (seconds). A replica that failed is not called
-    for a time that doubles from 0.5 to 10 seconds; meanwhile its prompts have no drafts.
+    An outage costs drafts, but raises no error and delays no call beyond `timeout` (seconds). A replica that failed
+    is not called for a time that doubles from 0.5 to 10 seconds; meanwhile its prompts have no drafts.
 
-    Usage: `run()` in a task of its own until the end, then `close()`. Before the registry was read for the first
+    Usage: `run()` in a separate task until the end, then `close()`. Until the registry has been read for the first
     time there are no replicas, and nothing is stored or found.
     """
 
@@ -195,13 +195,13 @@ class DraftStores:
         return frozenset(self._replicas)
 
     async def run(self) -> None:
-        """Follow the registry until cancelled; outlasts outages of Redis."""
+        """Follow the registry until cancelled, through outages of Redis."""
         await self._registry.watch(SERVICE, POLL_SECONDS, self._look)
 
     async def put(self, rollouts: Sequence[StoredRollout]) -> int:
         """Store rollouts, each on the replica of its prompt, and return how many were taken.
 
-        Rollouts without tokens are left out, and those whose replica cannot be reached are lost.
+        Rollouts without tokens are left out. Rollouts whose replica cannot be reached are lost.
         """
         shares: dict[str, list[StoredRollout]] = defaultdict(list)
         for rollout in rollouts:
@@ -214,8 +214,8 @@ class DraftStores:
     async def fetch(self, run_id: str, prompt_ids: Sequence[str], *, whole: bool = True) -> Fetched:
         """Return the rollouts of a run's prompts that arrived within `timeout`.
 
-        Unless `whole`, slots with a finished pre-generated rollout come without their history.
-        Prompts whose replica did not answer are missed, and so are all while there is none.
+        Unless `whole`, slots with a finished pre-generated rollout come without their history. Prompts whose
+        replica did not answer are missed; without any replica, all are.
         """
         if not self._replicas:
             return Fetched([], frozenset(prompt_ids))
@@ -239,7 +239,7 @@ class DraftStores:
 
     async def _look(self, records: dict[str, InstanceRecord] | None) -> None:
         if records is None:
-            # What is known stays in use: the replicas may well be alive.
+            # Keep the known replicas: they may well be alive.
             return
         gone = [each for name, each in self._replicas.items() if not _same(each, records.get(name))]
         for replica in gone:
@@ -271,10 +271,10 @@ _PERSON = b"paceline-drafts"
 
 
 def owner(run_id: str, prompt_id: str, replicas: Iterable[str]) -> str | None:
-    """Return the id of the replica that keeps a prompt, in any order of `replicas`; None if there are none.
+    """Return the id of the replica that keeps a prompt, whatever the order of `replicas`; None if there are none.
 
     Rendezvous hashing: the replica with the highest hash of prompt and replica has the prompt. Replicas get equal
-    shares, and when one joins or leaves only its own prompts move.
+    shares. When one joins or leaves, only its prompts move.
     """
     # The lengths keep ("a", "bc") and ("ab", "c") apart.
     run, prompt = run_id.encode(), prompt_id.encode()

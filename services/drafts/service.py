@@ -1,7 +1,7 @@
 """One replica of the draft store: its servicer, its snapshots on disk, and its metrics.
 
 The servicer translates between the protocol and the store. A snapshot is read at the start and written
-periodically; it has a checksum, and a damaged one is set aside.
+periodically. It has a checksum; a damaged file is set aside.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DraftStoreMetrics(MetricSet, prefix="paceline_drafts_"):
             self.rollouts.labels(kind.value).set_function(partial(store.rollouts.__getitem__, kind))
 
     def count_removals(self) -> None:
-        """Bring the counter of removals up to date, after a call that may remove rollouts."""
+        """Update the counter of removals, after a call that may remove rollouts."""
         for cause, reported in self._reported.items():
             self.removals.labels(cause.value).inc(self._store.removed[cause] - reported)
             self._reported[cause] = self._store.removed[cause]
@@ -84,7 +84,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class BadSnapshot(Exception):
-    """The file is not a snapshot of this format, or is damaged; the message says which."""
+    """Raised for a file that is damaged or not a snapshot of this format; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Snapshot:
     """Unix time at which it was taken."""
 
     def rollouts(self) -> Iterator[StoredRollout]:
-        """Yield the rollouts in the order written, reading on demand. BadSnapshot if one is invalid."""
+        """Yield the rollouts in the order in which they were written. BadSnapshot if one is invalid."""
         with self.path.open("rb") as file:
             file.seek(_SNAPSHOT_HEADER.size)
             while length := _BLOCK_LENGTH.unpack(file.read(_BLOCK_LENGTH.size))[0]:
@@ -109,7 +109,7 @@ class Snapshot:
 
 
 def write_snapshot(path: Path, rollouts: Iterable[StoredRollout], at: float) -> None:
-    """Replace the file at `path`. If that raises OSError, the old one is still there."""
+    """Replace the file at `path`. If that raises OSError, the old file is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
@@ -160,11 +160,11 @@ def _write(file: BinaryIO, rollouts: Iterable[StoredRollout], at: float) -> None
 
 
 class Archive:
-    """Snapshots of one store, in one file; without a `path` none are kept."""
+    """Snapshots of one store, in one file; without a `path` there are none."""
 
     def __init__(self, path: Path | None, store: DraftStore) -> None:
         self.taken_at = 0.0
-        """Unix time of the last snapshot, including one found at the start; 0 for none."""
+        """Unix time of the last snapshot, including the one found at the start; 0: none."""
         self._path = path
         self._store = store
         self._changes = store.changes
@@ -172,7 +172,7 @@ class Archive:
     def restore(self) -> None:
         """Fill the empty store from the file.
 
-        A file that cannot be used is renamed to *.refused: only the rollouts in it are lost.
+        A file that cannot be used is renamed to *.refused; only its rollouts are lost.
         """
         if self._path is None or not self._path.exists():
             return
@@ -189,7 +189,7 @@ class Archive:
             log.info("snapshot_restored", path=str(self._path), prompts=self._store.prompts)
 
     async def run(self, interval: float, stopping: asyncio.Event, metrics: DraftStoreMetrics) -> None:
-        """Write a snapshot every `interval` seconds until `stopping` is set; one under way is completed."""
+        """Write a snapshot every `interval` seconds until `stopping` is set; complete the one in progress."""
         while not stopping.is_set():
             try:
                 async with asyncio.timeout(interval):
@@ -272,7 +272,7 @@ class DraftService(rpc.DraftServiceServicer):
             violations.append(Violation("kind", f"is {request.kind}; must be PREGENERATED or HISTORY"))
         if not (request.run_id or request.prompt_ids or request.before_policy_version or request.kind):
             violations.append(
-                Violation("run_id", "is empty, and so is the rest; set at least one field to say what goes")
+                Violation("run_id", "is empty, as are all other fields; set at least one to select rollouts")
             )
         if violations:
             raise InvalidArgument(violations)

@@ -62,7 +62,7 @@ class _Slot:
         yield from self.ahead.values()
 
     def drafts(self) -> Iterator[StoredRollout]:
-        """Yield what a sample drafts from: history says nothing that a finished pre-generated rollout does not."""
+        """Yield the rollouts to draft from: with a finished pre-generated rollout, history adds nothing."""
         own = self.ahead.get(0)
         return iter(self.ahead.values()) if own is not None and own.finished else self.rollouts()
 
@@ -82,7 +82,7 @@ class DraftStore:
     """Rollouts by run, prompt, slot, kind and version."""
 
     def __init__(self, budget_bytes: int, history_versions: int = 2) -> None:
-        """`history_versions` is how many versions of a slot's history are kept."""
+        """Keep at most `history_versions` versions of a slot's history."""
         self.budget_bytes = budget_bytes
         self.bytes = 0
         self.tokens = 0
@@ -116,7 +116,8 @@ class DraftStore:
     def put(self, rollout: StoredRollout) -> bool:
         """Store a rollout and evict others if needed; return True if it is kept.
 
-        It is not if it is older or shorter than the one there, its sample has ended already, or there is no room.
+        It is not kept if it is older or shorter than the known one, if its sample has ended, or if there is no
+        room.
         """
         if cost(rollout) + PROMPT_OVERHEAD > self.budget_bytes or not self._is_news(rollout):
             return False
@@ -136,7 +137,7 @@ class DraftStore:
     def fetch(self, run_id: str, prompt_id: str, *, whole: bool = True) -> list[StoredRollout]:
         """Return all rollouts of a prompt by slot; in a slot the history comes first, oldest version first.
 
-        Unless `whole`, slots with a finished pre-generated rollout are without their history.
+        Unless `whole`, slots with a finished pre-generated rollout come without their history.
         """
         slots = self._prompts.get((run_id, prompt_id))
         if slots is None:
@@ -186,7 +187,7 @@ class DraftStore:
         self._count(rollout, 1)
         key, run = _slot_key(rollout), self._runs[rollout.run_id]
         if rollout.step < run.latest:
-            # All of the slot goes as its newest does.
+            # The whole slot takes the place of its newest rollout.
             self._passed.pop(key, None)
             self._passed[key] = None
         else:
@@ -244,7 +245,7 @@ class DraftStore:
         return found, Cause.COLD
 
     def _remove(self, rollout: StoredRollout, cause: Cause) -> None:
-        """Remove a rollout from its slot, and the slot, prompt and run that are empty then."""
+        """Remove a rollout from its slot, and the slot, the prompt and the run if they are empty then."""
         key = (rollout.run_id, rollout.prompt_id)
         slots = self._prompts[key]
         slot = slots[rollout.slot]

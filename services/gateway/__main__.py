@@ -12,7 +12,7 @@ from services.platform.service import Shutdown, run, serve
 async def main(config: GatewayConfig, shutdown: Shutdown) -> None:
     """Serve until asked to stop; a successor takes the lease at once and resumes from the journal."""
     gateway = Gateway(config, REGISTRY)
-    # Modules and classes stay: no garbage collection need look at them.
+    # Modules and classes live until the end, so garbage collection need not scan them.
     gc.freeze()
     await serve(gateway, config, shutdown)
 

@@ -8,93 +8,96 @@ from services.platform.config import LeaderConfig
 
 
 class GatewayConfig(LeaderConfig):
-    """Settings of the gateway; services.platform.config has those of all services."""
+    """Settings of the gateway, in addition to the settings of all services (services.platform.config)."""
 
     port: int = 7400
     """Port of the gRPC server."""
     leader_host: str | None = None
-    """Host at which other gateways reach this one while it leads, to pass calls on to it: say, the address of a pod
-    whose `advertise_host`, the name in its certificate, is that of all gateways. Unset: `advertise_host`."""
+    """Host at which other gateways reach this one while it leads, to forward calls to it. An example is the
+    address of a pod, where all gateways share one `advertise_host`, the name in their certificate. Unset:
+    `advertise_host`."""
     max_connection_age_seconds: float | None = Field(300.0, ge=1, allow_inf_nan=False)
-    """Age at which a trainer is asked to connect again, so that it finds gateways that are new. Unset: never."""
+    """Age at which a trainer is asked to connect again, so that it finds new gateways. Unset: never."""
     max_queued_samples: int = Field(262_144, ge=1)
     """Most unfinished samples over all batches; above it SubmitRollouts answers RESOURCE_EXHAUSTED."""
     max_batch_seconds: float = Field(14400.0, gt=0)
-    """Longest deadline of a batch, and the deadline of one that names none."""
+    """Longest deadline of a batch, and the deadline of a batch that names none."""
     open_batch_idle_seconds: float = Field(1800.0, gt=0)
-    """An open batch that no trainer has read, added to, acknowledged or looked at for so long is closed. Its
-    samples are generated all the same."""
+    """Time after which an open batch is closed if no trainer reads it, adds to it, acknowledges samples of it or
+    asks
+    for its status. Its samples are still generated."""
     max_open_batch_samples: int = Field(65_536, ge=1)
     """Most samples of an open batch; beyond it AddSamples answers RESOURCE_EXHAUSTED."""
     max_calls: int = Field(1024, ge=1)
-    """Most tool calls of a sample; a batch may have its samples make fewer."""
+    """Most tool calls of a sample; a batch may set a lower limit."""
     call_wait_seconds: float = Field(600.0, gt=0)
-    """A sample that has called a tool and gets nothing from its environment for so long ends as ABORTED, unless its
-    batch says how long it waits."""
+    """Time after which a sample that has called a tool ends as ABORTED if its environment does not answer, unless
+    its
+    batch sets another time."""
     max_attempts: int = Field(16, ge=1)
-    """A sample is FAILED after so many attempts in a row that brought no token."""
+    """Attempts in a row without a token after which a sample is FAILED."""
     room_factor: float = Field(1.25, gt=0)
-    """Samples given to an instance, as a multiple of what it runs at once. What is above 1 waits on the
-    instance, so that a finished sample is followed by the next without a round trip."""
+    """Samples given to an instance, as a multiple of what it runs at once. Samples above 1 wait on the instance, so
+    that the next one follows a finished one without a round trip."""
     affinity_slack: float = Field(1.0, ge=0)
-    """How much more loaded, in lengths of the sample to be placed, an instance may be that already has
-    samples of the same prompt."""
+    """Extra load, in lengths of the sample to be placed, up to which an instance with samples of the same prompt is
+    preferred to the least loaded one."""
     history: bool = True
-    """Whether finished samples are kept in the draft store, for later epochs to reuse."""
+    """Store finished samples in the draft store, so that later epochs reuse them."""
     learner_feed: bool = True
-    """Whether finished samples and their rewards go to the learner of the drafter, while there is one."""
+    """Send finished samples and their rewards to the learner of the drafter, while there is one."""
     learner_feed_bytes: int = Field(128 * 1024 * 1024, ge=16 * 1024 * 1024)
-    """Memory of that stream in Redis, of which the oldest entries are lost above it. The default is 32 million
-    tokens, eight times what the learner's replay buffer holds."""
+    """Memory of that stream in Redis; above it the oldest entries are removed. The default holds 32 million tokens,
+    eight times as many as the learner's replay buffer."""
     learner_linger_seconds: float = Field(120.0, ge=0)
-    """How long it is kept up for a learner that is gone, which then finds what came meanwhile."""
+    """Time for which the stream is still fed after the learner has gone, in case it returns."""
     max_hint_steps: int = Field(8, ge=1)
-    """Coming steps of a run whose hints are kept; of more, the nearest."""
+    """Coming steps of a run whose hints are kept. If more are hinted, the nearest are kept."""
     max_hint_bytes: int = Field(64 * 1024 * 1024, ge=1)
-    """Memory for the hints of all runs; one that does not fit is not kept."""
+    """Memory for the hints of all runs; a hint that does not fit is refused."""
     draft_cost: float = Field(0.15, ge=0, le=1)
-    """What a drafted token costs, as a share of a generated one; used for placement only."""
+    """Cost of a drafted token, as a share of the cost of a generated one; used for placement only."""
     coverage_timeout_seconds: float = Field(0.1, gt=0)
-    """How long a submission waits to be told what is pre-generated of its step."""
+    """Longest time that a submission waits for the list of the samples that are pre-generated for its step."""
     run_idle_seconds: float = Field(14400.0, gt=0)
-    """A run without a batch or a hint for so long is forgotten, and its hints with it."""
+    """Time after which a run without a batch or a hint is forgotten, together with its hints."""
     retention_seconds: float = Field(3600.0, ge=1)
-    """How long a finished batch can still be streamed that its trainer has not acknowledged."""
+    """Time for which a finished batch can be streamed before its trainer acknowledges it."""
     acknowledged_seconds: float = Field(600.0, ge=1)
-    """How long a batch is remembered, for its rewards, once all of it is acknowledged."""
+    """Time for which a fully acknowledged batch is remembered, for its rewards."""
     journal_tokens: int = Field(1024, ge=1)
-    """Tokens by which an unfinished sample grows before the journal is written again. Only the end of a gateway
-    costs what is not written: its successor has those tokens generated again."""
+    """Tokens that an unfinished sample gains between two writes to the journal. Tokens that are not written are
+    lost
+    only with the gateway; its successor has them generated again."""
     max_result_bytes: int = Field(256 * 1024 * 1024, ge=0)
-    """Memory for finished samples until they are acknowledged, to be written again if Redis loses them. Of more,
-    the oldest are dropped: if Redis loses those, they are generated again."""
+    """Memory for finished samples that are not acknowledged, to be written again if Redis loses them. Above it the
+    oldest are dropped; if Redis loses those, they are generated again."""
     max_token_bytes: int = Field(2 * 1024 * 1024 * 1024, ge=1)
     """Memory for the tokens of samples that have not ended, 8 bytes each. Above it SubmitRollouts and Generate
-    answer RESOURCE_EXHAUSTED; samples that were accepted go on. The default is 8,192 samples of 32,768 tokens, and
-    half of the memory that the chart gives a gateway."""
+    answer RESOURCE_EXHAUSTED; accepted samples continue. The default is 8,192 samples of 32,768 tokens, and half of
+    the memory that the chart gives a gateway."""
     max_unwritten_bytes: int = Field(1024 * 1024 * 1024, ge=1)
-    """Memory for finished samples that Redis does not take. Above it instances get no more samples and are not
-    listened to, until half of it is written. The default is 4,096 samples of 32,768 tokens, and a quarter of the
-    memory that the chart gives a gateway."""
+    """Memory for finished samples that Redis does not accept. Above it instances get no samples and their
+    messages are not read, until half of it is written. The default is 4,096 samples of 32,768 tokens, and a
+    quarter of the memory that the chart gives a gateway."""
     max_redis_memory: float = Field(0.85, gt=0, le=1)
     """Share of Redis' `maxmemory` above which SubmitRollouts answers RESOURCE_EXHAUSTED."""
     registry_poll_seconds: float = Field(0.25, gt=0)
-    """How often the registry is read."""
+    """Interval between two reads of the registry."""
     handshake_timeout_seconds: float = Field(3.0, gt=0)
     """Deadline of short calls to instances."""
     abort_timeout_seconds: float = Field(2.0, gt=0)
-    """A cancelled sample is delivered after so long even if its instance has not answered."""
+    """Time after which a cancelled sample is delivered even if its instance has not answered."""
     claim_wait_seconds: float = Field(2.0, gt=0)
-    """A sample that was moved to an instance to which there is no link yet is resumed by its prefix after so
-    long."""
+    """Time after which a sample is resumed by its prefix if it was moved to an instance without a link."""
     refusal_pause_seconds: float = Field(0.1, gt=0)
-    """An instance that refused is left alone for so long, doubling with each refusal in a row."""
+    """Time for which an instance gets no samples after it refused one; it doubles with each refusal in a row."""
     refusal_pause_most_seconds: float = Field(2.0, gt=0)
     """The longest such pause."""
     weights_root: Path | None = None
-    """Folder that the weights of an update must be in. Unset: they may be in any."""
+    """Folder that must contain the weights of an update. Unset: any folder."""
     update_timeout_seconds: float = Field(600.0, gt=0)
-    """A weight update that its trainer has not touched for so long is aborted."""
+    """Time after which a weight update is aborted if its trainer does not call."""
     stage_timeout_seconds: float = Field(300.0, gt=0)
     """Deadline of an instance for checking and staging weights."""
     apply_timeout_seconds: float = Field(60.0, gt=0)

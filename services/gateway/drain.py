@@ -1,9 +1,9 @@
-"""Command that deletes the batches of a journal, so that a gateway of another format begins with an empty one.
+"""Delete the batches of a journal, so that a gateway of another format can begin with an empty one.
 
 python -m services.gateway.drain --redis-url redis://... --namespace paceline
 
-Samples that their trainer has not received are lost by it: let the gateway that wrote the batches finish them
-first. What is published, hints, and all that other services keep stays.
+Samples that their trainer has not received are lost: let the gateway that wrote the batches finish them first. The
+published version, hints, and the data of other services stay.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _CHUNK = 500
 
 
 async def drain(config: GatewayConfig) -> int:
-    """Delete the keys of all batches; return how many. RuntimeError while a gateway leads."""
+    """Delete the keys of all batches; return their number. RuntimeError while a gateway leads."""
     redis: Any = connect(config)
     keys = GatewayKeys(config.namespace)
     try:
@@ -27,7 +27,7 @@ async def drain(config: GatewayConfig) -> int:
         if holder is not None:
             raise RuntimeError(f"gateway {holder.decode()} leads: stop the gateways first")
         deleted = 0
-        # A tag with a colon is a batch's: run:batch. The registry's are excluded by their name.
+        # The hash tag of a batch has a colon, run:batch. Keys of the registry are excluded by their name.
         async for name in redis.scan_iter(match=f"{config.namespace}:{{*:*}}:*", count=_CHUNK):
             if not name.startswith(f"{config.namespace}:{{registry:".encode()):
                 deleted += await redis.unlink(name)

@@ -1,9 +1,9 @@
-"""Gateway process: a server that always runs, terms of leadership, and calls forwarded while another leads.
+"""Gateway process: a server that always runs, terms of leadership, and calls forwarded to another leader.
 
-Every gateway takes calls, whichever a load balancer chooses: a standby passes them on to the leader, and is
-ready. It passes messages on as bytes, one by one, so that flow control works on both sides and nothing is parsed
-twice. A call keeps the caller that the standby has authenticated. The standby checks the token, its scopes and
-its rate; the leader checks runs and quotas.
+Every gateway takes calls, whichever a load balancer chooses: a standby is ready, and forwards them to the leader.
+It forwards messages as bytes, one by one, so that flow control works on both sides and nothing is parsed twice. A
+call keeps the caller that the standby has authenticated. The standby checks the token, its scopes and its rate; the
+leader checks runs and quotas.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from services.platform.redis.leadership import Leader, Leadership
 from services.platform.tasks import end
 
 FORWARDED = "x-paceline-forwarded"
-"""Metadata key of a call that was passed on already: it is not passed on again."""
+"""Metadata key of a forwarded call, which is not forwarded again."""
 _SERVICES = "/paceline."
-"""How the methods begin that a leader serves; health and reflection are each server's own."""
+"""Prefix of the methods that a leader serves. Each server answers health and reflection itself."""
 _LEAVING_SECONDS = 30.0
-"""Longest time that calls to a former leader go on; it ends them itself before."""
-# What a call raises to which nothing more can be written.
+"""Longest time that calls to a former leader may continue; it normally ends them earlier."""
+# Errors of a call to which nothing more can be written.
 _ENDED = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
 if TYPE_CHECKING:
@@ -51,25 +51,25 @@ if TYPE_CHECKING:
 
 
 class Forwarder(grpc.aio.ServerInterceptor):
-    """Interceptor of a gateway that passes calls on to `leader`, while there is one and it is another.
+    """Interceptor that forwards calls to `leader` while another gateway leads.
 
-    It comes after the interceptor that authenticates, counts and turns exceptions into statuses.
+    It runs inside the interceptor that authenticates, counts, and turns exceptions into statuses.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = peer_config(config)
         self.leader: Leader | None = None
-        """Another gateway that leads, as far as is known."""
+        """Another gateway that leads, if one is known."""
         self._channel: grpc.aio.Channel | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> str:
-        """Address that calls are passed on to; empty if this gateway answers them."""
+        """Address to which calls are forwarded; empty if this gateway answers them."""
         return "" if self.leader is None else self.leader.address
 
     def follow(self, leader: Leader | None) -> None:
-        """Pass calls on to a gateway from now on; with None, or one without an address, answer them here."""
+        """Forward calls to a gateway from now on; with None, or one without an address, answer them here."""
         before, self.leader = self.address, leader
         if before == self.address:
             return
@@ -91,7 +91,7 @@ class Forwarder(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return the handler of a call, or one that passes it on."""
+        """Return the handler of a call, or one that forwards it."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or not self.address or not method.startswith(_SERVICES):
             return handler
@@ -99,27 +99,27 @@ class Forwarder(grpc.aio.ServerInterceptor):
             key == FORWARDED for key, _ in handler_call_details.invocation_metadata or ()
         ):
             return handler
-        return self._passing_on(handler, method)
+        return self._forwarding(handler, method)
 
-    def _passing_on(self, handler: Handler, method: str) -> Handler:
+    def _forwarding(self, handler: Handler, method: str) -> Handler:
         sends = "stream" if handler.request_streaming else "unary"
         shape = f"{sends}_{'stream' if handler.response_streaming else 'unary'}"
 
-        async def answered(request: Any, context: Context) -> Any:
+        async def forward(request: Any, context: Context) -> Any:
             async with self._call(shape, method, request, context) as call:
                 return await call
 
-        async def streamed(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def forward_stream(request: Any, context: Context) -> AsyncIterator[Any]:
             async with self._call(shape, method, request, context) as call:
                 async for answer in call:
                     yield answer
 
         make = getattr(grpc, f"{shape}_rpc_method_handler")
-        return make(streamed if handler.response_streaming else answered)  # type: ignore[no-any-return]
+        return make(forward_stream if handler.response_streaming else forward)  # type: ignore[no-any-return]
 
     @asynccontextmanager
     async def _call(self, shape: str, method: str, request: Any, context: Context) -> AsyncIterator[Any]:
-        """Call the leader with a message, or with those of a stream; its error is raised as it came."""
+        """Call the leader with a message or a stream of messages; raise its error unchanged."""
         on_behalf = ON_BEHALF.get()
         metadata = ((FORWARDED, "1"), *(((CALLER, on_behalf),) if on_behalf else ()))
         begin = getattr(self._dialled(), shape)(method)
@@ -150,10 +150,10 @@ class Forwarder(grpc.aio.ServerInterceptor):
 
 
 async def send(messages: AsyncIterator[bytes], call: Any) -> Exception | None:
-    """Pass messages on to a call. Return why one of them was refused, which cancels the call; else None.
+    """Send messages to a call. If reading one fails, cancel the call and return the error; otherwise return None.
 
-    Not by gRPC's own reader of an iterator, which cancels a call that its server has ended before all was sent, and
-    loses the server's error.
+    gRPC could read the iterator itself, but it cancels a call that its server ends before all messages are sent,
+    and loses the server's error.
     """
     try:
         async for message in messages:
@@ -170,7 +170,7 @@ async def send(messages: AsyncIterator[bytes], call: Any) -> Exception | None:
 
 
 def peer_config(config: GatewayConfig) -> GatewayConfig:
-    """Return the configuration for calls to other gateways, whose certificates have the name that all advertise."""
+    """Return the configuration for calls to other gateways, whose certificates have the advertised name."""
     tls = config.tls
     if tls is None or tls.server_name is not None or config.leader_host is None:
         return config
@@ -181,9 +181,9 @@ def peer_config(config: GatewayConfig) -> GatewayConfig:
 class Gateway:
     """Server and leadership of one gateway.
 
-    Its health is SERVING while it leads or passes calls on to the leader. It is ready while any gateway leads.
+    Its health is SERVING while it leads or forwards calls to the leader. It is ready while any gateway leads.
 
-    Usage: `start`, then `run` until it is cancelled, then `stop`.
+    Usage: `start`, then `run` until cancelled, then `stop`.
     """
 
     def __init__(self, config: GatewayConfig, registry: CollectorRegistry) -> None:
@@ -202,7 +202,7 @@ class Gateway:
             followed=self.follow,
             address=self._leader_address,
         )
-        # Redis takes writes; so many finished samples wait for it that work has stopped.
+        # Redis accepts writes; work is paused because too many finished samples wait for Redis.
         self._usable, self._paused = True, False
         server, term = self.server.server, self.leadership.leading
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(term, self._metrics), server)
@@ -226,7 +226,7 @@ class Gateway:
             self._profiling.enter_context(TurnProfiler(loop.turns))
 
     async def run(self) -> None:
-        """Lead whenever it has the lease, until cancelled."""
+        """Lead whenever this gateway has the lease, until cancelled."""
         await self.leadership.run()
 
     async def stop(self, grace: float) -> None:
@@ -237,13 +237,13 @@ class Gateway:
         await self._redis.aclose()
 
     async def follow(self, leader: Leader | None) -> None:
-        """Pass calls on to the gateway that leads; None: to nobody."""
+        """Forward calls to the gateway that leads; None: answer them here."""
         self.forwarder.follow(leader)
         await self._show()
 
     async def _show(self) -> None:
         leading = self.leadership.term is not None
-        # A leader of an older version gives no address. It makes way all the same once this gateway is ready.
+        # A leader of an older version gives no address. It still hands over once this gateway is ready.
         ready = leading or self.forwarder.leader is not None
         await self.server.set_serving(leading or bool(self.forwarder.address), ready)
 

@@ -14,9 +14,9 @@ _JOURNAL_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.
 _TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _LEVELS = ("exact", "coupled_history", "lenient", "rejection")
 _MOST_RUNS = 1000
-"""Runs that are shown; a run more takes the place of the one that was silent longest."""
+"""Most runs that are shown; a further run replaces the one without changes for longest."""
 _MOST_GONE = 1000
-"""Instances whose counters stay after they have left the fleet, for the last increase to be scraped."""
+"""Instances whose counters stay after they have left the fleet, so that the last increase is scraped."""
 _RUN_GAUGES = ("step", "lenience", "reward", "reported_kl", "reported_clip_fraction")
 
 
@@ -36,7 +36,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     expired = counter("expired_samples_total", "Samples ended by the deadline of their batch.")
     stale_samples = counter(
         "stale_samples_total",
-        "Unfinished samples over the max_staleness of their batch, by what became of them.",
+        "Unfinished samples over the max_staleness of their batch, by outcome.",
         "outcome",
         values=("regenerated", "aborted"),
     )
@@ -90,7 +90,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     )
     closed_batches = counter(
         "closed_batches_total",
-        "Open batches that the gateway closed itself: idle (no trainer had to do with them) or at their deadline.",
+        "Open batches that the gateway closed itself: idle (no trainer used them) or at their deadline.",
         "cause",
         values=("idle", "deadline"),
     )
@@ -115,7 +115,9 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     unfinished_tokens = gauge(
         "unfinished_tokens_ratio", "Bytes of the tokens of unfinished samples, over max_token_bytes."
     )
-    paused = gauge("paused", "1 while these are too many: instances get no samples and are not listened to.")
+    paused = gauge(
+        "paused", "1 while unwritten bytes are too many: instances get no samples and are not read."
+    )
     redis_memory = gauge("redis_memory_ratio", "Used memory of Redis over its maxmemory; 0: it has no limit.")
 
     # Reuse of cached rollouts by the samples of batches that were completed or truncated
@@ -144,7 +146,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         values=_LEVELS,
     )
 
-    # Runs; a run that has been silent for long is removed
+    # Runs; a run without changes for long is removed
     step = gauge("step", "The step of the run that was begun last.", "run")
     lenience = gauge("lenience", "The l of the run's last LENIENT batch.", "run")
     reward = gauge("reward", "Mean of the rewards last reported.", "run")
@@ -178,8 +180,8 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     announced = counter("announced_step_tokens_total", "Response tokens of the steps that were announced.")
     unannounced = counter(
         "unannounced_steps_total",
-        "Steps that nobody announced, so that nothing of them was generated ahead. The first step of a run is one. "
-        "A step of single samples (HTTP) counts when it begins.",
+        "Steps that were not announced, so that nothing of them was generated ahead. The first step of a run is "
+        "one. A step of single samples (HTTP) counts when it begins.",
     )
     coverage = gauge(
         "step_coverage_ratio", "Pre-generated tokens over real tokens, of the last announced step."
@@ -227,7 +229,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         super().__init__(registry)
         # Run id -> seconds of the last change of its gauges, the latest last.
         self._shown_at: OrderedDict[str, float] = OrderedDict()
-        # Ids of instances that have left, the latest last. Those of a Deployment never come back.
+        # Ids of instances that have left, the latest last. Ids of a Deployment's pods never return.
         self._gone: OrderedDict[str, None] = OrderedDict()
 
     def watch_turns(self, turns: TurnSelector) -> None:
@@ -242,9 +244,9 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         self.refusals.labels(instance_id, code_pb2.Code.Name(code) if known else str(code)).inc()
 
     def show_instances(self, up: dict[str, bool], gone: Collection[str]) -> None:
-        """Export which instances are up, and remove the series of those that are forgotten.
+        """Export which instances are up, and remove the series of instances that are gone.
 
-        Gauges go at once, counters when many others have left since.
+        Their gauges are removed at once, their counters after `_MOST_GONE` others have left.
         """
         for instance_id, alive in up.items():
             self.instance_up.labels(instance_id).set(alive)
@@ -268,7 +270,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
             getattr(self, name).labels(run_id).set(value)
 
     def forget_runs(self, before: float) -> None:
-        """Remove the gauges of the runs for which none has been set since."""
+        """Remove the gauges of the runs without a change since `before`."""
         for run_id in [run_id for run_id, at in self._shown_at.items() if at < before]:
             self._hide_run(run_id)
 
@@ -280,7 +282,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     def count_whole(self, level: str, tokens: int, cached: int, reused: int) -> None:
         """Count a sample of a batch that was completed or truncated.
 
-        It has `tokens` tokens; its cached rollout has `cached` tokens (0: none), `reused` of which it shares.
+        It has `tokens` tokens; its cached rollout has `cached` tokens (0: none), and it shares the first `reused`.
         """
         self.whole_samples.labels(level).inc()
         self.whole_tokens.labels(level).inc(tokens)
@@ -295,7 +297,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     ) -> None:
         """Record a step: its duration, the idle seconds of its instances, and its tokens.
 
-        `pregenerated` of them existed when it began; None: it was not hinted.
+        `pregenerated` of the tokens existed when it began; None: it was not hinted.
         """
         self.step_seconds.observe(seconds)
         for seconds in bubbles:

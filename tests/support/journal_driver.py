@@ -19,9 +19,9 @@ from services.gateway.journal.record import (
     settle,
     undo,
 )
-from services.gateway.state.messages import BatchBuilder, grown
+from services.gateway.state.messages import BatchBuilder, build_groups
 from services.gateway.state.rollout_batch import RolloutBatch
-from services.gateway.state.sample import Likeliest, SamplePhase
+from services.gateway.state.sample import SamplePhase, TopTokens
 
 KEY = ("run", "b")
 _STOPPED = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)
@@ -90,7 +90,7 @@ class JournalDriver:
         have = len(sample.tokens)
         places = range(have, min(have + count, self.lengths[index]))
         tokens, logprobs = [_token(index, at) for at in places], [_logprob(index, at) for at in places]
-        top = Likeliest([token + 1 for token in tokens for _ in range(2)], [-0.25, -0.5] * len(tokens))
+        top = TopTokens([token + 1 for token in tokens for _ in range(2)], [-0.25, -0.5] * len(tokens))
         assert self.batch.extend(index, sample.attempt, tokens, logprobs, 2.0, top=top)
         if len(sample.tokens) == self.lengths[index]:
             self.batch.finish(index, sample.attempt, _STOPPED, 3.0)
@@ -113,7 +113,7 @@ class JournalDriver:
         if answered:
             assert self.record.request is not None
             first = len(self.record.request.groups)
-            made = grown(self.request, groups, self.batch.exactness, first, self.record.total)
+            made = build_groups(self.request, groups, self.batch.exactness, first, self.record.total)
             self.record.extend(groups, len(payload))
             self.batch.groups.extend(made[0])
             self.batch.samples.extend(made[1])

@@ -1,8 +1,8 @@
-"""Reports of every run to the bubble coordinator, and queries of the drafts that exist of a step.
+"""Report every run to the bubble coordinator, and query the drafts that exist of a step.
 
 The coordinator is found in the registry. It stores nothing itself, so it gets the whole state of every run after
 each change that matters to it, and once a second. Only a submission waits for it, for the drafts of its step, and
-that for `coverage_timeout` at most.
+for at most `coverage_timeout` seconds.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from services.platform.tasks import ExponentialBackoff, is_cancelled
 log = structlog.get_logger(__name__)
 
 SERVICE = "bubbles"
-# Seconds between looks into the registry, and the deadline of a call.
+# Seconds between two reads of the registry, and the deadline of a call.
 _LOOK, _CALL = 0.5, 1.0
-# Seconds until a connection is tried again, after one failure and after many in a row.
+# Seconds until the next attempt to connect, after one failure and after many in a row.
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 2.0
-# Answers by which the coordinator says that the request is at fault, not itself.
+# Codes with which the coordinator says that the request is at fault.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 # Seconds after which a run is reported again although nothing has changed.
 _REPEAT = 1.0
-# Changes come in bursts: those within so many seconds of each other are reported together.
+# Changes come in bursts: changes within this many seconds are reported together.
 _DEBOUNCE = 0.005
-# As many more for each batch, which a report looks at, and the most of that.
+# Seconds to add for each batch, since a report walks over all batches, and the most seconds to add.
 _FOR_A_BATCH, _MOST_FOR_BATCHES = 0.0001, 0.1
 
 
 class CoordinatorRefusal(Exception):
-    """Raised when the coordinator rejects a request for good."""
+    """Raised when the coordinator rejects a request permanently."""
 
 
 class CoordinatorClient:
     """Client of the coordinator that registered last.
 
-    `connections` counts how often one was connected to; `found` is called each time.
+    `connections` counts the connections made; `found` is called with each.
     """
 
     def __init__(self, config: GatewayConfig, registry: Registry, found: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Return True if calls reach a coordinator, as far as known."""
+        """Return True unless no coordinator is known or the last call failed."""
         return self._stub is not None
 
     async def run(self) -> None:
@@ -97,14 +97,14 @@ class CoordinatorClient:
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            # Not the caller was cancelled, but the channel was closed under the call.
+            # The channel was closed during the call; the caller was not cancelled.
             return None
         self._backoff.succeeded()
         return response
 
     async def _look(self, records: dict[str, InstanceRecord] | None) -> None:
         known, found = self._record, (records or {}).values()
-        # One that is not registered any more is tried all the same: perhaps only the registry is away.
+        # Keep trying one that is no longer registered: perhaps only the registry is down.
         youngest = max(found, key=lambda each: (each.registered_at, each.instance_id), default=known)
         if youngest is None:
             return
@@ -119,7 +119,7 @@ class CoordinatorClient:
         try:
             self._channel = open_channel(record.address, self._config)
         except ValueError as error:
-            # The token may not go there: a mistake in the configuration, which stays one.
+            # The token must not be sent there: a mistake in the configuration, so a retry does not help soon.
             self._retry_at = self._loop.time() + 60.0
             log.error("coordinator_not_dialled", address=record.address, error=str(error))
             return
@@ -132,7 +132,7 @@ class CoordinatorClient:
             assert self._record is not None, "a call was made"
             log.warning("coordinator_unreachable", address=self._record.address, reason=reason)
         self._retry_at = self._loop.time() + self._backoff.failed()
-        # A channel that failed waits ever longer before it tries again; a new one does not.
+        # A channel that failed waits longer and longer before it reconnects; a new one connects at once.
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -149,7 +149,7 @@ class _SampleCount:
 
 @dataclass(eq=False)
 class BubbleLink:
-    """Task that keeps the coordinator informed, for one term of leadership. `coverage_timeout`: in seconds."""
+    """Reports to the coordinator for one term of leadership. `coverage_timeout` is in seconds."""
 
     coordinator: CoordinatorClient
     hints: HintBook
@@ -158,7 +158,7 @@ class BubbleLink:
     book: UpdateBook
     coverage_timeout: float
     _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
-    # Run id -> its last report and when that was (loop time), over connection number `_reported_on`.
+    # Run id -> its last report and the loop time of it, on connection number `_reported_on`.
     _reported: dict[str, tuple[pb.SetRunRequest, float]] = field(init=False, default_factory=dict)
     _reported_on: int = field(init=False, default=0)
     _refused: set[str] = field(init=False, default_factory=set)
@@ -200,7 +200,7 @@ class BubbleLink:
             await self._report(pb.SetRunRequest(run_id=run_id, closed=True))
             self._reported.pop(run_id, None)
         for run in list(self.hints.runs.values()):
-            # Counted anew for each: reporting the one before took time.
+            # Count for each run separately: the report of the previous run took time.
             message = self._message(run)
             known, at = self._reported.get(run.run_id, (None, 0.0))
             if known is None or _matters(known) != _matters(message) or self._loop.time() - at >= _REPEAT:
@@ -247,7 +247,7 @@ class BubbleLink:
     def _count(self, run_id: str) -> _SampleCount:
         """Count the samples of a run.
 
-        Those of Generate calls may be of any run, or of none, and count as waiting for each.
+        Samples of Generate calls may belong to any run or to none, and count as waiting for every run.
         """
         count = _SampleCount()
         for running in self.batches.by_key.values():
@@ -260,7 +260,7 @@ class BubbleLink:
 
 
 def _matters(message: pb.SetRunRequest) -> tuple[object, ...]:
-    """Return the fields that decisions depend on: not the number of samples, but whether there are any."""
+    """Return the fields that decisions depend on. The number of samples matters only in being 0 or not."""
     return (
         message.phase,
         message.policy_version,

@@ -1,9 +1,9 @@
-"""Hints of coming steps: the book of each run, and its copy in Redis for the next gateway.
+"""Hints of coming steps by run, with a copy in Redis for the next gateway.
 
-A hint is kept until its step begins or is passed. A hint is not kept if its step has begun, if it is beyond the
+A hint is kept until its step begins or is passed. It is refused if its step has begun, if it is not among the
 nearest `max_steps`, or if there is no room. That is no error: a missing hint costs idle time at most, so it must
 never stop a trainer. For the same reason nothing in Redis is fenced, and a failed write is repeated later or
-dropped. The book is pure: times are passed in (unix seconds).
+dropped. `HintBook` is pure: times are passed in (unix seconds).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class HintOutcome(enum.StrEnum):
     KEPT = "kept"
     # Its step has begun.
     LATE = "late"
-    # As many nearer steps are hinted as are kept.
+    # `max_steps` nearer steps are hinted already.
     FAR = "far"
     # No room.
     FULL = "full"
 
 
 def hinted_batch(request: rollout_pb2.HintNextBatchRequest) -> rollout_pb2.SubmitRolloutsRequest:
-    """Return the batch that a hint announces, to be checked as one."""
+    """Return the batch that a hint announces, so that it can be checked like one."""
     return rollout_pb2.SubmitRolloutsRequest(
         run_id=request.run_id,
         batch_id="hint",
@@ -64,8 +64,8 @@ def hinted_batch(request: rollout_pb2.HintNextBatchRequest) -> rollout_pb2.Submi
 class Hint:
     """Hint in the form that the coordinator gets.
 
-    `expected` and `limits` are what the trainer says of the response lengths of each group, 0 for nothing;
-    `size` is in bytes.
+    `expected` and `limits` are the expected and the longest response of each group according to the trainer, 0
+    where it names none. `size` is in bytes.
     """
 
     message: bubble_pb2.PutHintRequest
@@ -92,9 +92,9 @@ class Hint:
 
 
 def make_hint(request: rollout_pb2.HintNextBatchRequest) -> Hint:
-    """Return the hint of a valid request. Seeds are those that the samples of the batch will have.
+    """Return the hint of a valid request, with the seeds that the samples of the batch will have.
 
-    Samples with a JSON schema are left out: it is compiled for samples that somebody waits for.
+    Samples with a JSON schema are left out: a schema is compiled only for samples that a trainer waits for.
     """
     exactness = exactness_of(request.exactness)
     coupled = has_coupled_history(exactness)
@@ -117,7 +117,7 @@ def make_hint(request: rollout_pb2.HintNextBatchRequest) -> Hint:
             prompt_token_ids=group.prompt_token_ids,
             sampling=sampling,
             seeds=seeds,
-            # Of the size that it will have.
+            # A placeholder, so that the size of the message counts the field.
             expected_tokens=1.0,
         )
         expected.append(group.expected_tokens)
@@ -127,7 +127,7 @@ def make_hint(request: rollout_pb2.HintNextBatchRequest) -> Hint:
 
 @dataclass(slots=True, eq=False)
 class HintedRun:
-    """Run with its last step that began, the policy version of that (None before the first), and its hints."""
+    """Run with its hints, the step that began last (None before the first), and the policy version of that step."""
 
     run_id: str
     touched_at: float
@@ -138,7 +138,7 @@ class HintedRun:
     def position(self) -> int:
         """Return the current step of the run.
 
-        Before the first it is just before the nearest hinted one; nothing precedes step 0.
+        Before the first step it is the step before the nearest hinted one, and at least 0.
         """
         if self.step is not None:
             return self.step
@@ -147,8 +147,8 @@ class HintedRun:
     def phase(self, unfinished: int, version: int, *, applying: bool) -> bubble_pb2.RunPhase:
         """Return the phase of the run when `version` is published.
 
-        Once the weights that came after its last step are published the next step may begin any time: that
-        counts as rollout.
+        Once the weights after its last step are published, the next step may begin any time; that counts as
+        rollout.
         """
         if applying:
             return bubble_pb2.RUN_PHASE_APPLYING
@@ -158,10 +158,10 @@ class HintedRun:
 
 
 class HintBook:
-    """Hints of all runs: of at most `max_steps` steps each, and of at most `max_bytes` bytes in all.
+    """Hints of all runs: at most `max_steps` steps each, and at most `max_bytes` bytes in all.
 
-    Of more than `max_runs` runs, those are `idle` that were touched longest ago. Of as many runs of single samples
-    the latest step is known.
+    If there are more than `max_runs` runs, the least recently touched ones count as `idle`. For at most `max_runs`
+    runs of single samples the latest step is remembered.
     """
 
     def __init__(self, max_steps: int, max_bytes: int, max_runs: int = 10_000) -> None:
@@ -173,9 +173,9 @@ class HintBook:
         self._single_steps: OrderedDict[str, int] = OrderedDict()
 
     def put(self, hint: Hint, now: float) -> tuple[HintOutcome, list[int]]:
-        """Keep a hint, in place of an earlier one for its step.
+        """Keep a hint, and replace an earlier one for its step.
 
-        Returns the outcome, and the steps whose hints had to give way.
+        Returns the outcome, and the steps whose hints were dropped for it.
         """
         run_id = hint.message.run_id
         run = self.runs.get(run_id) or HintedRun(run_id, now)
@@ -195,7 +195,7 @@ class HintBook:
         return HintOutcome.KEPT, surplus
 
     def begin(self, run_id: str, step: int, version: int, now: float) -> list[int]:
-        """Record that a batch of this step begins; return the steps whose hints are of no use any more."""
+        """Record that a batch of this step begins; return the steps whose hints are now useless."""
         run = self.runs.setdefault(run_id, HintedRun(run_id, now))
         run.step, run.version, run.touched_at = step, version, now
         passed = [each for each in run.hints if each <= step]
@@ -209,7 +209,7 @@ class HintBook:
         return run is not None and step in run.hints
 
     def is_first(self, run_id: str, step: int) -> bool:
-        """Return True for a single sample that is the first of a step later than those that have begun."""
+        """Return True for a single sample that is the first of a step later than all begun steps."""
         run, singles = self.runs.get(run_id), self._single_steps
         last = max(singles.get(run_id, -1), -1 if run is None or run.step is None else run.step)
         if step <= last:
@@ -221,7 +221,7 @@ class HintBook:
         return True
 
     def idle(self, before: float) -> list[str]:
-        """Return the runs without a batch or a hint since then, and those that are too many."""
+        """Return the runs without a batch or a hint since `before`, and the surplus over `max_runs`."""
         surplus = max(0, len(self.runs) - self._max_runs)
         oldest = sorted(self.runs.values(), key=lambda run: run.touched_at) if surplus else self.runs.values()
         return [
@@ -244,11 +244,11 @@ class HintBook:
 
 log = structlog.get_logger(__name__)
 
-# Field of the step that began last; all other fields are steps.
+# Field of the step that began last; all other fields are named after steps.
 _BEGUN_FIELD = "begun"
 # Seconds until a failed write is repeated, and between searches for idle runs.
 _RETRY_SECONDS = 1.0
-# Bytes of a message to the coordinator besides its hint.
+# Bytes of a message to the coordinator in addition to its hint.
 _OVERHEAD_BYTES = 4096
 
 
@@ -264,7 +264,7 @@ class StoredRun:
 class HintStore:
     """Storage with one hash for each run, which expires `seconds` after the last write.
 
-    Methods raise what Redis raises, and may be repeated.
+    Methods raise the errors of Redis, and may be repeated.
     """
 
     def __init__(self, redis: Redis, namespace: str, seconds: float) -> None:
@@ -273,11 +273,11 @@ class HintStore:
         self._seconds = max(1, int(seconds))
 
     async def put(self, request: rollout_pb2.HintNextBatchRequest) -> None:
-        """Record a hint, in place of an earlier one for its step."""
+        """Record a hint, and replace an earlier one for its step."""
         await self._write(request.run_id, {str(request.step): request.SerializeToString()}, ())
 
     async def begin(self, run_id: str, begun: tuple[int, int] | None, dropped: Iterable[int]) -> None:
-        """Record the step of the run that began last, with its version, and remove hints."""
+        """Record the step of the run that began last, with its version, and remove the hints of `dropped` steps."""
         values = {} if begun is None else {_BEGUN_FIELD: f"{begun[0]}:{begun[1]}"}
         await self._write(run_id, values, dropped)
 
@@ -289,7 +289,7 @@ class HintStore:
         await pipe.execute()
 
     async def load(self) -> list[StoredRun]:
-        """Return all runs, and take those that have expired off the list."""
+        """Return all runs, and remove expired ones from the list."""
         found = []
         for name in sorted(await self._redis.smembers(self._keys.hinted)):
             run_id = name.decode()
@@ -303,7 +303,7 @@ class HintStore:
     async def _write(self, run_id: str, values: dict[str, Any], dropped: Iterable[int]) -> None:
         key = self._keys.hints(run_id)
         pipe = self._redis.pipeline(transaction=False)
-        # Listed first: what is stored but not listed would never be found.
+        # List first: a stored run that is not listed would never be found.
         pipe.sadd(self._keys.hinted, run_id)
         if values:
             pipe.hset(key, mapping=values)
@@ -337,11 +337,11 @@ class Hinting:
     _unsaved: dict[str, set[int]] = field(init=False, default_factory=dict)
     _forgotten: set[str] = field(init=False, default_factory=set)
     _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    # Held while something is written, so that a hint and the removal of its predecessor keep their order.
+    # Held during writes, so that a hint and the removal of its predecessor keep their order.
     _writing: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     async def recover(self) -> None:
-        """Restore the hints of former terms. Raises what Redis raises."""
+        """Restore the hints of former terms. Raises the errors of Redis."""
         now = time.time()
         for stored in await self.store.load():
             if stored.begun is not None:
@@ -351,7 +351,7 @@ class Hinting:
         self._changed()
 
     async def hint(self, request: pb.HintNextBatchRequest) -> int:
-        """Keep a valid hint; return how many samples may be pre-generated for it, 0 if it is not kept."""
+        """Keep a valid hint; return the number of samples that may be pre-generated for it, 0 if it is refused."""
         outcome, samples = await self._take(request)
         self.metrics.hints.labels(outcome.value).inc()
         log.info("hint", run=request.run_id, step=request.step, outcome=outcome.value, samples=samples)
@@ -363,12 +363,12 @@ class Hinting:
             try:
                 await self.store.put(request)
             except OUTAGES as error:
-                # It is used all the same; only a restart would forget it.
+                # The hint still works; only a restart would forget it.
                 log.warning("hint_not_stored", run=request.run_id, step=request.step, error=str(error))
         return samples
 
     def begin(self, batch: RolloutBatch) -> None:
-        """Drop the hints for the step of a batch that begins, and for those before it."""
+        """Drop the hints for the step of a batch that begins, and for earlier steps."""
         run_id = batch.key[0]
         passed = self.book.begin(run_id, batch.step, batch.policy_version, time.time())
         self._forgotten.discard(run_id)
@@ -376,15 +376,15 @@ class Hinting:
         self._changed()
 
     def resume(self, batch: RolloutBatch) -> None:
-        """Do as `begin` for a batch that is resumed: a later step may have begun since."""
+        """Do the same as `begin` for a resumed batch, unless a later step has begun since."""
         run = self.book.runs.get(batch.key[0])
         if run is None or run.step is None or run.step < batch.step:
             self.begin(batch)
 
     def reach(self, batch: RolloutBatch) -> None:
-        """Do as `resume` for a sample of a Generate call, if there are hints of its run.
+        """Do the same as `resume` for a sample of a Generate call, if there are hints of its run.
 
-        An unannounced step that consists of such samples is counted here.
+        Also counts unannounced steps that consist of such samples.
         """
         run_id, step = batch.key[0], batch.step
         if self.book.is_first(run_id, step) and not self.book.is_hinted(run_id, step):
@@ -393,7 +393,7 @@ class Hinting:
             self.resume(batch)
 
     async def forget(self, run_id: str) -> None:
-        """Forget a run and its hints at once, since it may begin again under its name."""
+        """Forget a run and its hints at once: another run may begin under its name."""
         async with self._writing:
             self.book.forget(run_id)
             self._unsaved.pop(run_id, None)
@@ -404,14 +404,14 @@ class Hinting:
                 self._forgotten.add(run_id)
 
     async def run(self) -> None:
-        """Store what has changed, and forget idle runs, until cancelled."""
+        """Store changes, and forget idle runs, until cancelled."""
         looked_at = time.monotonic()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_SECONDS):
                     await self._wake.wait()
             self._wake.clear()
-            # By the clock: hints may come more often than that for good.
+            # Check the clock: `_wake` may be set more often than once in this time, all the time.
             if time.monotonic() - looked_at >= _RETRY_SECONDS:
                 looked_at = time.monotonic()
                 self._forget_idle()
@@ -423,7 +423,7 @@ class Hinting:
 
     async def _take(self, request: pb.HintNextBatchRequest) -> tuple[HintOutcome, int]:
         samples = sum(group.samples for group in request.groups)
-        # Checked before there is a seed for each of them.
+        # Check before a seed is computed for each sample.
         if samples > self.config.max_queued_samples:
             return HintOutcome.FULL, samples
         hint = await asyncio.to_thread(make_hint, request)

@@ -1,4 +1,4 @@
-"""Reports of trainers on batches: rewards of samples, and the distance of the update from the sampling policy.
+"""Take trainers' reports on batches: rewards of samples, and the distance of the update from the sampling policy.
 
 Rewards are summed by run and step and written to the decision log once a second, so that a trainer that reports
 sample by sample does not fill the log.
@@ -27,7 +27,7 @@ from services.gateway.state.messages import single_samples
 from services.platform.redis.decision_log import DecisionRecord
 
 REWARD_KIND = "reward"
-"""Kind of the decision-log entry of rewards."""
+"""Kind of a decision-log entry about rewards."""
 _WRITE_SECONDS = 1.0
 
 
@@ -40,7 +40,7 @@ class _Sums:
 
 
 class RewardBook:
-    """Sums that were not written yet. `post` writes an entry; `run` calls it."""
+    """Sums of rewards that are not in the decision log yet. `post` writes an entry; `run` calls it."""
 
     def __init__(self, post: Callable[[DecisionRecord], None], seconds: float = _WRITE_SECONDS) -> None:
         self._post = post
@@ -57,7 +57,7 @@ class RewardBook:
         sums.low, sums.high = min(sums.low, min(rewards)), max(sums.high, max(rewards))
 
     async def run(self) -> NoReturn:
-        """Write what has come, until cancelled."""
+        """Write the sums every `seconds` seconds until cancelled."""
         while True:
             await asyncio.sleep(self._seconds)
             self.write()
@@ -79,9 +79,9 @@ class RewardBook:
 
 @dataclass(eq=False)
 class TrainerReports:
-    """Taker of reports, which may come any number of times.
+    """Handler of reports, which may come any number of times.
 
-    They are passed on to `feed`, if there is one, and summed up in `rewards`.
+    It passes rewards on to `feed`, if there is one, and sums them up in `rewards`.
     """
 
     recovery: BatchRecovery
@@ -92,9 +92,9 @@ class TrainerReports:
     rewards: RewardBook
 
     async def report(self, request: pb.ReportRewardsRequest) -> int:
-        """Return how many of the rewards belong to finished samples of the batch; others are ignored.
+        """Take a report; return the number of rewards that belong to finished samples of the batch.
 
-        Likewise of a step with samples of Generate calls.
+        Other rewards are ignored. A report may name a step with samples of Generate calls instead of a batch.
         """
         if violations := check_report(request):
             raise InvalidArgument(violations)
@@ -113,7 +113,7 @@ class TrainerReports:
     def _take(
         self, request: pb.ReportRewardsRequest, key: BatchKey, step: int, matched: list[pb.Reward]
     ) -> int:
-        """Pass the rewards of known samples on, and return how many they are."""
+        """Pass on the rewards of known samples, and return their number."""
         self.rewards.add(request.run_id, step, [reward.reward for reward in matched])
         self._measure(request, [reward.reward for reward in matched])
         if self.feed is not None:

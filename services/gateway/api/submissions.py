@@ -43,7 +43,7 @@ from services.gateway.journal.journal import BatchGone, cancelled_indexes, seria
 from services.gateway.journal.record import BatchHead, BatchRecord
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.active_batches import RunningBatch
-from services.gateway.state.messages import grown
+from services.gateway.state.messages import build_groups
 from services.platform.memory import pause_collection
 from services.platform.redis.connection import OUTAGES
 
@@ -144,7 +144,13 @@ class OpenBatches:
         with self.intake.batches.reserve(samples, account, most_tokens):
             pause_collection(self.intake.batches.unfinished)
             made = await asyncio.to_thread(
-                grown, request, groups, running.batch.exactness, len(request.groups), record.total, account
+                build_groups,
+                request,
+                groups,
+                running.batch.exactness,
+                len(request.groups),
+                record.total,
+                account,
             )
             await self.intake.journal.add(record, payload, samples)
         # No await from here on: what the journal has is known here.
@@ -163,7 +169,8 @@ class OpenBatches:
         if record.total + samples > self.most_samples:
             found = f"{record.total} samples; with {samples} more it would exceed {self.most_samples}"
         elif record.request_bytes + nbytes > _MOST_GROUP_BYTES:
-            found = f"{record.request_bytes} bytes of groups; with {nbytes} more it would exceed {_MOST_GROUP_BYTES}"
+            most = _MOST_GROUP_BYTES
+            found = f"{record.request_bytes} bytes of groups; with {nbytes} more it would exceed {most}"
         else:
             return
         message = f"batch {'/'.join(record.key)} has {found}: close it and open another"
@@ -380,8 +387,8 @@ async def _check_same(known: BatchRecord, request: pb.SubmitRolloutsRequest, fin
         differs, how = "", "it has another content"
     else:
         # Groups of an open batch are added after it was opened.
-        passed_over = ["groups"] if was_opened else []
-        differs, how = await asyncio.to_thread(first_difference, known.request, request, passed_over)
+        skipped = ["groups"] if was_opened else []
+        differs, how = await asyncio.to_thread(first_difference, known.request, request, skipped)
         how = how or "it has another content"
     message = f"batch {name} is there already, and not the same: {f'{differs} {how}'.strip()}"
     message += (

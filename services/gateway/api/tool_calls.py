@@ -19,7 +19,7 @@ from services.gateway.api.validation import check_names
 from services.gateway.journal.record import BatchRecord
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.active_batches import RunningBatch
-from services.gateway.state.calls import CallAnswer, CallRules, check_continuation, judge
+from services.gateway.state.calls import CallAnswer, CallRules, check_continuation, effect_of_continuation
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ class ToolCalls:
         # No await between the judgement and what comes of it.
         safe, continued = list[asyncio.Future[None]](), 0
         for continuation, (index, answer) in zip(request.continuations, answers, strict=True):
-            if answer is CallAnswer.GO_ON:
+            if answer is CallAnswer.RESUME:
                 safe.append(self.intake.dispatcher.answer(running, index, continuation.token_ids))
             elif answer is CallAnswer.END:
                 stop = sample_pb2.FINISH_REASON_STOP
@@ -65,7 +65,7 @@ class ToolCalls:
             elif index in running.unsafe:
                 # The same was asked for before, and is not safe yet.
                 safe.append(running.unsafe[index][1])
-            continued += answer is not CallAnswer.PASS_OVER
+            continued += answer is not CallAnswer.SKIP
         if safe:
             # A call that is cancelled must not cancel what others wait for.
             await asyncio.wait(safe)
@@ -110,7 +110,7 @@ class ToolCalls:
                 violations.append(Violation(field, f"is of the sample of continuations[{first}]"))
                 continue
             violations += check_continuation(each, running.batch.group_of(index), limits, field)
-            found.append((index, judge(running.batch.samples[index], each, field)))
+            found.append((index, effect_of_continuation(running.batch.samples[index], each, field)))
         if violations:
             raise InvalidArgument(violations)
         return found

@@ -1,6 +1,6 @@
-"""Checks of requests, field by field, and the first difference between two requests under one name. Pure.
+"""Check requests field by field, and find the first difference between two requests under one name. Pure.
 
-Each check returns its violations, so that a caller learns of all mistakes at once.
+Each check returns its violations, so that a caller learns all mistakes at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOOL_FIELDS = {"tools.stop_token_ids": "tools.call_token_ids", "tools.stop": "t
 def check_tools(
     request: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits, most_calls: int
 ) -> list[Violation]:
-    """Return the violations in what a batch says of tool calls, and in what does not go with them."""
+    """Return the violations in a batch's settings of tool calls, and in settings that exclude tool calls."""
     tools = request.tools
     calls = Sampling(stop_token_ids=tuple(tools.call_token_ids), stop=tuple(tools.call_strings))
     found = [_as_tool_field(violation) for violation in check_sampling(calls, limits, "tools")]
@@ -47,23 +47,23 @@ def check_tools(
         found.append(Violation("tools.max_calls", fault))
     if tools.HasField("max_wait") and seconds_of(tools.max_wait) <= 0:
         found.append(Violation("tools.max_wait", "must be above 0; leave it unset for the gateway's"))
-    found += check_beside_calls(request.sampling, tools, "sampling")
+    found += check_sampling_with_tools(request.sampling, tools, "sampling")
     if request.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT:
-        fault = "is LENIENT, which does not go with tools: a cached rollout has the answers of another environment"
+        fault = "is LENIENT, which excludes tools: a cached rollout has the answers of another environment"
         found.append(Violation("exactness.level", fault))
     if request.stale == rollout_pb2.STALE_REGENERATE:
-        fault = "is REGENERATE, which does not go with tools: an environment does not go back; REFUSE ends samples"
+        fault = "is REGENERATE, which excludes tools: an environment cannot be reset; REFUSE ends samples"
         found.append(Violation("stale", fault))
     return found
 
 
-def check_beside_calls(
+def check_sampling_with_tools(
     sampling: sample_pb2.SamplingParams, tools: sample_pb2.ToolUse, field: str
 ) -> list[Violation]:
     """Return the violations in sampling parameters of samples that call tools."""
     found = []
     if sampling.json_schema:
-        fault = "is set; it does not go with tools, as it would describe their answers, too"
+        fault = "is set, which excludes tools: the schema would have to describe their answers, too"
         found.append(Violation(f"{field}.json_schema", fault))
     for name, ends, calls in (
         ("stop_token_ids", sampling.stop_token_ids, tools.call_token_ids),
@@ -88,7 +88,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Names of prompts become part of seeds, logs and history: long ones are a mistake.
 _LONGEST_PROMPT_ID = 256
 ENOUGH = 64
-"""More violations than anybody reads; checking goes no further."""
+"""Number of violations after which a check stops: nobody reads more."""
 _UNKNOWN_LEVEL = "is not an exactness level; allowed are EXACT, COUPLED_HISTORY, LENIENT and REJECTION"
 # Fields of Exactness that only LENIENT has.
 _LENIENT_FIELDS = ("lenience", "kl_target", "diversity_floor")
@@ -110,9 +110,9 @@ def check_submit(
     opens: bool = False,
     most_calls: int = sys.maxsize,
 ) -> list[Violation]:
-    """Return the violations in a batch of groups; one that is opened has none yet.
+    """Return the violations in a batch. With `opens`, its groups are not checked: it has none yet.
 
-    `most_calls`: most tool calls that a sample may be allowed.
+    A batch may allow its samples at most `most_calls` tool calls.
     """
     violations = check_names(request.run_id, request.batch_id)
     violations += check_exactness(request.exactness)
@@ -128,7 +128,7 @@ def check_submit(
 
 
 def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRolloutsRequest:
-    """Return the batch that is opened, to which groups are added."""
+    """Return the batch that is opened, still without groups."""
     return rollout_pb2.SubmitRolloutsRequest(
         run_id=request.run_id,
         batch_id=request.batch_id,
@@ -149,7 +149,7 @@ def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRo
 def check_groups(
     groups: Sequence[rollout_pb2.Group], batch: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits
 ) -> list[Violation]:
-    """Return the violations in groups of a batch, whose parameters they have unless they have their own."""
+    """Return the violations in groups of a batch. A group without parameters has those of the batch."""
     violations = _unless(bool(groups), "groups", "is empty; a batch has at least one group")
     seen: dict[str, int] = {}
     for number, group in enumerate(groups):
@@ -166,21 +166,21 @@ def check_generate(request: rollout_pb2.GenerateRequest, limits: ModelLimits) ->
     """Return the violations in a request for one sample."""
     sampling = resolve(request.sampling)
     prompt, prefix = request.prompt_token_ids, request.prefix_token_ids
-    # Rollouts are cached under these names, which LENIENT asks for. Anything else may do without.
+    # Rollouts are cached under these names. LENIENT needs them; for other levels they are optional.
     lenient, names = request.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT, list[Violation]()
     if lenient or request.run_id:
         names += check_run(request.run_id)
     if lenient or request.prompt_id:
         names += _check_prompt(request.prompt_id, "prompt_id")
-    told = len(request.prefix_logprobs)
-    counted = f"has {told} values; must have {len(prefix)}, as the prefix has tokens, or none"
+    given = len(request.prefix_logprobs)
+    counted = f"has {given} values; must have {len(prefix)}, one for each token of the prefix, or none"
     return [
         *names,
         *check_exactness(request.exactness),
         *check_sampling(sampling, limits, "sampling"),
         *check_tokens(prompt, limits, "prompt_token_ids"),
         *check_tokens(prefix, limits, "prefix_token_ids", allow_empty=True),
-        *_unless(told in (0, len(prefix)), "prefix_logprobs", counted),
+        *_unless(given in (0, len(prefix)), "prefix_logprobs", counted),
         *check_lengths(len(prompt), len(prefix), sampling, limits, "prompt_token_ids"),
     ]
 
@@ -241,7 +241,9 @@ def _check_lenient(exactness: sample_pb2.Exactness) -> list[Violation]:
     elif not FLOOR <= lenience < math.inf:
         fault = f"is {lenience}; must be finite and >= 1"
     elif adaptive and lenience > CEILING:
-        fault = f"is {lenience}; with a kl_target it must be at most {CEILING:.6g}, as far as l is moved"
+        fault = (
+            f"is {lenience}; with a kl_target it must be at most {CEILING:.6g}, the most that l is moved to"
+        )
     floor, diverse = exactness.diversity_floor, exactness.HasField("diversity_floor")
     return [
         *_unless(not fault, "exactness.lenience", fault),
@@ -261,6 +263,7 @@ def _unless(valid: bool, field: str, fault: str) -> list[Violation]:
 
 
 def check_run(run_id: str) -> list[Violation]:
+    """Return the violations in the name of a run."""
     fault = f"is {run_id[:140]!r}; must be 1 to 128 of A-Z a-z 0-9 . _ -"
     return _unless(bool(_RUN_ID.fullmatch(run_id)), "run_id", fault)
 
@@ -287,7 +290,7 @@ def _check_group(
     if own:
         violations += check_sampling(sampling, limits, f"{field}.sampling")
         if batch.HasField("tools"):
-            violations += check_beside_calls(group.sampling, batch.tools, f"{field}.sampling")
+            violations += check_sampling_with_tools(group.sampling, batch.tools, f"{field}.sampling")
     violations += check_tokens(group.prompt_token_ids, limits, f"{field}.prompt_token_ids")
     violations += check_lengths(len(group.prompt_token_ids), 0, sampling, limits, f"{field}.prompt_token_ids")
     return violations
@@ -296,15 +299,15 @@ def _check_group(
 _UNSET = "unset"
 
 
-def first_difference(known: Message, asked: Message, passed_over: Sequence[str] = ()) -> tuple[str, str]:
-    """Return the path of the first field that differs, and how; both empty if none does.
+def first_difference(known: Message, requested: Message, skipped: Sequence[str] = ()) -> tuple[str, str]:
+    """Return the path of the first field that differs, and the difference; both empty if none does.
 
-    Fields are compared in the order of the protocol; those that are `passed_over` at the top are not compared.
+    Fields are compared in the order of the protocol. Top-level fields named in `skipped` are not compared.
     """
     for field in known.DESCRIPTOR.fields:
-        if field.name in passed_over:
+        if field.name in skipped:
             continue
-        left, right = _field_value(known, field), _field_value(asked, field)
+        left, right = _field_value(known, field), _field_value(requested, field)
         if left == right:
             continue
         if field.is_repeated:
@@ -335,7 +338,7 @@ def _field_value(message: Message, field: Any) -> Any:
 
 
 def _enum_name(field: Any, value: Any) -> Any:
-    """Return the name of a number that has one."""
+    """Return the name of an enum value; any other value as it is."""
     known = None if field.enum_type is None else field.enum_type.values_by_number.get(value)
     return value if known is None else known.name
 

@@ -1,7 +1,7 @@
-"""Writer of finished samples to the draft store, for later epochs to reuse.
+"""Write finished samples to the draft store, so that later epochs reuse them.
 
-It works in the background and without acknowledgement: a sample that the store does not get in time costs speed
-in a later epoch, and nothing else. Neither the event loop nor the delivery of a sample ever waits for it.
+The writer works in the background and without acknowledgement: a sample that the store does not get in time costs
+speed in a later epoch, and nothing else. Neither the event loop nor the delivery of a sample ever waits for it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from services.gateway.state.sample import SampleEnding
 MOST_WAITING = 32 << 20
 """Most bytes that wait for the store: minutes of a fleet's output. Above it the oldest are dropped."""
 MOST_PUT = 4 << 20
-"""Bytes of one put: little enough to be stored within its deadline, enough to carry its round trip."""
+"""Bytes of one put: few enough to be stored within its deadline, enough to be worth a round trip."""
 PAUSE = 0.25
-"""Seconds between searches for a store, while there is none."""
+"""Seconds between two checks for a store while there is none."""
 LINGER, SOON = 1.0, 0.05
-"""Seconds for which samples wait for others to share their put, and what is left of that once a batch has ended:
-its trainer gets its samples first."""
+"""Seconds for which samples wait for others to share their put, and seconds left of that once a batch has ended:
+its
+trainer gets its samples first."""
 
 
 class HistoryWriter:
@@ -37,11 +38,11 @@ class HistoryWriter:
         self._metrics = metrics
         dropped = metrics.history.labels("dropped").inc
         self._waiting: Outbox[StoredRollout] = Outbox(most_waiting, lambda rollout: rollout.nbytes, dropped)
-        # Set when there is no reason to let more samples gather.
+        # Set when there is no reason to wait for more samples.
         self._due = asyncio.Event()
 
     def offer(self, batch: RolloutBatch, ending: SampleEnding) -> None:
-        """Queue a sample that has just ended, tokens still in place, if it is worth storing."""
+        """Queue a sample that has just ended, with its tokens in place, if it is worth storing."""
         rollout = rollout_of(batch, ending)
         if rollout is not None:
             self._waiting.put(rollout)
@@ -60,7 +61,7 @@ class HistoryWriter:
                 await asyncio.sleep(PAUSE)
 
     async def _gather(self) -> None:
-        """Let more samples come: a put costs the gateway and the store as much as many samples in it."""
+        """Wait for more samples: a put costs the gateway and the store as much as many samples in it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER):
                 await self._due.wait()
@@ -70,7 +71,7 @@ class HistoryWriter:
     async def _put(self, rollouts: list[StoredRollout]) -> None:
         stored = await self._store.put(rollouts)
         if stored == 0 and not self._store.available:
-            # The store went away under the put. It may be repeated: a rollout is stored under its name.
+            # The store was lost during the put. Repeating it is safe: a rollout is stored under its name.
             self._waiting.put_back(rollouts)
             return
         self._metrics.history.labels("stored").inc(stored)
@@ -80,11 +81,11 @@ class HistoryWriter:
 def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> StoredRollout | None:
     """Return the rollout of a sample; None if it ended early, or has a log-probability that is not a number.
 
-    None, too, if it has no name, or first tokens from its caller whose log-probabilities are not known.
+    Also None if it has no name, or has first tokens from its caller whose log-probabilities are not known.
 
-    Log-probabilities are those under the policy version that sampled each token: of what a LENIENT sample took
-    over from its cached rollout, the ones that it was verified with, not the ones that the sample is delivered
-    with. The rollout's version is that of its last token.
+    Log-probabilities are under the policy version that sampled each token. For tokens that a LENIENT sample took
+    from its cached rollout, they are the ones that the tokens were verified with, not the delivered ones. The
+    version of the rollout is the version of its last token.
     """
     state = batch.samples[ending.index]
     if not ending.is_whole or not state.tokens or not batch.cached_run:
@@ -92,7 +93,7 @@ def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> StoredRollout | Non
     group = batch.groups[state.group]
     if len(group.prefix) != len(group.prefix_logprobs):
         return None
-    # Copies: the sample's own arrays are let go once they are in the journal.
+    # Copy: the arrays of the sample are freed once they are in the journal.
     logprobs = np.array(state.logprobs, dtype=np.float32)
     logprobs[: len(state.verified)] = state.verified
     logprobs = np.concatenate([np.asarray(group.prefix_logprobs, np.float32), logprobs])

@@ -1,9 +1,8 @@
 """Feed of finished samples, their rewards, and ends of batches to the learner, through a stream in Redis.
 
-It works in the background: a lost entry costs the drafter something to learn from, and nothing else. Neither the
-event loop nor the delivery of a sample ever waits for it. While no learner is registered, and none was lately,
-nothing is queued and nothing is sent. Names of the last single samples are kept to match their rewards, and the
-version of the published drafter is read for trainers.
+The feed works in the background: a lost entry costs the drafter something to learn from, and nothing else. Neither
+the event loop nor the delivery of a sample ever waits for it. Unless a learner is registered, or was recently,
+nothing is queued and nothing is sent.
 """
 
 from __future__ import annotations
@@ -40,17 +39,18 @@ SERVICE = "drafter"
 MOST_WAITING = 32 << 20
 """Most bytes that wait for Redis. Above it the oldest are dropped."""
 MOST_PUT = 1 << 20
-"""Bytes of one round trip: little enough not to be in the way of the journal's."""
+"""Bytes of one round trip: few enough not to delay the journal's round trips."""
+# Seconds between two reads of the registry, and after a failed write.
 _LOOK, _PAUSE = 1.0, 0.5
-# What nobody came for in so long is of a policy that is long gone.
+# Seconds after the last write until the stream expires: its entries are then of an outdated policy.
 _KEPT_SECONDS = 86_400
-# Share of its bound by which the stream grows before it is measured, which takes Redis milliseconds.
+# The stream is measured, which takes Redis milliseconds, when it has grown by its bound over this number.
 _MEASURED_SHARE = 16
-# Memory of an entry in Redis beside its values.
+# Memory of an entry in Redis in addition to its values.
 _ENTRY_BYTES = 128
 
-# KEYS: feed. ARGV: bytes. Removes the oldest entries of a stream that has more; returns how many.
-# Entries differ in size, so the share that has to go is estimated from the mean until the rest fits.
+# KEYS: feed. ARGV: bytes. Removes the oldest entries of a stream that has more bytes; returns their number.
+# Entries differ in size, so the share to remove is estimated from the mean until the rest fits.
 _TRIM = """
 local most, trimmed = tonumber(ARGV[1]), 0
 local used = redis.call('MEMORY', 'USAGE', KEYS[1], 'SAMPLES', 0) or 0
@@ -80,7 +80,7 @@ class LearnerFeed:
         self._key = DrafterKeys(config.namespace).feed
         self._linger = config.learner_linger_seconds
         self._most_bytes = config.learner_feed_bytes
-        # Bytes that the stream may have grown by since it was measured.
+        # Upper bound of the growth of the stream since it was measured, in bytes.
         self._unmeasured = self._most_bytes
         self._registry = registry
         self._metrics = metrics
@@ -91,14 +91,11 @@ class LearnerFeed:
 
     @property
     def active(self) -> bool:
-        """Return True if there is a learner, or was one lately.
-
-        It finds the entries that came while it was away.
-        """
+        """Return True if there is a learner, or was one recently: it finds the entries of its absence."""
         return self._seen_at is not None and self._clock() - self._seen_at <= self._linger
 
     def offer(self, batch: RolloutBatch, ending: SampleEnding) -> None:
-        """Queue a sample that has just ended, tokens still in place, if it is one to learn from."""
+        """Queue a sample that has just ended, with its tokens in place, if it is one to learn from."""
         if self.active and (sample := sample_of(batch, ending)) is not None:
             self._waiting.put(sample)
 
@@ -131,7 +128,7 @@ class LearnerFeed:
                 if await self._registry.list(SERVICE):
                     self._seen_at = self._clock()
             except OUTAGES:
-                # What was seen last is the best guess, for as long as it is believed.
+                # Keep the last answer, the best guess, until `learner_linger_seconds` have passed.
                 log.debug("registry_unreachable", service=SERVICE)
             await asyncio.sleep(_LOOK)
 
@@ -149,7 +146,7 @@ class LearnerFeed:
         try:
             replies = await pipe.execute()
         except OUTAGES as error:
-            # They may be there all the same; the learner recognizes a repetition.
+            # The entries may have arrived; the learner recognizes repetitions.
             log.warning("feed_unreachable", error=str(error), entries=len(taken))
             self._waiting.put_back(taken)
             await asyncio.sleep(_PAUSE)
@@ -165,10 +162,10 @@ class LearnerFeed:
 
 
 def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
-    """Return the entry of a sample; None if nothing of the policy is to be learned from it.
+    """Return the entry of a sample; None if the policy cannot be learned from it.
 
-    That is a sample that did not end by itself, is not EXACT, or is of several policy versions, as one may be whose
-    caller brought its first tokens along; and one without a name.
+    That is a sample that was aborted or failed, is not EXACT, is of several policy versions, has first tokens from
+    its caller (which may be of another version), or has no name.
     """
     state = batch.samples[ending.index]
     if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_EXACT:
@@ -199,10 +196,10 @@ def _is_plain(params: sample_pb2.SamplingParams) -> bool:
 
 
 class EndedSingles:
-    """Names of the last samples of Generate calls that were completed or truncated.
+    """Names of the last samples of Generate calls that were completed or truncated, to match their rewards.
 
-    In memory alone: a report on what a former gateway has generated is not matched, which costs the drafter rewards
-    to learn from and nothing else.
+    They are in memory only: reports on samples of a former gateway are not matched, which costs the drafter rewards
+    to learn from, and nothing else.
     """
 
     def __init__(self, most: int = 1 << 17) -> None:

@@ -39,7 +39,7 @@ class Outbox(Generic[Item]):
         self._wake.set()
 
     def put_back(self, items: Sequence[Item]) -> None:
-        """Return items that were taken to the front."""
+        """Put items that were taken back to the front of the queue."""
         self._items.extendleft(reversed(items))
         self._bytes += sum(map(self._size_of, items))
         self._drop_surplus()

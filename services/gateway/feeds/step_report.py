@@ -1,9 +1,8 @@
 """Report of a finished step: the work of each instance over time, and the critical path. Pure.
 
 The bubble of an instance is the time from the end of its last sample of a step to the end of the step's last
-sample; if it had none, from the beginning. The critical path splits the time of the samples that ended last.
-Times are unix seconds. A report holds an entry for each instance and a few samples, whatever the number of
-samples.
+sample; without a sample, from the beginning of the step. The critical path splits the time of the samples that
+ended last. Times are unix seconds. The size of a report depends on the number of instances, not of samples.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _FIRST_WIDTH = 1 / 64
 class ActivityCurve:
     """Samples of an instance over time, from `begin` in unix seconds on.
 
-    A span costs O(1), whatever its length. When time runs out of the last bin, all bins become twice as wide, so a
-    curve has at least half as many bins as it may have; spans that are shorter than a bin may then vanish.
+    Adding a span is O(1), whatever its length. When a span ends after the last bin, all bins become twice as wide,
+    so a curve uses at least half of its bins. Spans shorter than a bin may then vanish.
     """
 
     def __init__(self, begin: float) -> None:
         self.begin = begin
         self.width = _FIRST_WIDTH
-        # By bin, how many samples more there are from it on than before it.
+        # For each bin, the number of samples minus the number in the previous bin.
         self._changes = [0] * BINS
 
     def add(self, begin: float, end: float) -> None:
-        """Count a sample that was there between two times, in unix seconds."""
+        """Count a sample that ran between two times, in unix seconds."""
         while end - self.begin > self.width * BINS:
             self.widen()
         self._changes[self._bin(begin)] += 1
@@ -59,8 +58,9 @@ class ActivityCurve:
 
 
 PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
-"""Parts of a sample's time, in this order: until its first engine step; the step that brought the first token;
-steps without and with a verified draft; moves and restarts; between engine steps, and until its end was known."""
+"""Parts of a sample's time, in this order: until its first engine step; the step with the first token; steps
+without
+and with a verified draft; moves and restarts; between engine steps, and until its end was reported."""
 _MOST_PATH_SPANS = 12
 _MOST_NAME = 64
 
@@ -78,7 +78,8 @@ class TimedSample(NamedTuple):
 def time_parts(ended: TimedSample) -> dict[str, float]:
     """Return the seconds of each part; they add up to the time from acceptance to the end.
 
-    Instances measure their steps by their own clocks. Where they say more than there was, all of it is scaled down.
+    Instances measure their steps with their own clocks. If their sum exceeds the time that passed, it is scaled
+    down.
     """
     sample = ended.sample
     whole = max(0.0, ended.ended_at - ended.accepted_at)
@@ -99,7 +100,7 @@ def time_parts(ended: TimedSample) -> dict[str, float]:
 
 
 def path_of(ended: TimedSample) -> dict[str, Any]:
-    """Return what is recorded of a sample; of many spans the last ones. Times are unix seconds, parts seconds."""
+    """Return the entry of a sample, with its last spans. Times are in unix seconds, parts in seconds."""
     sample = ended.sample
     return {
         "prompt": ended.prompt_id[:_MOST_NAME],
@@ -119,15 +120,15 @@ def path_of(ended: TimedSample) -> dict[str, Any]:
 
 
 STEP_KIND = "step"
-"""Kind of the decision-log entry of a step."""
+"""Kind of a decision-log entry about a step."""
 SHOWN = 24
-"""Most instances of which an entry has a curve of their own."""
+"""Most instances with a separate curve in an entry."""
 _LAST_SAMPLES = 3
 
 
 @dataclass(slots=True)
 class InstanceShare:
-    """Part of one instance in a step; `curve` counts its samples from the step's begin."""
+    """Work of one instance in a step; `curve` counts its samples from the beginning of the step."""
 
     curve: ActivityCurve
     begin: float
@@ -147,8 +148,8 @@ class InstanceShare:
 class StepReport:
     """Report of a step.
 
-    `shares`: part of each instance that had samples. `tokens` of its samples; `pregenerated` of them existed
-    before, None where the step was not hinted. `last`: the samples that ended last, in order.
+    `shares` has the instances with samples of the step. Of the `tokens` of its samples, `pregenerated` existed
+    before the step; None: the step was not hinted. `last` has the samples that ended last, in order.
     """
 
     run_id: str
@@ -193,7 +194,7 @@ class IdleTimeBook:
     def begin(
         self, run_id: str, step: int, samples: int, now: float, pregenerated: int | None = None
     ) -> None:
-        """Begin so many samples of a step."""
+        """Begin `samples` samples of a step, `pregenerated` tokens of which exist (None: it was not hinted)."""
         key = (run_id, step)
         report = self._steps.setdefault(key, StepReport(run_id, step, now, now))
         report.unfinished += samples
@@ -211,7 +212,7 @@ class IdleTimeBook:
         ended: TimedSample | None = None,
         ahead: int = 0,
     ) -> StepReport | None:
-        """Record the end of a sample; return the report if it was the last one of the step.
+        """Record the end of a sample; return the report if it was the last sample of the step.
 
         `ahead` of its tokens existed when the step began.
         """
@@ -226,7 +227,7 @@ class IdleTimeBook:
         return self._close((run_id, step))
 
     def drop(self, run_id: str, step: int, samples: int) -> None:
-        """Give up so many samples of a step."""
+        """Give up `samples` samples of a step."""
         report = self._steps.get((run_id, step))
         if report is not None:
             report.unfinished -= samples
@@ -266,7 +267,7 @@ def step_record(report: StepReport, bubbles: Mapping[str, float], version: int) 
 
 
 def _shown(bubbles: Mapping[str, float]) -> list[str]:
-    """Return the instances that an entry shows: all, or those that were busy longest and those that idled most."""
+    """Return the instances that an entry shows: all, or those that idled least and those that idled most."""
     if len(bubbles) <= SHOWN:
         return sorted(bubbles)
     ordered = sorted(bubbles, key=lambda name: (bubbles[name], name))

@@ -28,24 +28,24 @@ log = structlog.get_logger(__name__)
 
 Reply = TypeVar("Reply")
 
-# Seconds that an instance gets to end cancelled samples before it applies, and between calls.
+# Seconds that an instance has to end cancelled samples before it applies weights, and between two calls.
 _SETTLE_SECONDS, _SETTLE_PAUSE = 5.0, 0.05
-# Longest that weights may come: 140 GB over 16 MB/s.
+# Longest time of a weight transfer: 140 GB at 16 MB/s.
 _STREAM_SECONDS = 9000.0
 
 WeightSource = weight_pb2.DiskWeights | weight_peer_pb2.PeerWeights
-"""Weights that an instance is to stage: a folder, or what other instances or a trainer send it."""
+"""Weights that an instance is to stage: from a folder, or sent by other instances or a trainer."""
 
 
 class ConnectionBroken(Exception):
-    """Raised when an instance cannot be worked with; the message says why."""
+    """Raised when a connection cannot be used; the message says why."""
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
     """Connection to one instance under one epoch, with the gateway's deadlines for weight calls.
 
-    `weights` is held by whoever changes its weights. Weight calls return the instance's part of the result.
+    `weights` is held while its weights are being changed. Weight calls return the instance's part of the result.
     """
 
     config: GatewayConfig
@@ -57,7 +57,7 @@ class Connection:
     task: asyncio.Task[None] | None = None
     # The handshake is done.
     ready: bool = False
-    # Set when the connection is given up.
+    # Set when the connection is closed.
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     # Version that an update has staged here; 0 for none.
     staged_version: int = 0
@@ -82,13 +82,13 @@ class Connection:
             stage_time=reply.stage_time,
         )
 
-    async def apply(self, version: int, *, goes_on: bool = False) -> weight_pb2.InstanceUpdate:
-        """Have an instance replace its weights by the staged ones, once it has no samples, or while they go on."""
+    async def apply(self, version: int, *, in_flight: bool = False) -> weight_pb2.InstanceUpdate:
+        """Have an instance apply the staged weights: once it has no samples, or with samples `in_flight`."""
         settled = time.monotonic() + _SETTLE_SECONDS
         async with self.weights:
             while True:
                 try:
-                    reply = await self._apply(version, goes_on=goes_on)
+                    reply = await self._apply(version, in_flight=in_flight)
                     break
                 except grpc.aio.AioRpcError as error:
                     busy = error.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -104,9 +104,9 @@ class Connection:
         )
 
     async def load(self, version: int, source: WeightSource, peers: Sequence[str] = ()) -> None:
-        """Have an instance stage and apply weights in one go.
+        """Have an instance stage and apply weights.
 
-        If they build on weights that it does not hold, it first fetches those from `peers`, by their addresses.
+        If they build on weights that it does not hold, it first fetches the base weights from `peers` (addresses).
         """
         async with self.weights:
             self.staged_version = 0
@@ -121,7 +121,7 @@ class Connection:
             await self._apply(version)
 
     async def _fetch(self, base: BaseWeights, peers: Sequence[str], error: grpc.aio.AioRpcError) -> None:
-        """Have an instance fetch weights to build others on; raises the error that says so if it cannot."""
+        """Have an instance fetch the base weights that others build on; raise `error` if it cannot."""
         source = weight_peer_pb2.PeerWeights(
             update_id=f"base-{base.version}-{base.checksum}", peers=peers, checksum=base.checksum
         )
@@ -146,13 +146,13 @@ class Connection:
             request.disk.CopyFrom(source)
             return await self.stub.StageWeights(request, timeout=self.config.stage_timeout_seconds)
         request.peers.CopyFrom(source)
-        # The instance itself gives up when nothing comes.
+        # The instance itself gives up when nothing arrives.
         return await self.stub.StageWeights(request, timeout=_STREAM_SECONDS)
 
-    async def _apply(self, version: int, *, goes_on: bool = False) -> pb.ApplyWeightsResponse:
-        in_flight = weight_pb2.IN_FLIGHT_CONTINUE if goes_on else weight_pb2.IN_FLIGHT_REFUSE
+    async def _apply(self, version: int, *, in_flight: bool = False) -> pb.ApplyWeightsResponse:
+        treatment = weight_pb2.IN_FLIGHT_CONTINUE if in_flight else weight_pb2.IN_FLIGHT_REFUSE
         return await self.stub.ApplyWeights(
-            pb.ApplyWeightsRequest(policy_version=version, in_flight=in_flight),
+            pb.ApplyWeightsRequest(policy_version=version, in_flight=treatment),
             timeout=self.config.apply_timeout_seconds,
         )
 
@@ -160,7 +160,7 @@ class Connection:
 async def within(connection: Connection, call: Awaitable[Reply]) -> Reply:
     """Return the answer of a call to an instance.
 
-    ConnectionBroken as soon as the instance is given up, however long the call's own deadline is.
+    ConnectionBroken as soon as the connection is closed, whatever the deadline of the call.
     """
     calling = asyncio.ensure_future(call)
     gone = asyncio.ensure_future(connection.gone.wait())
@@ -187,7 +187,7 @@ class InstanceResult:
 
 
 async def attempt(connection: Connection, do: InstanceCall, pace: Pace) -> InstanceResult:
-    """Let one instance do its part; an error, or the loss of the instance, is a result too."""
+    """Return the result of one instance, which may be an error or the loss of the instance."""
     await pace.wait()
     try:
         return InstanceResult(connection, await within(connection, do(connection)))
@@ -199,7 +199,7 @@ async def attempt(connection: Connection, do: InstanceCall, pace: Pace) -> Insta
 
 
 def failed(connection: Connection, error: ServiceError) -> InstanceResult:
-    """Return the result of an instance that did not do its part."""
+    """Return the result of an instance that failed."""
     update = weight_pb2.InstanceUpdate(
         instance_id=connection.instance_id,
         policy_version=connection.member.version,
@@ -209,14 +209,14 @@ def failed(connection: Connection, error: ServiceError) -> InstanceResult:
 
 
 async def on_all(connections: Sequence[Connection], do: InstanceCall, pace: Pace) -> list[InstanceResult]:
-    """Do the same on all instances at once, begun at this pace. Unavailable if there is none."""
+    """Make a call to all instances concurrently, started at this pace. Unavailable if there is none."""
     if not connections:
         raise Unavailable("no live instance", retry_after=2.0)
     return await asyncio.gather(*(attempt(connection, do, pace) for connection in connections))
 
 
 def received_error(error: grpc.aio.AioRpcError) -> ServiceError:
-    """Return the error of a call with its code, message and google.rpc details, as one to raise.
+    """Return the error of a call, with its code, message and google.rpc details, as a ServiceError.
 
     CANCELLED becomes UNAVAILABLE: the peer has dropped the call.
     """
@@ -230,7 +230,7 @@ def received_error(error: grpc.aio.AioRpcError) -> ServiceError:
 
 
 def base_not_held(error: ServiceError) -> BaseWeights | None:
-    """Return the weights that an instance would need to build others on them, if this is what it says."""
+    """Return the base weights that an instance lacks, if that is what the error says."""
     for detail in error.details:
         if isinstance(detail, error_details_pb2.ErrorInfo) and detail.reason == "BASE_NOT_HELD":
             version, _, checksum = detail.metadata["base"].partition(" ")

@@ -1,8 +1,8 @@
-"""Connections to all registered instances, each brought to the published version and dropped when it dies.
+"""Connect to all registered instances, bring each to the published version, and drop it when it dies.
 
 Pushed weights pass from instance to instance in a fixed order: the trainer pushes to the first, and each other
 one fetches from its predecessor, or from the next nearest if that fails. Instances of one host follow each other,
-so that the bytes come to each host once.
+so that each host receives the bytes once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 from services.platform.tasks import ExponentialBackoff, Notifier, end
 
 MOST_PEERS = 16
-"""Instances that one may fetch from. So many in a row that die at once cost their successor this update."""
+"""Most instances that one may fetch from. If all of them die at once, their successor misses this update."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """An instance, where it is reached, and whether it is at work with weights of its own just now."""
+    """An instance and its address; a `busy` one is loading other weights just now."""
 
     instance_id: str
     address: str
@@ -47,18 +47,18 @@ class ChainLink:
 
 
 def chain(links: Iterable[ChainLink]) -> list[ChainLink]:
-    """Return instances in the order in which weights go through them, those that are busy last."""
+    """Return instances in the order in which weights pass through them, busy ones last."""
     return sorted(links, key=lambda each: (each.busy, each.address.rpartition(":")[0], each.instance_id))
 
 
 def predecessors(order: Sequence[ChainLink], place: int) -> list[str]:
-    """Return the addresses that the instance at a place fetches from, the nearest first."""
+    """Return the addresses from which the instance at `place` fetches, the nearest first."""
     return [each.address for each in reversed(order[max(0, place - MOST_PEERS) : place])]
 
 
 log = structlog.get_logger(__name__)
 
-# Seconds until weights are loaded again on an instance that failed to, the first time and at most.
+# Seconds until an instance tries again to load weights, after the first failure and at most.
 _LOAD_DELAY, _LONGEST_LOAD_DELAY = 1.0, 30.0
 _GOODBYE = "the instance ended the work stream"
 
@@ -79,8 +79,8 @@ class Roster:
     _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     pace: Pace = field(init=False, default_factory=Pace)
     _revision: int = field(init=False, default=-1)
-    _telling: bool = field(init=False, default=False)
-    # Instances that metrics show, and whether as up.
+    _notify_due: bool = field(init=False, default=False)
+    # Instances that metrics show; True: as up.
     _shown: dict[str, bool] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
@@ -101,12 +101,12 @@ class Roster:
         ]
 
     def recycle(self, connection: Connection) -> None:
-        """Connect anew, so that the instance is brought to the published version. Its samples go on elsewhere."""
+        """Reconnect, so that the instance is brought to the published version. Its samples continue elsewhere."""
         self._close(connection, "recycled")
         self._connect(connection.member)
 
     async def settled(self) -> None:
-        """Wait until every instance has answered the handshake, or has had the time for it."""
+        """Wait until every instance has answered the handshake, or the time for it is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.handshake_timeout_seconds):
                 while not all(each.ready for each in self.connections.values()):
@@ -129,16 +129,16 @@ class Roster:
         self.notify()
 
     def notify(self, *, changed: bool = False) -> None:
-        """Notify watchers in the next turn if the fleet, or something else (`changed`), is not as it was.
+        """Notify watchers in the next turn of the event loop if the fleet, or something else (`changed`), changed.
 
-        However many instances change in a turn, all of them are shown and all watchers woken once.
+        However many instances change in a turn, metrics are updated and watchers are woken once.
         """
-        if not self._telling and (changed or self._revision != self.fleet.revision):
-            self._telling = True
-            self._loop.call_soon(self._tell)
+        if not self._notify_due and (changed or self._revision != self.fleet.revision):
+            self._notify_due = True
+            self._loop.call_soon(self._notify)
 
-    def _tell(self) -> None:
-        self._telling = False
+    def _notify(self) -> None:
+        self._notify_due = False
         if self._revision != self.fleet.revision:
             self._revision = self.fleet.revision
             self._show(self.fleet.members.values())
@@ -146,7 +146,7 @@ class Roster:
         self.changed.notify()
 
     def _show(self, members: Iterable[FleetMember]) -> None:
-        """Export the states of these instances, and of no other; one that left is neither up nor lost."""
+        """Export the states of exactly these instances; an instance that left is neither up nor lost."""
         states = {each.instance_id: each.state for each in members if not each.left}
         counts = Counter(states.values())
         for state in MemberState:
@@ -157,10 +157,10 @@ class Roster:
         self._shown = up
 
     async def _look(self, records: dict[str, InstanceRecord] | None) -> None:
-        # In a pause instances are not listened to, so that nothing but a record would tell that they live.
+        # In a pause no messages of instances are read, so their records would be the only sign of life.
         if records is None or self.placer.backlog.paused:
             return
-        # A whole fleet may have come or gone at once, and may go or come meanwhile.
+        # A whole fleet may have appeared or disappeared at once, and may change during these waits.
         for loss in self.fleet.observe(records, self._loop.time()):
             await self.pace.wait()
             self._lost(loss)
@@ -173,7 +173,7 @@ class Roster:
         self.notify()
 
     def _connect_to(self, member: FleetMember) -> None:
-        """Connect to a member if it is still the one to be connected to."""
+        """Connect to a member, unless it was replaced, has died or is connected by now."""
         current = self.fleet.member(member.instance_id, member.epoch) is member
         if current and member.state is not MemberState.DEAD and member.instance_id not in self.connections:
             self._connect(member)
@@ -222,7 +222,7 @@ class Roster:
                 await connection.channel.close()
 
     async def _serve(self, connection: Connection) -> str:
-        """Work with an instance for as long as possible; return why that is over."""
+        """Work with an instance for as long as possible; return why that ended."""
         try:
             await self._handshake(connection)
             await self._bring_up(connection)
@@ -235,7 +235,7 @@ class Roster:
         except (ConnectionBroken, ValueError) as error:
             return str(error)
         except Exception:
-            # A defect here costs this connection, and must not cost the others.
+            # A defect may cost this connection, but not the others.
             log.exception("connection_failed", instance=connection.instance_id)
             return "internal error of the gateway"
         return _GOODBYE
@@ -253,7 +253,7 @@ class Roster:
             raise ConnectionBroken(f"epoch {instance.epoch} answers for epoch {connection.epoch}")
         update = self.book.active
         if update is not None and update.is_staged(status.staged_policy_version, status.staged_checksum):
-            # A former gateway had it stage them, or this one before it lost the connection.
+            # A former gateway had it stage them, or this gateway on an earlier connection.
             connection.staged_version = update.version
         connection.ready = True
         self.notify(changed=True)
@@ -296,7 +296,7 @@ class Roster:
             for each in self.live()
             if each is not connection and each.member.version == published.version
         ]
-        # Not the same ones for all that come at once.
+        # Shuffle, so that instances that appear at once do not all fetch from the same peers.
         random.shuffle(peers)
         return peers[:MOST_PEERS]
 

@@ -1,4 +1,4 @@
-"""Staging of an update's weights on the instances: from a folder, pushed from one to the next, or broadcast.
+"""Stage an update's weights on the instances: from a folder, pushed from one to the next, or broadcast.
 
 Each instance has a task that receives or reads the weights and checks them. The tasks belong to the update and
 outlive the call that waits for them. Their results give one verdict: an instance that finds the weights wrong
@@ -39,8 +39,8 @@ from services.gateway.state.update_book import WeightUpdate
 class InstanceStaging:
     """One task for each instance, which receives or reads weights and checks them.
 
-    The tasks belong to the update, not to who waits for them: a wait that is cancelled leaves them alone, and
-    another one may begin.
+    The tasks belong to the update, not to the call that waits for them: if the wait is cancelled they continue, and
+    another wait may begin.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class InstanceStaging:
         pace: Pace,
         refusals: frozenset[grpc.StatusCode] = frozenset({grpc.StatusCode.INVALID_ARGUMENT}),
     ) -> None:
-        """Have instances stage a version. An error with a code of `refusals` is a verdict for all instances."""
+        """Begin to stage a version. An error with a code of `refusals` is a verdict for all instances."""
         self._refusals = refusals
         self._tasks = {
             connection: asyncio.create_task(
@@ -66,14 +66,14 @@ class InstanceStaging:
 
     @property
     def refusal(self) -> ServiceError | None:
-        """The error by which an instance refused the weights for all; None while there is none."""
+        """Error with which an instance refused the weights for all instances; None if there is none."""
         errors = (self._error(each) for each in self._tasks)
         return next((error for error in errors if error and error.code in self._refusals), None)
 
     def taking_part(self) -> list[Connection]:
-        """Return the instances that live and have not failed, at least one.
+        """Return the instances that are alive and have not failed, at least one.
 
-        ServiceError: there is none, for the reason of the one that failed last; or the weights were refused.
+        ServiceError: the weights were refused, or there is no such instance, with the error of the last to fail.
         """
         if refusal := self.refusal:
             raise refusal
@@ -86,9 +86,9 @@ class InstanceStaging:
         raise Unavailable("every instance that the weights were pushed to is gone", retry_after=2.0)
 
     async def results(self, left_out: Mapping[str, str] = MappingProxyType({})) -> list[InstanceResult]:
-        """Return what came of it on each instance, once all are done but those `left_out`, for a reason each.
+        """Return the result of each instance, once all are done except those `left_out` (instance id -> reason).
 
-        A refusal ends the wait: nothing that another instance could say would change it. Aborted: `end` was called.
+        A refusal ends the wait, since no other result would change it. Aborted: `end` was called.
         """
         pending = {
             task
@@ -96,10 +96,10 @@ class InstanceStaging:
             if not task.done() and connection.instance_id not in left_out
         }
         while pending and not self.refusal:
-            # Not `gather`, which would cancel the tasks together with the call that waits.
+            # `gather` would cancel the tasks together with the call that waits.
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if any(task.cancelled() for task in self._tasks.values()):
-            text = "these weights are staged no more: the update was aborted, or its staging was begun anew"
+            text = "these weights are no longer being staged: the update was aborted, or its staging was restarted"
             raise Aborted("STAGING_ENDED", text)
         return [
             task.result() if task.done() else failed(connection, _without_result(connection, left_out))
@@ -107,7 +107,7 @@ class InstanceStaging:
         ]
 
     def end(self) -> None:
-        """Let no instance go on; who waits for results is told."""
+        """Cancel the staging on all instances; a wait for results fails with Aborted."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -127,7 +127,7 @@ def _without_result(connection: Connection, left_out: Mapping[str, str]) -> Serv
 
 
 class StreamStaging(InstanceStaging):
-    """The instances of one update, which receive and stage its weights from the start on."""
+    """Staging of weights that are pushed, on all instances of an update from its start on."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class StreamStaging(InstanceStaging):
         pace: Pace,
         rendezvous: weight_pb2.CollectiveRendezvous | None = None,
     ) -> None:
-        """Have instances receive from one another; with a `rendezvous`, from the broadcast there."""
+        """Have instances receive weights from one another; with a `rendezvous`, from the broadcast there."""
         self.update_id = update.update_id
         self.rendezvous = rendezvous
         self._ticket = update.ticket
@@ -158,7 +158,7 @@ class StreamStaging(InstanceStaging):
         super().__init__(update.version, sources, pace)
 
     def target(self) -> weight_pb2.StreamTarget:
-        """Return the first instance that lives and has not failed. ServiceError as `taking_part`."""
+        """Return the first instance that is alive and has not failed. ServiceError: see `taking_part`."""
         first = self.taking_part()[0]
         return weight_pb2.StreamTarget(
             instance_id=first.instance_id, address=first.member.record.address, ticket=self._ticket
@@ -167,7 +167,7 @@ class StreamStaging(InstanceStaging):
 
 log = structlog.get_logger(__name__)
 
-# Codes by which an instance says that it is unwell itself, rather than that the weights are wrong.
+# Codes with which an instance says that it has a problem, rather than that the weights are wrong.
 _UNWELL = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -178,7 +178,7 @@ _UNWELL = frozenset(
         grpc.StatusCode.ABORTED,
     }
 )
-# Codes by which an instance says that it could not receive what others could: its disk is full, for example.
+# Codes with which an instance says that it could not receive what others could: its disk is full, for example.
 _UNABLE = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -189,18 +189,18 @@ _UNABLE = frozenset(
 )
 
 
-def judge(
+def verdict_on_staging(
     results: Sequence[InstanceResult], *, streamed: bool, announced: str = ""
 ) -> tuple[dict[str, pb.InstanceUpdate], str]:
-    """Return what each instance that could stage the weights said, and the checksum on which they agree.
+    """Return the report of each instance that has staged the weights, and the checksum on which they agree.
 
     An instance that finds them wrong ends the attempt everywhere, with its error; one that does not answer does not
-    count. Weights that were `streamed` may have been damaged on the way to one instance, or its disk is full: that
-    counts only if it is so with all.
+    count. Weights that were `streamed` may have been damaged on the way to one instance, or its disk may be full:
+    such an error counts only if no instance has staged them.
 
     Raises:
-        Unavailable: no instance could stage them, and none of them is to blame.
-        ServiceError: the weights are wrong, or not those that the sender `announced`.
+        Unavailable: no instance could stage the weights, but none of them found the weights wrong.
+        ServiceError: the weights are wrong, or differ from the checksum that the sender `announced`.
     """
     own = _UNWELL
     if streamed and any(result.error is None for result in results):
@@ -211,7 +211,7 @@ def judge(
         if error is None:
             staged[instance_id] = result.update
         elif error.code in own:
-            # It serves the old version for as long as that is published, and is brought up after.
+            # It serves the old version while that is published, and loads the new one afterwards.
             log.warning("not_staged", instance=instance_id, error=error.message)
         else:
             raise ServiceError(f"{instance_id}: {error.message}", *error.details, code=error.code)
@@ -226,13 +226,13 @@ def judge(
     return staged, checksum
 
 
-# Of a folder, which all instances read, damage is a verdict for all. What came to one of them may be damaged there.
+# All instances read the same folder, so damage is a verdict for all. Pushed weights may be damaged on one instance.
 _FOLDER_REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS})
 
 
 @dataclass(frozen=True, slots=True)
 class StagingOutcome:
-    """Outcome of staging: folder (empty for pushed weights), checksum, and what each instance says."""
+    """Outcome of staging: folder (empty for pushed weights), checksum, and the report of each instance."""
 
     path: str
     checksum: str
@@ -241,13 +241,13 @@ class StagingOutcome:
 
 @dataclass(eq=False)
 class UpdateStaging:
-    """Staging of one update at a time. Calls must not overlap, but for `results`, which waits."""
+    """Staging of one update at a time. Calls must not overlap, except for `results`, which waits."""
 
     roster: Roster
     metrics: GatewayMetrics
     # Instance id -> result of the last staging.
     _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
-    # What goes on now.
+    # The staging in progress.
     _current: InstanceStaging | None = field(init=False, default=None)
 
     @property
@@ -256,20 +256,20 @@ class UpdateStaging:
         return self._current is not None and self._current.running
 
     async def stream_target(self, update: WeightUpdate) -> pb.StreamTarget:
-        """Return the instance that the weights are pushed to now. ServiceError: none can take them."""
+        """Return the instance to push the weights to. ServiceError: no instance can take them."""
         try:
             return (await self._stream(update)).target()
         except ServiceError:
-            # Whoever starts the update again finds other instances, or the same ones well.
+            # If the update is started again, it finds other instances, or the same ones recovered.
             self.end()
             raise
 
     async def collective_ranks(
         self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous
     ) -> pb.CollectiveRanks:
-        """Return the instances that take part in a broadcast now.
+        """Return the instances that take part in a broadcast.
 
-        Another rendezvous takes the place of the one before. ServiceError: none can.
+        Another rendezvous replaces the previous one. ServiceError: no instance can take part.
         """
         if isinstance(self._current, StreamStaging) and self._current.rendezvous != rendezvous:
             self.end()
@@ -283,7 +283,7 @@ class UpdateStaging:
     async def begin(
         self, update: WeightUpdate, source: pb.DiskWeights | pb.StreamedWeights
     ) -> InstanceStaging:
-        """Have every live instance check and stage the weights, or go on with those that are pushed.
+        """Have every live instance check and stage the weights, or continue the staging of pushed ones.
 
         InvalidArgument: the source is not of the update's transport.
         """
@@ -302,11 +302,11 @@ class UpdateStaging:
     async def results(
         self, staging: InstanceStaging, source: pb.DiskWeights | pb.StreamedWeights
     ) -> list[InstanceResult]:
-        """Wait until all instances have staged the weights, or one refuses them. Aborted: it was ended."""
+        """Wait until all instances have staged the weights, or one refuses them. Aborted: the staging was ended."""
         begin = time.perf_counter()
         try:
             if isinstance(source, pb.StreamedWeights):
-                # They go on coming if this caller goes away.
+                # The transfer continues if this call is cancelled.
                 return await staging.results(source.left_out)
             try:
                 return await staging.results()
@@ -322,9 +322,9 @@ class UpdateStaging:
         source: pb.DiskWeights | pb.StreamedWeights,
         results: list[InstanceResult],
     ) -> StagingOutcome:
-        """Return what came of a staging; a call that comes again asks the instances again.
+        """Return the outcome of a staging, and end it, so that another call stages again.
 
-        Raises what `judge` makes of the instances' answers; weights that are wrong are discarded everywhere.
+        Raises the errors of `verdict_on_staging`; wrong weights are discarded on all instances.
         """
         if staging is self._current:
             self.end()
@@ -332,7 +332,9 @@ class UpdateStaging:
             ("", source.checksum) if isinstance(source, pb.StreamedWeights) else (source.path, "")
         )
         try:
-            self._staged, checksum = judge(results, streamed=bool(update.ticket), announced=announced)
+            self._staged, checksum = verdict_on_staging(
+                results, streamed=bool(update.ticket), announced=announced
+            )
         except ServiceError as error:
             if not isinstance(error, Unavailable):
                 await self.discard(update.version)
@@ -342,26 +344,26 @@ class UpdateStaging:
     async def instances_with(self, update: WeightUpdate) -> list[Connection]:
         """Return the live instances that have staged the weights."""
         if not (found := self._instances_with(update)):
-            # After a change of the gateway they may be on their way.
+            # After a change of the gateway they may be about to connect.
             await self.roster.settled()
             found = self._instances_with(update)
         return found
 
     def describe(self, result: InstanceResult) -> None:
-        """Add what the instance staged to the result of applying it."""
+        """Add the checksum and the time of staging to the result of applying."""
         if staged := self._staged.get(result.connection.instance_id):
             result.update.checksum = staged.checksum
             result.update.stage_time.CopyFrom(staged.stage_time)
 
     async def discard(self, version: int) -> None:
-        """Have all live instances drop what they have staged of a version."""
+        """Have all live instances drop the staged weights of a version."""
         for result in await on_all(self.roster.live(), lambda each: each.discard(version), self.roster.pace):
             if result.error is not None:
                 instance_id = result.connection.instance_id
                 log.warning("discard_failed", instance=instance_id, error=result.error.message)
 
     def end(self) -> None:
-        """Let instances stage nothing more; who waits for it is told."""
+        """End the staging in progress; a wait for its results fails with Aborted."""
         if self._current is not None:
             self._current.end()
             self._current = None
@@ -374,7 +376,7 @@ class UpdateStaging:
     ) -> StreamStaging:
         """Return the staging of pushed weights, which begins with the first call.
 
-        A gateway that has not begun it does not know the rendezvous: instances go on with the one that they know.
+        A gateway that did not begin it does not know the rendezvous: instances keep the one that they know.
         """
         current = self._current
         if isinstance(current, StreamStaging) and current.update_id == update.update_id:

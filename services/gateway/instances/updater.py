@@ -1,8 +1,8 @@
-"""Weight updates on all instances, in the phases of `services.gateway.state.update_book`.
+"""Run weight updates on all instances, in the phases of `services.gateway.state.update_book`.
 
-One update runs at a time: its weights are staged, unfinished samples keep it waiting, end or continue, the
-instances apply the weights, and the version is published. Once instances apply, there is no way back: a gateway
-that restarts then finishes the update.
+One update runs at a time: its weights are staged; unfinished samples delay it, end or continue; the instances apply
+the weights; and the version is published. Once instances apply weights there is no way back: a gateway that
+restarts then finishes the update.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import to_the_end
 
 UPDATE_KIND = "weights"
-"""Kind of the decision-log entry of a published version."""
+"""Kind of a decision-log entry about a published version."""
 
 
 class UpdateTimes:
-    """Unix seconds at which the phases of the update in progress began, as far as this process has seen them."""
+    """Unix times at which the phases of the update in progress began, if this process has seen them."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
 
     def start(self, now: float) -> None:
-        """Begin anew with an update that has started."""
+        """Record that another update has started."""
         self._times = {"started": now}
 
     def reach(self, phase: str, now: float) -> None:
-        """Record a phase: staged or applying."""
+        """Record that a phase began: staged or applying."""
         self._times[phase] = now
 
     def published(self, version: int, run_id: str, now: float) -> DecisionRecord:
-        """Return the decision-log entry of the update, which has ended, and forget it."""
+        """Return the decision-log entry of the published update, and forget its times."""
         times, self._times = {**self._times, "published": now}, {}
         seconds = now - min(times.values())
         details = {"version": version, **{phase: round(time, 4) for phase, time in times.items()}}
@@ -61,19 +61,19 @@ class UpdateTimes:
 
 @dataclass(eq=False)
 class InFlightSamples:
-    """Unfinished samples of all batches, as a weight update treats them."""
+    """Treatment of the unfinished samples of all batches by a weight update."""
 
     book: UpdateBook
     dispatcher: Dispatcher
     metrics: GatewayMetrics
 
     def __post_init__(self) -> None:
-        # A former gateway may have left an update half applied, which goes forward as soon as the term begins.
+        # A former gateway may have left an update half applied, which is finished as soon as the term begins.
         self.dispatcher.placer.held = self.book.is_applying()
 
     @property
     def unfinished(self) -> int:
-        """Number of samples that have not ended, and of those that are about to be accepted."""
+        """Number of samples that have not ended or are about to be accepted."""
         return self.dispatcher.batches.unfinished
 
     @contextmanager
@@ -81,7 +81,7 @@ class InFlightSamples:
         """Place nothing while weights are applied: an instance may have either version."""
         placer = self.dispatcher.placer
         placer.held = True
-        # The bubble coordinator must learn that nothing is to be pre-generated now.
+        # Report to the bubble coordinator that nothing is to be pre-generated now.
         self.dispatcher.batches.progress.set()
         try:
             yield
@@ -90,9 +90,9 @@ class InFlightSamples:
             placer.pump_soon()
 
     async def prepare(self, treatment: InFlightTreatment) -> tuple[int, int]:
-        """Do what comes before weights are applied; return how many samples end (as ABORTED), and how many go on.
+        """Abort or continue samples before weights are applied; return the numbers of aborted and continued ones.
 
-        Those that end do so when their instance has answered, which applies nothing before.
+        An aborted sample ends when its instance has answered; the instance applies no weights before.
         """
         aborted = continued = 0
         if treatment is InFlightTreatment.ABORT:
@@ -109,7 +109,7 @@ class InFlightSamples:
         return aborted, continued
 
     def follow(self) -> None:
-        """Let every batch go on under the published version, or end where its own is served no more."""
+        """Let every batch continue under the published version, or end if its version is no longer served."""
         for running in list(self.dispatcher.batches.by_key.values()):
             batch = running.batch
             self.dispatcher.go_on(running, self.book.version_for(batch.policy_version, batch.max_staleness))
@@ -117,7 +117,7 @@ class InFlightSamples:
 
 @dataclass(frozen=True, slots=True)
 class FinishedUpdate:
-    """Published update: its outcome on each instance, and what became of samples that were unfinished."""
+    """Published update: the outcome on each instance, and the numbers of samples that it aborted and continued."""
 
     instances: list[pb.InstanceUpdate] = field(default_factory=list)
     aborted: int = 0
@@ -127,10 +127,12 @@ class FinishedUpdate:
 async def apply_on_all(
     connections: Sequence[Connection], update: WeightUpdate, roster: Roster, staging: UpdateStaging
 ) -> list[InstanceResult]:
-    """Have instances replace their weights by those that they have staged; one that fails is quarantined."""
+    """Have instances replace their weights by the staged ones; quarantine those that fail."""
     begin = time.perf_counter()
-    goes_on = update.in_flight is InFlightTreatment.CONTINUE
-    results = await on_all(connections, lambda each: each.apply(update.version, goes_on=goes_on), roster.pace)
+    in_flight = update.in_flight is InFlightTreatment.CONTINUE
+    results = await on_all(
+        connections, lambda each: each.apply(update.version, in_flight=in_flight), roster.pace
+    )
     staging.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
     for result in results:
         connection = result.connection
@@ -149,8 +151,8 @@ log = structlog.get_logger(__name__)
 class Updater:
     """Coordinator of weight updates, one at a time.
 
-    An update that its trainer abandons is dropped. What changes the update goes on to its end even if the trainer
-    goes away; what only waits for instances holds no lock, so that the update can be aborted meanwhile.
+    An update that its trainer abandons is dropped. A call that changes the update completes even if the trainer
+    disconnects; one that only waits for instances holds no lock, so that the update can be aborted meanwhile.
     """
 
     book: UpdateBook
@@ -200,31 +202,31 @@ class Updater:
     ) -> WeightUpdate:
         """Start an update (phase 1), whose weights are pushed to the instances if it is `streamed`.
 
-        They are pushed by broadcast if it is `collective` as well. An update that another push of the same run has
-        begun gives way: that one's trainer was restarted, and has other weights.
+        They are pushed by broadcast if it is `collective` as well. It replaces an update that another push of the
+        same run has started: the trainer was restarted, and has other weights.
         """
         ticket = secrets.token_urlsafe(32) if streamed else ""
         work = self._start(run_id, version, push_id, ticket, collective=collective)
         return await to_the_end(work, self._tasks)
 
     async def stream_target(self, update_id: str) -> pb.StreamTarget:
-        """Return the instance that the weights of an update are pushed to now. The others fetch them from it.
+        """Return the instance to push the weights of an update to. The others fetch them from it.
 
-        ServiceError: none can take them.
+        ServiceError: no instance can take them.
         """
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
             target = await self._staging.stream_target(update)
-            # Only now: an update that nobody can take is to be dropped, however often it is started again.
+            # Not before: an update that no instance can take expires, however often it is started again.
             update.touched_at = time.time()
             return target
 
     async def collective_ranks(
         self, update_id: str, rendezvous: pb.CollectiveRendezvous
     ) -> pb.CollectiveRanks:
-        """Return the instances that take part in a broadcast now.
+        """Return the instances that take part in a broadcast.
 
-        Another rendezvous takes the place of the one before. ServiceError: none can.
+        Another rendezvous replaces the previous one. ServiceError: no instance can take part.
         """
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
@@ -235,7 +237,7 @@ class Updater:
     async def stage(
         self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
     ) -> list[pb.InstanceUpdate]:
-        """Have every live instance check and stage the weights (phase 2), or wait until all have those pushed."""
+        """Have every live instance check and stage the weights (phase 2); wait until all have the pushed ones."""
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
             update.touched_at = time.time()
@@ -246,11 +248,11 @@ class Updater:
     async def finish(
         self, update_id: str, in_flight: InFlightTreatment = InFlightTreatment.REFUSE
     ) -> FinishedUpdate:
-        """Apply the weights and publish the version (phase 3). Answers again for the last update."""
+        """Apply the weights and publish the version (phase 3). For the last update, repeats the answer."""
         return await to_the_end(self._finish(update_id, in_flight), self._tasks)
 
     async def abort(self, update_id: str) -> None:
-        """Drop the update instead of finishing it, whoever waits for it. Answers again for the last one aborted."""
+        """Drop the update instead of finishing it. For the update aborted last, does nothing."""
         await to_the_end(self._abort(update_id), self._tasks)
 
     async def _start(
@@ -308,10 +310,10 @@ class Updater:
             if published is not None and published.update_id == update_id and self.book.active is None:
                 return self._last
             update = self.book.open_for(update_id, UpdatePhase.STAGED, UpdatePhase.APPLYING)
-            # A call that still waits for what is staged must not stage it again once it is published.
+            # A call that still waits for the staging must not stage again after the version is published.
             self._staging.end()
             if update.phase is UpdatePhase.APPLYING:
-                # An earlier attempt broke off past the point of no return.
+                # An earlier attempt stopped after the point of no return.
                 await self._roll_forward()
                 return self._last
             staged = await self._staging.instances_with(update)
@@ -331,7 +333,7 @@ class Updater:
                 return await self._replace(update, staged)
 
     async def _replace(self, update: WeightUpdate, staged: Sequence[Connection]) -> FinishedUpdate:
-        """Have these instances replace their weights, and publish the version; the phase is APPLYING."""
+        """Have these instances replace their weights, and publish the version. The phase is APPLYING."""
         try:
             await self.store.save(self.book)
         except (RedisError, Fenced):
@@ -360,7 +362,7 @@ class Updater:
     async def _publish(self) -> None:
         run_id = self.book.active.run_id if self.book.active is not None else ""
         published = self.book.publish()
-        # From here on GetVersions tells it.
+        # From here on GetVersions returns this version.
         self.metrics.updates.labels("published").inc()
         self.record(self._times.published(published.version, run_id, time.time()))
         await save_until_stored(self.store, self.book)
@@ -379,7 +381,7 @@ class Updater:
     async def _roll_forward(self) -> None:
         """Publish the version of a half applied update, which some instances may have already.
 
-        The roster then brings all of them to it, from the recorded path.
+        The roster then brings all instances to it, from the recorded path.
         """
         update = self.book.active
         assert update is not None, "nothing to roll forward"
@@ -393,7 +395,7 @@ class Updater:
 
     async def _drop_abandoned(self) -> None:
         if self._staging.running and self.book.active is not None:
-            # Instances give up by themselves when nothing comes.
+            # Instances give up by themselves when nothing arrives.
             self.book.active.touched_at = time.time()
         update = self.book.expired(time.time())
         if update is not None:

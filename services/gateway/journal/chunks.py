@@ -1,10 +1,10 @@
-"""Chunks of long samples: tokens that are in the journal before their sample ends, and are not written again.
+"""Chunks of long samples: tokens that are in the journal before their sample ends, and are not written again. Pure.
 
-A chunk is a serialised paceline.v1.Sample with nothing but tokens, log-probabilities, version spans, tool calls
-and their answers. The record at the end of the sample has the rest of these, all version spans and all other
-fields. Protobuf merges messages that follow one another, so chunks and rest in one string are the sample, except
-for its spans: see `join_spans`. The last token of an unfinished sample is in no chunk, because another attempt
-would sample it again, unless the sample waits for its environment or got the token from it. Pure.
+A chunk is a serialised paceline.v1.Sample with only tokens, log-probabilities, version spans, tool calls and their
+answers. The record at the end of the sample has the rest of these, all version spans and all other fields. Protobuf
+merges concatenated messages, so the chunks followed by the rest are the sample, except for its spans: see
+`join_spans`. The last token of an unfinished sample is in no chunk, because another attempt would sample it again,
+unless the sample waits for its environment or got the token from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.internal.v1.rollout_event_pb2 import SerializedSpans
 from paceline.v1 import sample_pb2
 from services.gateway.state.sample import TokenColumns
 
-# Tags of the fields, all of which are packed: a length and so many bytes follow.
+# Tags of the fields, which are all packed: a length and that number of bytes follow.
 _TOKEN_IDS, _LOGPROBS, _TOP_TOKEN_IDS, _TOP_LOGPROBS = (
     bytes([sample_pb2.Sample.DESCRIPTOR.fields_by_name[name].number << 3 | 2])
     for name in ("token_ids", "logprobs", "top_token_ids", "top_logprobs")
@@ -30,9 +30,9 @@ _TOKEN_IDS, _LOGPROBS, _TOP_TOKEN_IDS, _TOP_LOGPROBS = (
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Number of the chunks of a sample, and of their tokens; none of either for one that is written whole.
+    """Number of the chunks of a sample, and of their tokens; both 0 for a sample that is written whole.
 
-    `nbytes` is their length in the sample's payload, where that is in memory.
+    `nbytes` is the length of the chunks in the sample's payload, if that is in memory.
     """
 
     chunks: int = 0
@@ -55,7 +55,7 @@ WHOLE = Head()
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Chunk of an unfinished sample: its tokens [begin, end), after `number` chunks before."""
+    """Chunk of an unfinished sample: its tokens [begin, end), after `number` earlier chunks."""
 
     index: int
     number: int
@@ -66,14 +66,14 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class PartialSample:
-    """Chunks of an unfinished sample, one after the other."""
+    """Chunks of an unfinished sample, concatenated."""
 
     index: int
     head: Head
     payload: bytes
 
     def parse(self) -> sample_pb2.Sample | None:
-        """Return the tokens and log-probabilities; None if they are not those that the head promises."""
+        """Return the tokens and log-probabilities; None if they do not match the head."""
         try:
             sample = sample_pb2.Sample.FromString(self.payload)
         except DecodeError:
@@ -88,8 +88,8 @@ class PartialSample:
 def pack(columns: TokenColumns, spans: Sequence[sample_pb2.VersionSpan] = ()) -> bytes:
     """Return the payload of a chunk, of uint32 tokens and float32 log-probabilities.
 
-    Written here rather than by protobuf, which takes numbers one by one: five times as fast for long responses. All
-    tokens get the same number of bytes, as the format allows.
+    For long responses this is five times as fast as protobuf, which takes numbers one by one. All tokens get the
+    same number of bytes, as the format allows.
     """
     if not columns.tokens:
         return b""
@@ -109,7 +109,7 @@ def _packed(tag: bytes, values: array[int] | array[float]) -> tuple[bytes, bytes
 
 def _varints(numbers: npt.NDArray[np.uint32]) -> bytes:
     if numbers.max() < 1 << 21:
-        # Seven bits a byte, with the mark of one that is followed by another.
+        # Seven bits a byte; the top bit marks a byte that is followed by another.
         spread = numbers & 0x7F | (numbers & 0x3F80) << 1 | (numbers & 0x1FC000) << 2 | 0x8080
         return spread.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
     bits = (numbers[:, None] >> np.arange(0, 35, 7, np.uint32)).astype(np.uint8) & 0x7F
@@ -127,15 +127,15 @@ def _length(field: bytes) -> bytes:
 
 
 def whole(payload: bytes) -> bytes:
-    """Return the serialised sample with its version spans joined; nothing else of it is parsed."""
+    """Return the serialised sample with its version spans joined, without parsing its other fields."""
     spans = SerializedSpans.FromString(payload)
     return spans.SerializeToString() if join_spans(spans) else payload
 
 
 def join_spans(sample: sample_pb2.Sample | SerializedSpans) -> bool:
-    """Join the version spans of chunks, of which each brings its own; return False if they are joined already.
+    """Join the version spans of chunks, each of which has its own; return False if they are joined already.
 
-    One that begins at 0 is the first of all.
+    A span that begins at 0 starts a new list and replaces all earlier spans.
     """
     spans = [(span.begin, span.end, span.policy_version) for span in sample.version_spans]
     joined: list[tuple[int, int, int]] = []

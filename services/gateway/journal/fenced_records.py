@@ -1,8 +1,7 @@
-"""Records that outlive the gateway and that only the leader may write: versions, and the lenience of each run.
+"""Records in Redis that outlive the gateway and that only the leader may write: versions, and each run's lenience.
 
-The l of a run that asks for a KL target is in Redis, so that it outlives the gateway. Each reported batch
-moves it once (services/gateway/state/lenience.py says how far), however often and by whichever
-gateway its report is taken.
+Each reported batch moves the l of its run once (`services.gateway.state.lenience` computes how far), however often
+and to whichever gateway it is reported.
 """
 
 import asyncio
@@ -26,9 +25,9 @@ from services.platform.tasks import ExponentialBackoff
 
 log = structlog.get_logger(__name__)
 
-# A run that reports nothing for so long begins anew.
+# Seconds after which the lenience of a run without reports is forgotten.
 _KEPT_SECONDS = 30 * 86400
-# Reported batches that are remembered: far more than a trainer has in flight.
+# Reported batches to remember: far more than a trainer has in flight.
 _REMEMBERED = 64
 _SAVE_DELAY, _LONGEST_SAVE_DELAY = 0.1, 2.0
 
@@ -38,7 +37,7 @@ class Fenced(Unavailable):
 
 
 async def eval_fenced(redis: Any, script: str, keys: tuple[str, ...], *args: object) -> None:
-    """Run a script that checks the lease. Fenced if another gateway has it."""
+    """Run a script that checks the lease. Fenced if another gateway holds it."""
     try:
         await redis.eval(script, len(keys), *keys, *args)
     except ResponseError as error:
@@ -56,7 +55,7 @@ class VersionStore:
         self._token = token
 
     async def load(self, abandoned_after: float) -> UpdateBook:
-        """Return the book as it was last saved."""
+        """Return the book as saved last."""
         published, update = await self._redis.mget(self._keys.published, self._keys.update)
         return UpdateBook(
             abandoned_after,
@@ -65,9 +64,9 @@ class VersionStore:
         )
 
     async def save(self, book: UpdateBook) -> None:
-        """Record the book. Fenced if another gateway has taken over.
+        """Save the book. Fenced if another gateway has taken over.
 
-        The version that the fleet started with is not recorded: the instances themselves report it.
+        The version that the fleet started with is not saved: the instances themselves report it.
         """
         recorded = book.published is not None and book.published.recorded
         published = book.published.to_json() if book.published and recorded else ""
@@ -77,7 +76,7 @@ class VersionStore:
 
 
 async def save_until_stored(store: VersionStore, book: UpdateBook) -> None:
-    """Save what has happened already and cannot be undone: repeat until Redis answers."""
+    """Save a change that cannot be undone: repeat until Redis answers."""
     backoff = ExponentialBackoff(_SAVE_DELAY, _LONGEST_SAVE_DELAY)
     while True:
         try:
@@ -90,13 +89,13 @@ async def save_until_stored(store: VersionStore, book: UpdateBook) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunLenience:
-    """The l of a run's next batch, and the batches whose reports it contains, the latest last. Pure."""
+    """The l of a run's next batch, and the batches whose reports it includes, the latest last. Pure."""
 
     lenience: float
     reported: tuple[str, ...] = ()
 
     def after(self, batch_id: str, kl: float, target: float) -> "RunLenience":
-        """Return the lenience after the report of one more batch; itself if that was reported before."""
+        """Return the lenience after the report of another batch; itself if that batch was reported before."""
         if batch_id in self.reported:
             return self
         reported = (*self.reported, batch_id)[-_REMEMBERED:]
@@ -114,7 +113,7 @@ class RunLenience:
 
 
 class Leniences:
-    """Leniences of all runs, as the holder of the lease. Methods raise what Redis raises."""
+    """Leniences of all runs, as the holder of the lease. Methods raise the errors of Redis."""
 
     def __init__(self, redis: Redis, namespace: str, token: str, metrics: GatewayMetrics) -> None:
         self._redis: Any = redis
@@ -124,7 +123,7 @@ class Leniences:
         self._lock = asyncio.Lock()
 
     async def choose(self, run_id: str, requested: sample_pb2.Exactness) -> float | None:
-        """Return the l of a batch (or sample) that asks for this exactness; None when its level has none."""
+        """Return the l of a batch (or sample) with this requested exactness; None if its level has none."""
         if requested.level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
             return None
         chosen = requested.lenience if requested.HasField("lenience") else FLOOR
@@ -135,7 +134,7 @@ class Leniences:
         return chosen
 
     async def report(self, key: BatchKey, used: float, kl: float, target: float) -> None:
-        """Adapt the l of a run to the KL measured on one of its batches, which had the l `used`.
+        """Adapt the l of a run to the KL measured on one of its batches, which was generated with the l `used`.
 
         Fenced if another gateway has taken over.
         """

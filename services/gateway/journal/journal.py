@@ -28,7 +28,7 @@ from services.gateway.state.rollout_batch import Account
 
 
 class JournalHole(Exception):
-    """Raised when Redis has less of a batch than it acknowledged, or something that nobody was answered."""
+    """Raised when Redis has less of a batch than it acknowledged, or data whose write it never acknowledged."""
 
 
 class BatchGone(JournalHole):
@@ -63,7 +63,7 @@ _LARGE_BYTES = 1 << 20
 
 
 async def serialised(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
-    """Return a request as bytes, and a digest of all its fields, which two under one batch id must share."""
+    """Return a request as bytes, and a digest of all its fields, which identifies repetitions of the request."""
     if request.ByteSize() < _LARGE_BYTES:
         return _serialise(request)
     return await asyncio.to_thread(_serialise, request)
@@ -76,11 +76,11 @@ def _serialise(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
 
 def merged(request: bytes, additions: list[bytes]) -> pb.SubmitRolloutsRequest:
     """Return a recorded request with the groups that were added to it."""
-    # Protobuf appends what is repeated.
+    # Protobuf appends repeated fields.
     return pb.SubmitRolloutsRequest.FromString(b"".join((request, *additions)))
 
 
-# Fields, and tokens of chunks, that are read in one round trip.
+# Most fields, and most tokens of chunks, that are read in one round trip.
 _READ_FIELDS, _READ_TOKENS = 1024, 1 << 19
 
 
@@ -96,7 +96,7 @@ async def read_heads(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> di
 
 
 async def read_chunks(redis: Any, names: BatchKeys, heads: Mapping[int, Head]) -> list[PartialSample]:
-    """Return the chunks of these samples, as far as all of them are there."""
+    """Return the samples with their chunks; leave out those with a missing chunk."""
     found = []
     for part in _read_parts(heads):
         fields = [f"{index}:{number}" for index, head in part for number in range(head.chunks)]
@@ -109,7 +109,7 @@ async def read_chunks(redis: Any, names: BatchKeys, heads: Mapping[int, Head]) -
 
 
 async def read_ended(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> list[bytes | None]:
-    """Return the serialised samples with these indexes, None for those of which anything is missing."""
+    """Return the serialised samples with these indexes, None for an incomplete one."""
     pipe = redis.pipeline(transaction=False)
     for name in (names.events, names.done, names.chunks):
         pipe.hmget(name, indexes)
@@ -129,13 +129,13 @@ async def read_ended(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> li
 
 
 def cursor_and_head(value: bytes) -> tuple[int, Head]:
-    """Parse what is recorded of a sample that has ended."""
+    """Parse the cursor and the head of a sample that has ended."""
     cursor, head = value.decode().split(":", 1)
     return int(cursor), Head.parse(head)
 
 
 def parse_ended(done: bytes, events: bytes) -> tuple[dict[int, int], dict[int, Head], list[int]]:
-    """Parse what is recorded of all samples that have ended, and which indexes have an event.
+    """Parse the entries of all ended samples (`done`) and the indexes that have an event (`events`).
 
     Returns the cursors, the heads, and the ended samples with an event.
     """
@@ -146,7 +146,7 @@ def parse_ended(done: bytes, events: bytes) -> tuple[dict[int, int], dict[int, H
 
 
 def _read_parts(heads: Mapping[int, Head]) -> Iterator[list[tuple[int, Head]]]:
-    """Yield samples of so many tokens, or of one sample that has more."""
+    """Yield parts of at most `_READ_TOKENS` tokens, or of one longer sample."""
     part: list[tuple[int, Head]] = []
     tokens = 0
     for index, head in heads.items():
@@ -160,15 +160,15 @@ def _read_parts(heads: Mapping[int, Head]) -> Iterator[list[tuple[int, Head]]]:
 
 
 FORMAT = "4"
-"""Version of what the journal's keys hold."""
+"""Version of the journal's format."""
 _WRITE_DIGEST = hashlib.sha1(scripts.WRITE.encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedBatch:
-    """A batch that belongs to this term now, as Redis has it.
+    """A batch that now belongs to this term, as Redis has it.
 
-    `request` is None where it was not asked for, and where Redis has lost something that was added to it.
+    `request` is None if it was not requested, or if Redis has lost groups that were added to it.
     """
 
     head: BatchHead
@@ -193,7 +193,7 @@ class Journal:
         self._keys = GatewayKeys(namespace)
 
     async def check_format(self) -> None:
-        """Check that the journal is of this format. FailedPrecondition names the command for one that is not."""
+        """Check the format of the journal. For another format, FailedPrecondition names the command to run."""
         known = text(await self._eval(scripts.FORMAT, (self._keys.format, self._keys.batches), FORMAT))
         if known != FORMAT:
             command = f"python -m services.gateway.drain --namespace {self._namespace}"
@@ -206,11 +206,11 @@ class Journal:
             )
 
     async def create(self, record: BatchRecord, payload: bytes) -> bool:
-        """Record a batch, whose serialised request is `payload`; False if there is one of this id already.
+        """Record a batch, whose serialised request is `payload`; return False if another one has its id.
 
         Fenced if a successor has recorded it.
         """
-        # Listed first: a batch that is recorded but not listed would be resumed only when somebody asks for it.
+        # List first: a batch that is recorded but not listed would be resumed only when a trainer asks for it.
         await self._redis.sadd(self._keys.batches, ":".join(record.key))
         names, head = BatchKeys(self._namespace, record.key), record.head
         lenience = "" if head.lenience is None else repr(head.lenience)
@@ -223,16 +223,16 @@ class Journal:
         return bool(await self._eval(scripts.CREATE, names.all, self.term, *args, *cancels))
 
     async def add(self, record: BatchRecord, groups: bytes, samples: int) -> None:
-        """Record groups, with so many samples, that are added to an open batch. Fenced: a successor has it."""
+        """Record groups, with `samples` samples, that are added to an open batch. Fenced: a successor has it."""
         await self._change(scripts.ADD, record, record.total, record.total + samples, groups)
 
     async def close(self, record: BatchRecord, now: float) -> None:
-        """Record that nothing is added to a batch any more. Fenced: a successor has it."""
+        """Record that a batch is closed. Fenced: a successor has it."""
         expiry = self._acked if record.acknowledged == record.total else self._retention
         await self._change(scripts.CLOSE, record, record.total, expiry, repr(now))
 
     async def _change(self, script: str, record: BatchRecord, *args: object) -> None:
-        """Run a script that expects what is known of a batch to be there, and have it there where it is not."""
+        """Run a script that expects Redis to have what is known of a batch; write that again if it is missing."""
         for _ in range(2):
             try:
                 await self._eval(script, BatchKeys(self._namespace, record.key).all, self.term, *args)
@@ -240,12 +240,12 @@ class Journal:
                 await self._mend(record)
             else:
                 return
-        raise Unavailable(f"Redis loses what it has of batch {'/'.join(record.key)}; come again")
+        raise Unavailable(f"Redis keeps losing data of batch {'/'.join(record.key)}; try again")
 
     async def look(self, record: BatchRecord) -> StoredBatch | None:
-        """Return what there is of a batch, recorded anew where it must be; None if all of it was acknowledged.
+        """Return the content of Redis about a batch, and record again what is missing of its request.
 
-        Fenced if a successor has it.
+        Returns None if Redis has nothing and all of the batch was acknowledged. Fenced if a successor has it.
         """
         adopted = await self.adopt(record.key, with_request=False)
         if adopted is None and record.request is None:
@@ -256,15 +256,16 @@ class Journal:
         return StoredBatch() if adopted is None else adopted.there
 
     async def _mend(self, record: BatchRecord, *, also_additions: bool = True) -> None:
-        """Record the request of a batch again, as it is known here; its samples are written by those who have them.
+        """Record the request of a batch again, as it is known here. Its samples are written separately.
 
-        Unless `also_additions` are made undone that are not known here, where there are any nothing happens.
+        With `also_additions` this removes groups that are in Redis and not known here. Without it, nothing happens
+        if Redis has at least as many samples.
         """
         if record.request is None:
             return
         total, payload = -1, b""
         while total != record.total:
-            # Something may be added while a large request is serialised.
+            # Groups may be added while a large request is serialised.
             total = record.total
             payload, _ = await serialised(record.request)
         args = (payload, total, _flag(record.open), int(also_additions))
@@ -274,10 +275,10 @@ class Journal:
             await self.create(record, payload)
 
     async def write(self, pieces: Sequence[tuple[JournalWrite, BatchRecord]], now: float) -> list[Any]:
-        """Write everything in one round trip, each piece atomically.
+        """Write all pieces in one round trip, each atomically.
 
-        Returns for each the samples whose earlier chunks were missing, or why it could not be written: Fenced,
-        JournalHole, BatchGone, or an error of Redis.
+        Returns for each piece the samples whose earlier chunks were missing, or the error: Fenced, JournalHole,
+        BatchGone, or an error of Redis.
         """
         calls = [self._write_arguments(write, record, now) for write, record in pieces]
         # A pipeline of a cluster takes no EVALSHA.
@@ -291,11 +292,11 @@ class Journal:
         return [typed_reply(reply) for reply in replies]
 
     async def events(self, key: BatchKey, indexes: Sequence[int]) -> list[bytes | None]:
-        """Return the serialised samples with these indexes, None for those that are not there."""
+        """Return the serialised samples with these indexes, None for a missing one."""
         return await read_ended(self._redis, BatchKeys(self._namespace, key), indexes)
 
     async def adopt(self, key: BatchKey, *, with_request: bool) -> AdoptedBatch | None:
-        """Make a batch this term's and return what there is of it; None if it is not known.
+        """Take over a batch for this term and return the content of Redis about it; None if there is none.
 
         Fenced if a successor has it.
         """
@@ -310,7 +311,7 @@ class Journal:
             # None: an earlier version has recorded the batch.
             Account.from_text(text(account or b"")),
         )
-        # Up to 65,536 samples: more than a turn of the event loop may take.
+        # Parsing up to 65,536 samples takes longer than a turn of the event loop may.
         cursors, heads, indexes = await asyncio.to_thread(parse_ended, done, events)
         there = StoredBatch(
             cursors,
@@ -324,17 +325,17 @@ class Journal:
         return AdoptedBatch(head, parsed, there)
 
     async def partials(self, key: BatchKey, indexes: Sequence[int]) -> list[PartialSample]:
-        """Return the chunks of these unfinished samples, as far as they are there."""
+        """Return these unfinished samples with their chunks; leave out those without."""
         names = BatchKeys(self._namespace, key)
         return await read_chunks(self._redis, names, await read_heads(self._redis, names, indexes))
 
     async def cancel(self, request: pb.CancelRolloutsRequest) -> None:
-        """Record a cancellation, so that a restart does not forget it. BatchGone: Redis has lost the batch."""
+        """Record a cancellation, so that it survives a restart. BatchGone: Redis has lost the batch."""
         names = BatchKeys(self._namespace, (request.run_id, request.batch_id))
         await self._eval(scripts.CANCEL, names.all, self.term, request.SerializeToString())
 
     async def acknowledge(self, record: BatchRecord, indexes: Sequence[int]) -> int:
-        """Drop acknowledged samples; return how many were there. Nothing happens where the batch is not known."""
+        """Drop acknowledged samples; return how many Redis had. Does nothing if Redis does not have the batch."""
         names, trimmed = BatchKeys(self._namespace, record.key), 0
         for begin in range(0, max(1, len(indexes)), MOST_PARTS):
             last = begin + MOST_PARTS >= len(indexes)
@@ -357,7 +358,7 @@ class Journal:
         return sorted((run_id, batch_id) for run_id, batch_id in pairs)
 
     async def unlist(self, key: BatchKey) -> None:
-        """Take a batch off the list of unfinished ones."""
+        """Remove a batch from the list of unfinished ones."""
         await self._redis.srem(self._keys.batches, ":".join(key))
 
     async def check_lease(self) -> None:
@@ -369,7 +370,7 @@ class Journal:
     async def _whole(
         self, names: BatchKeys, there: Sequence[int], heads: Mapping[int, Head]
     ) -> frozenset[int]:
-        """Return the ended samples of which nothing is missing; `there` are those that have an event."""
+        """Return the complete samples among `there`, the ended samples that have an event."""
         chunked = [index for index in there if heads[index].chunks]
         found = await read_heads(self._redis, names, chunked)
         return frozenset(
@@ -385,7 +386,7 @@ class Journal:
     async def _run_all(
         self, calls: Sequence[tuple[list[str], list[object]]], *, by_digest: bool
     ) -> list[Any]:
-        """Run WRITE with each keys and arguments, named by its digest or sent along, in one round trip."""
+        """Run WRITE with each pair of keys and arguments in one round trip; send its digest or its text."""
         pipe = self._redis.pipeline(transaction=False)
         for keys, args in calls:
             if by_digest:
@@ -419,7 +420,7 @@ class Journal:
 
 
 def cancelled_indexes(record: BatchRecord, keys: Iterable[pb.SampleKey]) -> list[int]:
-    """Return the indexes of these samples, of all if none are named; unknown ones are left out."""
+    """Return the indexes of these samples, without unknown ones; if `keys` is empty, of all samples."""
     wanted = list(keys)
     if not wanted:
         return list(range(record.total))

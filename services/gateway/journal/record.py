@@ -1,14 +1,12 @@
 """Records of batches in the journal: the ended samples, their cursors, and the next writes. Pure.
 
-Redis may forget writes that it acknowledged, so this record, and not Redis, decides which sample a cursor names.
-A cursor is `(term << 32) | n`: terms ascend whatever Redis forgets, so the cursors of a new term are higher than
-all that a trainer has seen. `reconcile` compares the record with Redis. A missing sample is written again at the
-same cursor if its bytes are still in memory. Otherwise it is lost: it is generated again, from its seed, and gets
-a new cursor.
+Redis may forget writes that it acknowledged, so this record, and not Redis, decides which sample a cursor names. A
+cursor is `(term << 32) | n`: terms ascend whatever Redis forgets, so the cursors of a new term are higher than all
+that a trainer has seen. `BatchRecord.reconcile` compares the record with Redis. A missing sample is written again
+at the same cursor if its bytes are still in memory. Otherwise it is generated again, from its seed, and gets a new
+cursor.
 
-`collect` takes the next write out of a batch, small enough for one turn of Redis; `settle` or `undo` ends it.
-Finished samples stay in memory, up to a bound, until they are acknowledged: they are delivered from there, and
-written again if Redis loses them.
+`collect` takes the next write out of a batch, small enough not to block Redis; `settle` or `undo` completes it.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ def first_cursor(term: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchHead:
-    """Head of a batch's record. `lenience` is the l of its samples, None where the level has none.
+    """Head of a batch's record. `lenience` is the l of its samples, None if the level has none.
 
-    `total` and `open`, True where groups may be added, are what they were when it was recorded or read. `account`
-    is that of the token that it was submitted with.
+    `total`, the number of samples, and `open` (True: groups may be added) are from the time when it was recorded or
+    read. `account` belongs to the token with which the batch was submitted.
     """
 
     fingerprint: str
@@ -55,7 +53,7 @@ class BatchHead:
 class StoredBatch:
     """Content of Redis about a batch.
 
-    `done`: sample index -> cursor. `events`: indexes whose samples are there, with all their chunks. `acked`: the
+    `done`: sample index -> cursor. `events`: indexes whose samples are in Redis with all their chunks. `acked`: the
     acknowledged cursor.
     """
 
@@ -75,7 +73,7 @@ class BatchRecord:
         self.policy_version: int = request.policy_version
         self.exactness: sample_pb2.Exactness = request.exactness
         self.request: pb.SubmitRolloutsRequest | None = request
-        """With all groups so far; None once every sample has been acknowledged."""
+        """Request with all groups so far; None once every sample has been acknowledged."""
         self.request_bytes = request.ByteSize() if head.open else 0
         """Bytes of the request of an open batch."""
         self.total = head.total
@@ -84,15 +82,15 @@ class BatchRecord:
         """Groups may be added."""
         self.cancels: list[pb.CancelRolloutsRequest] = []
         self.unwritten: dict[int, bytes] = {}
-        """Sample index -> payload that has a cursor and is not in Redis, as far as known. Empty: acknowledged."""
+        """Sample index -> payload that has a cursor and is not known to be in Redis. Empty: acknowledged."""
         self.unwritten_bytes = 0
         """Bytes of these payloads."""
         self.heads: dict[int, Head] = {}
-        """Of these samples, those whose first tokens are in Redis as chunks; the others are written whole."""
+        """Heads of unwritten samples whose first tokens are in Redis as chunks; the others are written whole."""
         self.forgotten: set[int] = set()
         """Samples that Redis has to forget."""
         self.repairing = False
-        """Redis has lost something, or has what it should not: the next writes correct it."""
+        """Redis has lost data, or has data that it should not have: the next writes correct it."""
         self.written = 0
         """Cursor up to which samples may be delivered: Redis has acknowledged them."""
         self.acked = 0
@@ -115,7 +113,7 @@ class BatchRecord:
 
     @property
     def stored(self) -> int:
-        """Number of samples that Redis should know as done."""
+        """Number of samples that should be done in Redis."""
         return len(self._stored)
 
     @property
@@ -135,7 +133,7 @@ class BatchRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if every sample has ended and Redis has them all, and no more can be added."""
+        """Return True if every sample has ended and is in Redis, and no more can be added."""
         return not self.open and self.safe == self.total and not self.forgotten
 
     @property
@@ -144,7 +142,7 @@ class BatchRecord:
         return not self.open and 0 < self.total == self.acknowledged
 
     def new_groups(self, groups: Iterable[pb.Group]) -> list[pb.Group]:
-        """Return the groups that the batch does not have. ValueError, with its number: one is there and differs."""
+        """Return the groups that are not in the batch. ValueError(number): a group of this name differs."""
         assert self.request is not None, "all was acknowledged"
         found = list[pb.Group]()
         for number, group in enumerate(groups):
@@ -156,7 +154,7 @@ class BatchRecord:
         return found
 
     def extend(self, groups: Sequence[pb.Group], nbytes: int) -> None:
-        """Add groups, which have so many bytes."""
+        """Add groups, which have `nbytes` bytes."""
         assert self.request is not None, "all was acknowledged"
         first = len(self.request.groups)
         self.request.groups.extend(groups)
@@ -164,7 +162,7 @@ class BatchRecord:
         self.total = self._note(groups, first, self.total)
 
     def close(self) -> None:
-        """Let nothing be added any more."""
+        """Record that nothing can be added any more."""
         self.open = False
         self.trimmed(self._trimmed)
 
@@ -192,7 +190,7 @@ class BatchRecord:
         return list(zip(self._order[begin:end], self._indexes[begin:end], strict=True))
 
     def end(self, index: int, payload: bytes, head: Head = WHOLE) -> int:
-        """Give a sample that has ended its cursor, and keep its bytes until they are written."""
+        """Give an ended sample its cursor, and keep its bytes until they are written."""
         self._last += 1
         self._put(index, self._last)
         self.unwritten[index] = payload
@@ -202,7 +200,7 @@ class BatchRecord:
         return self._last
 
     def confirm(self, indexes: Iterable[int]) -> None:
-        """Record that Redis has acknowledged samples, and that it has forgotten what it should."""
+        """Record that Redis has acknowledged samples, and has forgotten the samples that it should."""
         for index in indexes:
             self.unwritten_bytes -= len(self.unwritten.pop(index, b""))
             self.heads.pop(index, None)
@@ -211,10 +209,9 @@ class BatchRecord:
         self.repairing = self.repairing and bool(self.unwritten or self.forgotten)
 
     def reconcile(self, there: StoredBatch, kept: Callable[[int], bytes | None]) -> list[int]:
-        """Correct the record after a look at Redis; return the samples that are lost.
+        """Correct the record by the content of Redis; return the samples that are lost.
 
-        `kept` returns the bytes of a sample that are still in memory. A record that is new takes over what is
-        there.
+        `kept` returns the bytes of a sample that are still in memory. A new record takes over the content of Redis.
         """
         fresh = not self._cursors
         self.acked = max(self.acked, there.acked)
@@ -244,23 +241,23 @@ class BatchRecord:
         return lost
 
     def follow(self, former: BatchRecord) -> None:
-        """Begin after the cursors of a former batch of this id, which was discarded."""
+        """Continue after the cursors of a former batch of this id, which was discarded."""
         self._last = max(self._last, former.last)
 
     def acknowledge(self, cursor: int) -> list[int]:
-        """Record an acknowledgement; return the samples that Redis need not keep any more because of it."""
+        """Record an acknowledgement; return the samples that Redis need no longer keep."""
         self.acked = max(self.acked, min(cursor, self.written))
         begin, end = bisect_right(self._order, self._trimmed), bisect_right(self._order, self.acked)
         return self._indexes[begin:end]
 
     def trimmed(self, cursor: int) -> None:
-        """Record that Redis does not keep samples up to `cursor` any more."""
+        """Record that Redis has dropped samples up to `cursor`."""
         self._trimmed = max(self._trimmed, cursor)
         if self.is_acknowledged:
             self.request = None
 
     def _note(self, groups: Iterable[pb.Group], first_group: int, first: int = 0) -> int:
-        """Note groups, of which the first has this number and begins at this sample; return the sample after."""
+        """Index groups from group number `first_group` and sample `first`; return the next sample index."""
         for number, group in enumerate(groups, first_group):
             self._groups[group.prompt_id] = (first, group.samples, number)
             first += group.samples
@@ -291,14 +288,14 @@ class BatchRecord:
 
 
 MOST_BYTES = 256 << 10
-"""Bytes of one write; one part that is larger goes alone."""
+"""Bytes of one write; a larger part is written alone."""
 MOST_PARTS = 1024
 """Samples that one write extends, ends or forgets."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedSample:
-    """Serialised paceline.v1.Sample, of which the journal has the part `head` as chunks."""
+    """Serialised paceline.v1.Sample; the journal has the chunks in `head` already."""
 
     index: int
     cursor: int
@@ -313,10 +310,7 @@ class EndedSample:
 
 @dataclass(slots=True)
 class JournalWrite:
-    """Part of a batch that the journal does not have yet.
-
-    `done` is the number of samples that it has.
-    """
+    """Part of a batch that the journal does not have yet. `done` is the number of samples that it has."""
 
     key: BatchKey
     done: int = 0
@@ -332,7 +326,7 @@ class JournalWrite:
 
     @property
     def is_full(self) -> bool:
-        """Return True if more is to go into the next write."""
+        """Return True if further parts belong in the next write."""
         return self.parts >= MOST_PARTS or self.nbytes >= MOST_BYTES
 
     def end(self, ended: EndedSample) -> None:
@@ -347,11 +341,11 @@ class JournalWrite:
 
 
 def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> JournalWrite:
-    """Take what the journal does not have out of a batch, up to the size of one write.
+    """Take the next write out of a batch: at most one write's size of what the journal does not have.
 
-    Of unfinished samples it takes those with `least_tokens` new tokens or more, and all that call a tool or were
-    given tokens by their environment, for which somebody waits. The tokens of ended samples are
-    then in the record only. Must not be called again before the write is settled by `settle` or `undo`.
+    Of unfinished samples it takes those with at least `least_tokens` new tokens, and all that end with a tool call
+    or with tokens of their environment, for which a trainer waits. Afterwards only the record has the tokens of
+    ended samples. Must not be called again before `settle` or `undo`.
     """
     write = JournalWrite(batch.key, record.stored, record.repairing)
     for index in islice(record.forgotten, MOST_PARTS):
@@ -360,7 +354,7 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
     while batch.unjournaled and not write.is_full:
         index = batch.unjournaled.pop()
         state = batch.samples[index]
-        # Mostly without the last token, which may be sampled again.
+        # `settled` usually excludes the last token, which may be sampled again.
         begin, end = state.journaled, state.settled
         if end - begin >= (1 if end == len(state.tokens) else least_tokens):
             payload = pack(state.part(begin, end), state.version_spans(begin, end)) + state.turns(begin, end)
@@ -392,7 +386,7 @@ def has_more(batch: RolloutBatch, record: BatchRecord) -> bool:
 
 
 def settle(batch: RolloutBatch, record: BatchRecord, write: JournalWrite, torn: list[int]) -> None:
-    """Record that the journal has a write, but nothing of `torn` samples, which are no part of it any more."""
+    """Record that the journal has a write, except for `torn` samples, which are removed from it."""
     record.forgotten.difference_update(write.forgotten)
     write.ended = [ended for ended in write.ended if ended.index not in torn]
     record.confirm(ended.index for ended in write.ended)
@@ -402,13 +396,13 @@ def settle(batch: RolloutBatch, record: BatchRecord, write: JournalWrite, torn: 
 
 
 def undo(batch: RolloutBatch, write: JournalWrite) -> None:
-    """Record that the journal does not have a write. Ended samples are still in the record."""
+    """Record that the journal does not have a write. Ended samples stay in the record."""
     for chunk in write.extensions:
         _write_again(batch, chunk.index, chunk.begin, chunk.number)
 
 
 def _write_again(batch: RolloutBatch, index: int, begin: int = 0, number: int = 0) -> None:
-    """Have the tokens of a sample written from `begin` on, after so many chunks."""
+    """Have the tokens of a sample written again from `begin` on, after `number` chunks."""
     sample = batch.samples[index]
     if sample.chunks > number:
         sample.journaled, sample.chunks = begin, number
@@ -417,7 +411,7 @@ def _write_again(batch: RolloutBatch, index: int, begin: int = 0, number: int = 
 
 
 def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]:
-    """Return a sample that has ended, in which what the journal has comes first."""
+    """Return an ended sample as bytes, beginning with the part that the journal has, and the head of that part."""
     state = batch.samples[ending.index]
     begin = state.journaled if state.chunks else 0
     chunks = pack(state.part(0, begin), state.version_spans(0, begin)) + state.turns(0, begin)

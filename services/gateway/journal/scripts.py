@@ -1,14 +1,14 @@
 """Lua scripts of the journal, the version record and the leniences.
 
-Every script may be run twice with the same arguments with the effect of once, because a client that lost
-its connection cannot know whether the first was run. A script about a batch compares the caller's term with
-that of the batch: a higher one is a successor's ("FENCED"), a lower one is replaced. The others check the
-lease. So a suspended gateway cannot write over its successor.
+Every script is idempotent, because a client that lost its connection cannot know whether its script was run. A
+script about a batch compares the caller's term with the term of the batch: if the batch has a higher one, a
+successor has it ("FENCED"); a lower one is replaced. The other scripts check the lease. So a suspended gateway
+cannot overwrite its successor's data.
 
-Redis may forget what it acknowledged: a replica that was promoted, or an append-only file that was cut short,
-lacks the last writes. Therefore a write says what it takes to be there, and is refused ("HOLE", "GONE") or
-has a part of it refused ("torn") where that is missing. The chunks of a sample are there if their number and
-tokens are, which are written with each of them into the same hash.
+Redis may forget what it acknowledged: a promoted replica, or a truncated append-only file, lacks the last writes.
+Therefore a write states what it expects in Redis, and if that is missing it is refused as a whole ("HOLE", "GONE")
+or in part ("torn"). The chunks of a sample are complete if their number and their tokens match, which are written
+with each chunk into the same hash.
 """
 
 # KEYS[1]: meta. ARGV[1]: the caller's term.
@@ -26,7 +26,7 @@ if not term then return redis.error_reply('GONE the batch is not in the journal'
 """
 )
 
-# A script whose first write frees memory may go on writing in a full Redis.
+# A script whose first command frees memory may continue to write in a full Redis.
 _MAY_BE_FULL = """
 redis.call('HDEL', KEYS[1], 'nothing')
 """
@@ -74,12 +74,12 @@ return 1
 """
 )
 
-# KEYS: all of a batch. ARGV: term, number of done samples, 1 to repair what is there instead of comparing it,
+# KEYS: all of a batch. ARGV: term, number of done samples, 1 to repair the content instead of comparing it,
 # seconds until a finished batch expires, now, number of chunks, number of samples to forget, samples of the
-# batch (those of an addition that was not answered may be there besides); then (index, number, begin, end,
+# batch (Redis may also have the samples of an addition that was not answered); then (index, number, begin, end,
 # payload) of each chunk, the index of each sample to forget, and (index, cursor, chunks, their tokens, payload)
 # of each ended sample, whose payload is empty if it has been acknowledged.
-# Returns the indexes of the samples whose earlier chunks are missing: those have none now, and have not ended.
+# Returns the indexes of the samples whose earlier chunks are missing: now they have none, and have not ended.
 WRITE = (
     _FENCE_EXISTING
     + _DROP_CHUNKS
@@ -171,8 +171,8 @@ return 1
 )
 
 # KEYS: all of a batch. ARGV: term, request with all groups, their samples, 1 if groups may be added (else
-# empty), and 1 to replace what is there even if it has as many samples. Drops additions, which are part of the
-# request.
+# empty), and 1 to replace the stored request even if it has as many samples. Drops additions, which are part of
+# the request.
 MEND = (
     _FENCE_EXISTING
     + """
@@ -188,10 +188,10 @@ return 1
 )
 
 # KEYS: all of a batch. ARGV: term, 1 for the request as well.
-# Makes the batch the caller's. Returns (fingerprint, accepted_at, total, lenience, open, account, acked, request),
-# the fields and values of done, the indexes that have an event, the cancellations, and with the request what was
-# added to it; nothing if there is no such batch. Numbers come as one text: a client takes microseconds for each
-# element of a list.
+# Takes over the batch. Returns (fingerprint, accepted_at, total, lenience, open, account, acked, request),
+# the fields and values of done, the indexes that have an event, the cancellations, and with the request the
+# additions to it; nothing if there is no such batch. Numbers are returned as one text, because a client takes
+# microseconds for each element of a list.
 ADOPT = (
     _FENCE
     + """
@@ -207,7 +207,7 @@ return {head, table.concat(redis.call('HGETALL', KEYS[3]), ' '), table.concat(re
 """
 )
 
-# KEYS: all of a batch. ARGV: term, cancellation. Returns 0 if the batch has finished: then nothing is recorded.
+# KEYS: all of a batch. ARGV: term, cancellation. Returns 0, and records nothing, if the batch has finished.
 CANCEL = (
     _FENCE_EXISTING
     + """
@@ -220,8 +220,8 @@ return 1
 """
 )
 
-# KEYS: all of a batch. ARGV: term, acknowledged cursor, seconds until the batch expires (empty: not because of
-# this), then indexes of acknowledged samples. Returns how many events are gone by this.
+# KEYS: all of a batch. ARGV: term, acknowledged cursor, seconds until the batch expires (empty: unchanged), then
+# indexes of acknowledged samples. Returns the number of events that were removed.
 ACK = (
     _FENCE_EXISTING
     + _MAY_BE_FULL
@@ -249,7 +249,7 @@ return redis.call('UNLINK', unpack(KEYS))
 """
 )
 
-# KEYS: format, batches. ARGV: format version. Returns the version that the journal has; sets that of an empty one.
+# KEYS: format, batches. ARGV: format version. Returns the version of the journal; an empty one gets this version.
 FORMAT = """
 local known = redis.call('GET', KEYS[1])
 if known then return known end

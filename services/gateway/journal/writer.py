@@ -1,12 +1,12 @@
-"""Writer of new tokens and finished samples into the journal, many changes per round trip, and its backpressure.
+"""Write new tokens and finished samples into the journal, many changes per round trip, with backpressure.
 
-One writer serves all batches. Between two round trips further changes gather in the batches, so the size of a
-trip follows the load and no link ever waits for Redis. In an outage the writer tries again with growing delays,
-indefinitely: writes may be repeated, and samples are delivered only once they are written. A batch that Redis
-refuses has its own delay and holds up no other.
+One writer serves all batches. Between two round trips changes gather in the batches, so the size of a round trip
+follows the load and no link ever waits for Redis. In an outage the writer retries indefinitely, with growing
+delays: writes may be repeated, and samples are delivered only once they are written. A batch that Redis refuses has
+its own delay and does not block others.
 
-If too many bytes wait for Redis, work pauses (`JournalBacklog`). If Redis is nearly full, no new batch is
-accepted, so that the accepted ones can end (`RedisHeadroom`).
+If too many bytes wait for Redis, work pauses (`JournalBacklog`). If Redis is nearly full, no new batch is accepted,
+so that the accepted ones can end (`RedisHeadroom`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _RETRY_AFTER = 5.0
 class JournalBacklog:
     """Bytes of ended samples that are not in the journal, as its writer counts them.
 
-    Above `most_bytes` the gateway gives instances nothing and takes nothing from them, until no more than half of
-    that waits: what they generate meanwhile stays with them.
+    Above `most_bytes` work is paused until at most half of that is left: the gateway sends instances nothing and
+    reads nothing from them. What they generate meanwhile stays with them.
     """
 
     def __init__(self, most_bytes: int, metrics: GatewayMetrics) -> None:
@@ -62,7 +62,7 @@ class JournalBacklog:
         metrics.paused.set_function(lambda: self.paused)
 
     def add(self, nbytes: int) -> None:
-        """Count bytes more, or less."""
+        """Add bytes, or subtract them if negative."""
         if not nbytes:
             return
         self.nbytes += nbytes
@@ -73,7 +73,7 @@ class JournalBacklog:
             self.changed.notify()
 
     def check(self) -> None:
-        """Check that work may go on. ResourceExhausted in a pause."""
+        """Check that work is not paused. ResourceExhausted in a pause."""
         if self.paused:
             raise ResourceExhausted(
                 "unwritten_bytes",
@@ -83,7 +83,7 @@ class JournalBacklog:
             )
 
     def clear(self) -> None:
-        """Forget what was counted: the term is over."""
+        """Reset the count, since the term is over."""
         self.add(-self.nbytes)
 
 
@@ -91,9 +91,9 @@ _MEMORY_CHECK_SECONDS = 1.0
 
 
 def used_share(info: dict[str, Any]) -> float:
-    """Return used memory over `maxmemory` from the reply to INFO memory; 0 where there is no limit.
+    """Return used memory over `maxmemory` from the reply to INFO memory; 0 if there is no limit.
 
-    A cluster replies for each node: then it is the share of the fullest.
+    A cluster replies for each node: the result is then the share of the fullest node.
     """
     nodes = [each for each in info.values() if isinstance(each, dict)] or [info]
     limited = [(int(node.get("used_memory", 0)), int(node.get("maxmemory", 0))) for node in nodes]
@@ -114,7 +114,7 @@ class RedisHeadroom:
         self._share = 0.0
 
     def check(self) -> None:
-        """Check that there is room for another batch. ResourceExhausted if there is not."""
+        """Check that there is room for another batch. ResourceExhausted if there is none."""
         self._backlog.check()
         if self._share > self._most:
             raise ResourceExhausted(
@@ -125,7 +125,7 @@ class RedisHeadroom:
             )
 
     async def look(self) -> None:
-        """Read the used share once. Raises what Redis raises."""
+        """Read the used share once. Raises the errors of Redis."""
         self._share = used_share(await self._redis.info("memory"))
         self._metrics.redis_memory.set(self._share)
 
@@ -142,26 +142,26 @@ class RedisHeadroom:
 FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 # Bytes of a token and its log-probability in memory.
 _TOKEN_BYTES = 8
-# Bytes of one round trip, and of those that are serialised in one turn of the event loop, which takes milliseconds.
+# Bytes of one round trip, and bytes that are serialised in one turn of the event loop, which takes milliseconds.
 _MOST_BYTES, _TURN_BYTES = 1 << 20, 32 << 10
 # Seconds from one round trip to the next: each costs as much as several samples in it.
 _PAUSE = 0.02
 
 
 class JournalReader(Protocol):
-    """Follower of the writer's progress."""
+    """Receiver of the writer's progress."""
 
     def journaled(self, key: BatchKey, events: int) -> None:
-        """Take note that so many samples of a batch have ended and are in the journal."""
+        """Record that `events` finished samples of the batch are durable."""
 
     def extended(self, key: BatchKey, tokens: Iterable[tuple[int, float]]) -> None:
-        """Take note that the journal has so many tokens of these samples; inf: all, with their ends."""
+        """Record the number of durable tokens of samples, as (index, tokens); inf: all, with the end."""
 
     def reopen(self, key: BatchKey, indexes: list[int]) -> None:
-        """Generate samples again that had ended and are lost."""
+        """Generate ended samples again, since the journal has lost them."""
 
     def taken(self, key: BatchKey) -> None:
-        """Let go of a batch that a successor has."""
+        """Drop a batch that a successor has taken over."""
 
 
 @dataclass(eq=False, slots=True)
@@ -170,7 +170,7 @@ class _Lane:
 
     batch: RolloutBatch
     write: JournalWrite | None = None
-    # Bytes that the backlog has of it.
+    # Bytes of the batch that are counted in the backlog.
     nbytes: int = 0
     backoff: ExponentialBackoff = field(
         default_factory=lambda: ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
@@ -188,7 +188,7 @@ class JournalWriter:
         metrics: GatewayMetrics,
         least_tokens: int,
     ) -> None:
-        """Write unfinished samples once they have grown by `least_tokens` since the last time."""
+        """Write an unfinished sample once it has gained `least_tokens` tokens since the last write."""
         self._journal = journal
         self._backlog = backlog
         self._least_tokens = least_tokens
@@ -199,11 +199,11 @@ class JournalWriter:
         self._lanes: dict[BatchKey, _Lane] = {}
         self._refused: dict[BatchKey, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
-        # Set while the next round trip is not to wait for others to share it.
+        # Set if the next round trip must not wait for further changes.
         self._hurry = asyncio.Event()
 
     def touch(self, batch: RolloutBatch) -> None:
-        """Have the batch's new tokens and endings written, the last at once if no other batch is to be written."""
+        """Write new tokens and endings of a batch; its last ending at once, if no other batch has changes."""
         lane = self._lanes.get(batch.key)
         if lane is None or lane.batch is not batch:
             self._remove(batch.key)
@@ -212,7 +212,7 @@ class JournalWriter:
         self._weigh(lane)
         if batch.key not in self._refused:
             self._make_due(batch.key)
-            # Its trainer waits for nothing else. Many batches that end would each have a round trip of their own.
+            # Its trainer waits only for this. With many ending batches, each would have a separate round trip.
             if batch.is_done() and len(self._lanes) == 1:
                 self._hurry.set()
 
@@ -230,7 +230,7 @@ class JournalWriter:
                 pieces = await self._collect()
                 if not pieces:
                     continue
-                # Full round trips follow each other at once: the pause bounds their number, not the bytes a second.
+                # Full round trips follow without a pause: it limits their number, not the bytes per second.
                 filled = sum(write.nbytes for _, write, _ in pieces) / _MOST_BYTES
                 rested_at = begun_at + _PAUSE * max(0.0, 1.0 - filled)
                 replies = await self._write([(write, record) for _, write, record in pieces])
@@ -242,7 +242,7 @@ class JournalWriter:
                 timer.cancel()
 
     async def _rest(self, seconds: float) -> None:
-        """Let changes gather for so long, unless there is a hurry. Even without time left others get a turn."""
+        """Wait `seconds` for further changes, or until `_hurry` is set; yield to the event loop in any case."""
         if seconds <= 0.0:
             await asyncio.sleep(0)
             return
@@ -310,7 +310,7 @@ class JournalWriter:
     async def _repair(
         self, lane: _Lane, write: JournalWrite, record: BatchRecord, reader: JournalReader
     ) -> None:
-        """Look at what is there, and have written again or generated again what is not."""
+        """Compare the record with Redis; rewrite what is in memory and regenerate the rest."""
         try:
             there = await self._journal.look(record)
             if there is None:
@@ -340,7 +340,7 @@ class JournalWriter:
             log.warning("journal_unreachable", error=str(error))
 
     def _weigh(self, lane: _Lane) -> None:
-        """Tell the backlog of what has ended in a batch and is not written."""
+        """Update the backlog by the bytes of a batch that have ended and are not written."""
         record = self._records.get(lane.batch.key)
         nbytes = _TOKEN_BYTES * lane.batch.ended_tokens + (0 if record is None else record.unwritten_bytes)
         self._backlog.add(nbytes - lane.nbytes)
@@ -387,6 +387,6 @@ class JournalWriter:
 
 
 def _extended(write: JournalWrite, torn: list[int]) -> list[tuple[int, float]]:
-    """Return the samples of a write of which the journal has all that was written so far, and their tokens."""
+    """Return the samples of a write that are not torn, with the number of their tokens in the journal."""
     extended = [(chunk.index, float(chunk.end)) for chunk in write.extensions if chunk.index not in torn]
     return extended + [(ended.index, math.inf) for ended in write.ended]

@@ -1,6 +1,6 @@
-"""Batches in work: the state that the process keeps with each, and the bounds on all of them.
+"""Batches in work: the state of each in this process, and the limits on all of them.
 
-The bounds are the unfinished samples and their tokens, in all and for each access token.
+The limits are on unfinished samples and their tokens, in all and for each access token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.platform.security.caller import TokenHolder
 from services.platform.tasks import Notifier
 
 _QUOTA_RETRY_SECONDS = 1.0
-"""Seconds until a caller above a quota is to come again; the SDK doubles its waits from there on."""
+"""Seconds after which a caller above a quota should try again; the SDK then doubles its waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,14 +41,14 @@ class InUse:
 
 
 class Accounts:
-    """What all tokens have in work. Whoever calls without a token of its own, a service, has no account."""
+    """Work and limits of all access tokens. A caller that is a service has no token of a user, and no account."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._by_name: dict[str, InUse] = {}
         self._metrics = metrics
 
     def of(self, name: str) -> InUse:
-        """Return what a token has in work."""
+        """Return the work of a token."""
         found = self._by_name.get(name)
         if found is None:
             found = self._by_name[name] = InUse()
@@ -57,19 +57,22 @@ class Accounts:
         return found
 
     def note(self, caller: TokenHolder, model_len: int) -> Account:
-        """Return the account of a caller, whose limits hold from now on."""
+        """Return the account of a caller, and apply the caller's limits from now on."""
         self.of(caller.name).caller = caller
         return Account(caller.name, model_len)
 
     def count(self, account: Account | None, samples: int, tokens: int) -> None:
-        """Count samples that begin to be unfinished; below 0: that end."""
+        """Add to the unfinished samples and tokens of an account; negative numbers: subtract."""
         if account is not None:
             used = self.of(account.name)
             used.samples += samples
             used.tokens += tokens
 
     def check(self, account: Account | None, samples: int, tokens: int) -> None:
-        """Check that so many more may begin. ResourceExhausted names the limit, what is in use, and the way out."""
+        """Check that `samples` samples with `tokens` tokens may begin.
+
+        ResourceExhausted names the limit, the use, and what to do.
+        """
         if account is None:
             return
         used = self.of(account.name)
@@ -88,7 +91,7 @@ class Accounts:
             if most is None or not more or now + more <= most:
                 continue
             never = more > most
-            way_out = f"ask for at most {most} at once" if never else "come again when some have ended"
+            way_out = f"ask for at most {most} at once" if never else "try again when some have ended"
             raise ResourceExhausted(
                 resource,
                 f"{account.name} has {now} {what}; {more} more would exceed {most}, the {resource} of its token: "
@@ -101,11 +104,11 @@ class Accounts:
             )
 
 
-# Events a second to the readers of all batches, where these have samples of several seconds, and the bounds of the
-# seconds between two events to the same.
+# Target event rate over all readers (per second, for samples of several seconds), and bounds of the seconds between
+# two events to one reader.
 _DELIVERIES = 200.0
 _LEAST_INTERVAL, _MOST_INTERVAL = 0.02, 0.5
-# Bytes of a token and its log-probability, and seconds for which their count holds.
+# Bytes of a token and its log-probability, and seconds for which a count of them is reused.
 _TOKEN_BYTES, _COUNT_SECONDS = 8, 0.1
 
 
@@ -115,17 +118,17 @@ class WorkLeft:
     def __init__(self) -> None:
         self.waiting_samples = self.running_samples = 0
         self.waiting_tokens = self.running_tokens = 0.0
-        # Sample index -> its tokens, and whether it waits for an instance.
+        # Sample index -> its tokens, and True if it waits for an instance.
         self._samples: dict[int, tuple[float, bool]] = {}
 
     def set(self, index: int, tokens: float, *, waiting: bool) -> None:
-        """Set what a sample needs."""
+        """Set the tokens that a sample needs."""
         self.end(index)
         self._samples[index] = (tokens, waiting)
         self._add(1, tokens, waiting)
 
     def place(self, index: int) -> None:
-        """Record that a sample runs, and needs what it needed before."""
+        """Record that a sample runs; it needs as many tokens as before."""
         tokens, _ = self._samples.get(index, (1.0, False))
         self.set(index, tokens, waiting=False)
 
@@ -135,7 +138,7 @@ class WorkLeft:
         self.set(index, max(1.0, left - tokens), waiting=waiting)
 
     def end(self, index: int) -> None:
-        """Record that a sample needs nothing more."""
+        """Record that a sample needs no more tokens."""
         known = self._samples.pop(index, None)
         if known is not None:
             self._add(-1, -known[0], known[1])
@@ -152,7 +155,7 @@ class WorkLeft:
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """One batch in work. `order` ranks its samples after those of earlier batches.
+    """One batch in work. `order` ranks its samples after the samples of earlier batches.
 
     A private batch belongs to a Generate call: it is not journaled, belongs to no step, and ends with the call.
     """
@@ -160,10 +163,10 @@ class RunningBatch:
     batch: RolloutBatch
     order: int
     private: bool = False
-    # Finished samples in the journal: those that may be delivered.
+    # Number of finished samples in the journal, which may be delivered.
     events: int = 0
     changed: Notifier = field(default_factory=Notifier)
-    # Loop time at which readers were last woken by `notify_soon`, and whether they are to be.
+    # Loop time at which `notify_soon` last woke readers; True if it is about to.
     _notified_at: float = -math.inf
     _notify_due: bool = False
     timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict)
@@ -171,16 +174,16 @@ class RunningBatch:
     # Sample index -> its link and its handle there.
     places: dict[int, tuple[WorkLink, int]] = field(default_factory=dict)
     left: WorkLeft = field(default_factory=WorkLeft)
-    # Samples whose tool calls the journal has, and for whose environments they wait.
+    # Samples whose tool calls are in the journal, and which wait for their environments.
     calls: WaitingCalls = field(default_factory=WaitingCalls)
-    # Sample index -> tokens that the journal is to have of it, and what waits for that.
+    # Sample index -> number of tokens that the journal must have, and the future that waits for them.
     unsafe: dict[int, tuple[int, asyncio.Future[None]]] = field(default_factory=dict)
-    # Nobody works on it any more.
+    # True once this process no longer works on the batch.
     dropped: bool = False
-    # Streams that wait for its samples, and the monotonic time at which a trainer last had to do with it.
+    # Streams that wait for its samples, and the monotonic time at which a trainer last used it.
     readers: int = 0
     used_at: float = field(default_factory=time.monotonic)
-    # From here to the last delivery.
+    # Lasts until the last delivery.
     trace: TraceSpan = NO_SPAN
 
     def __post_init__(self) -> None:
@@ -203,7 +206,7 @@ class RunningBatch:
 
     @contextmanager
     def read(self) -> Iterator[None]:
-        """Count a stream that waits for samples."""
+        """Count a stream while it waits for samples."""
         self.readers += 1
         try:
             yield
@@ -212,9 +215,9 @@ class RunningBatch:
             self.used_at = time.monotonic()
 
     def wait_safe(self, index: int) -> asyncio.Future[None]:
-        """Return what is done once the journal has all tokens that the sample has now, or its end.
+        """Return a future that is done once the journal has all current tokens of the sample, or its end.
 
-        It is cancelled with the batch.
+        The future is cancelled with the batch.
         """
         known = self.unsafe.get(index)
         waits = asyncio.get_running_loop().create_future() if known is None else known[1]
@@ -222,7 +225,7 @@ class RunningBatch:
         return waits
 
     def safe(self, index: int, tokens: float) -> None:
-        """Record that the journal has so many tokens of a sample; inf: its end."""
+        """Record that the journal has `tokens` tokens of a sample; inf: its end."""
         wanted, waits = self.unsafe.get(index, (math.inf, None))
         if waits is not None and tokens >= wanted:
             del self.unsafe[index]
@@ -230,7 +233,7 @@ class RunningBatch:
                 waits.set_result(None)
 
     def call_later(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
-        """Do something after a time, unless the timers are stopped before."""
+        """Call `do` after a time, unless the timers are stopped before."""
         number = next(self._timer_numbers)
         self.timers[number] = asyncio.get_running_loop().call_later(seconds, self._fire, number, do, args)
 
@@ -239,7 +242,7 @@ class RunningBatch:
         do(*args)
 
     def notify_soon(self, interval: float) -> None:
-        """Wake the readers, at once or as soon as the last time is `interval` seconds ago."""
+        """Wake the readers, at most once in `interval` seconds."""
         wait = self._notified_at + interval - asyncio.get_running_loop().time()
         if wait <= 0.0:
             self._notify()
@@ -252,7 +255,7 @@ class RunningBatch:
         self.changed.notify()
 
     def stop_timers(self) -> None:
-        """Cancel the deadline, all other timers, and what waits for the journal."""
+        """Cancel the deadline, all other timers, and all futures that wait for the journal."""
         for timer in self.timers.values():
             timer.cancel()
         self.timers.clear()
@@ -268,31 +271,30 @@ SampleRef = tuple[RunningBatch, int]
 class ActiveBatches:
     """All batches in work, by key, and the signals of their progress.
 
-    At most `max_samples` samples may be unfinished, and no more are taken while the tokens of those that are have
-    more than `max_token_bytes`.
+    At most `max_samples` samples may be unfinished, and none are accepted while the tokens of unfinished samples
+    take more than `max_token_bytes`.
     """
 
     def __init__(self, metrics: GatewayMetrics, max_samples: int, max_token_bytes: int = sys.maxsize) -> None:
         self.by_key: dict[BatchKey, RunningBatch] = {}
-        # Those of each token.
         self.accounts = Accounts(metrics)
-        # Samples that have not ended, including those that are about to be accepted.
+        # Samples that have not ended or are about to be accepted.
         self.unfinished = 0
-        # Samples in memory: all of the batches in work, ended or not.
+        # Samples in memory: all samples of the batches in work, ended or not.
         self.held = 0
         # Batches in work whose samples call tools.
         self.with_tools = 0
         # Finished batches that the journal still lists as unfinished.
         self.finished: asyncio.Queue[BatchKey] = asyncio.Queue()
-        # Set whenever a sample was placed, waits again or has ended; cleared by the task that follows it.
+        # Set whenever a sample was placed, waits again or has ended; cleared by the task that waits for it.
         self.progress = asyncio.Event()
-        # When those were accepted, or closed, that are no Generate calls, of which there may be thousands. An open
-        # one lasts as long as its trainer likes.
+        # Batch -> unix time at which it was accepted, or closed if it had been opened; inf while it is open.
+        # Without Generate calls, of which there may be thousands.
         self._accepted: dict[BatchKey, float] = {}
         self._metrics = metrics
         self._max_samples = max_samples
         self._max_token_bytes = max_token_bytes
-        # Bytes of these tokens, and the time of that count.
+        # Bytes of the tokens of unfinished samples, and the time of that count.
         self._token_bytes, self._counted_at = 0, -math.inf
         metrics.calling.set_function(lambda: sum(len(running.calls) for running in self.by_key.values()))
         metrics.unfinished_tokens.set_function(lambda: self.token_bytes() / max_token_bytes)
@@ -307,23 +309,23 @@ class ActiveBatches:
         self._show()
 
     def grow(self, batch: RolloutBatch, samples: int, most_tokens: int) -> None:
-        """Count samples that were added to a batch, and the most tokens that they may come to."""
+        """Count samples that were added to a batch, and the most tokens that they may have."""
         self.count(batch.account, samples, most_tokens)
         self.held += samples
 
     def count(self, account: Account | None, samples: int, most_tokens: int) -> None:
-        """Count samples that begin to be unfinished; below 0: that end, or are nobody's any more."""
+        """Add to the unfinished samples and to their account; negative numbers: samples end or are dropped."""
         self.unfinished += samples
         self.accounts.count(account, samples, most_tokens)
 
     def close(self, running: RunningBatch) -> None:
-        """Note that nothing can be added to a batch any more."""
+        """Record that nothing can be added to a batch any more."""
         running.batch.open = False
         self._accepted[running.batch.key] = time.time()
         self._show()
 
     def use(self, key: BatchKey) -> None:
-        """Note that a trainer has to do with a batch."""
+        """Record that a trainer uses a batch now."""
         if running := self.by_key.get(key):
             running.used_at = time.monotonic()
 
@@ -337,9 +339,9 @@ class ActiveBatches:
 
     @property
     def delivery_interval(self) -> float:
-        """Least seconds between two events to the reader of a batch: all together get so many a second.
+        """Least seconds between two events to one reader, so that all readers together get `_DELIVERIES` a second.
 
-        Far below the time that a sample takes, so that nobody waits for a sample because of it.
+        It is far below the time that a sample takes, so it delays no trainer noticeably.
         """
         return min(max(len(self._accepted) / _DELIVERIES, _LEAST_INTERVAL), _MOST_INTERVAL)
 
@@ -349,7 +351,7 @@ class ActiveBatches:
         return running if running is not None and running.batch is attempt.batch else None
 
     def check_batches(self) -> None:
-        """Check that another batch without samples may be opened. ResourceExhausted if there are too many."""
+        """Check that another batch may be opened. ResourceExhausted if there are too many."""
         if len(self.by_key) >= self._max_samples:
             raise ResourceExhausted(
                 "batches", f"{len(self.by_key)} batches are in work, the most that may be", retry_after=5.0
@@ -357,10 +359,10 @@ class ActiveBatches:
 
     @contextmanager
     def reserve(self, samples: int, account: Account | None = None, most_tokens: int = 0) -> Iterator[None]:
-        """Count samples as unfinished while they are being recorded, which may come to so many tokens.
+        """Count samples, which may have `most_tokens` tokens, as unfinished while they are being recorded.
 
-        Neither the bounds nor a weight update may overlook them. ResourceExhausted beyond a bound, of the queue or
-        of the account.
+        So neither the limits nor a weight update overlook them. ResourceExhausted above a limit of the queue or of
+        the account.
         """
         self.accounts.check(account, samples, most_tokens)
         if self.unfinished + samples > self._max_samples:
@@ -384,10 +386,10 @@ class ActiveBatches:
             self.count(account, -samples, -most_tokens)
 
     def token_bytes(self) -> int:
-        """Return the bytes that the tokens of unfinished samples have, counted within the last 0.1 s."""
+        """Return the bytes of the tokens of unfinished samples, counted within the last 0.1 s."""
         now = time.monotonic()
         if now - self._counted_at > _COUNT_SECONDS:
-            # By batch: there may be thousands, of Generate calls.
+            # Not at every call: there may be thousands of batches, of Generate calls.
             held = sum(running.batch.held_tokens for running in self.by_key.values())
             self._token_bytes, self._counted_at = _TOKEN_BYTES * held, now
         return self._token_bytes

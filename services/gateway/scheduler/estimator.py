@@ -1,4 +1,4 @@
-"""Estimates of the tokens that samples still need, from lengths of earlier responses and existing drafts.
+"""Estimate the tokens that samples still need, from lengths of earlier responses and existing drafts.
 
 Pure: no clock, no I/O. Predictions only order the queue and balance load; a wrong one costs time, never
 correctness.
@@ -16,9 +16,9 @@ from services.gateway.state.rollout_batch import RolloutBatch
 
 # Tokens assumed when nothing at all is known of a run.
 UNKNOWN_LENGTH = 512.0
-# Responses remembered per prompt: several epochs of a usual group, little memory.
+# Responses remembered per prompt: enough for several epochs of a usual group, in little memory.
 WINDOW = 32
-# Stragglers decide when a step ends, so a prompt counts as long as its long responses are.
+# Stragglers determine when a step ends, so the prediction for a prompt is the length of its long responses.
 QUANTILE = 0.8
 
 
@@ -49,8 +49,7 @@ class _Mean:
 class LengthPredictor:
     """Predictor of response lengths in tokens, by run and prompt.
 
-    Forgets the prompts and the runs not seen for longest: `max_prompts` and `max_runs` bound the memory, of about
-    0.5 KiB a prompt.
+    `max_prompts` and `max_runs` bound the memory, about 0.5 KiB a prompt: the least recently seen are forgotten.
     """
 
     def __init__(self, max_prompts: int = 100_000, max_runs: int = 10_000) -> None:
@@ -96,7 +95,7 @@ class LengthPredictor:
 
 @dataclass(frozen=True, slots=True)
 class DraftCoverage:
-    """Draft of a sample that exists before the sample starts: its tokens, and whether it ended by itself."""
+    """Draft of a sample that exists before the sample starts. A `finished` one ended by itself."""
 
     tokens: int
     finished: bool = False
@@ -107,9 +106,9 @@ Coverage = Mapping[tuple[str, int], DraftCoverage]
 
 
 def remaining_work(predicted: float, have: int, covered: DraftCoverage | None, draft_cost: float) -> float:
-    """Return what remains of a sample, in tokens that are generated one by one; at least 1.
+    """Return the remaining work of a sample, in tokens that are generated one by one; at least 1.
 
-    `predicted` is its length without a draft, and `have` of its tokens exist. A finished draft tells the final
+    `predicted` is its length without a draft, and `have` of its tokens exist. A finished draft gives the final
     length, an unfinished one a lower bound. A drafted token costs `draft_cost` of a generated one.
     """
     if covered is None:
@@ -149,17 +148,14 @@ class WorkEstimator:
         self._coverage.pop(batch.key, None)
 
     def observe(self, batch: RolloutBatch, index: int) -> bool:
-        """Learn from the length of a completed or truncated sample; return True if that changes predictions.
-
-        Those of the samples of its prompt, that is.
-        """
+        """Learn from the length of a completed or truncated sample; return True if that changes a prediction."""
         before = self._length(batch, index)
         length = len(batch.samples[index].tokens)
         self.lengths.observe(batch.key[0], batch.group_of(index).prompt_id, length)
         return self._length(batch, index) != before
 
     def remaining(self, batch: RolloutBatch, index: int) -> float:
-        """Return the tokens that a sample is predicted to need still; drafted ones count for less."""
+        """Return the predicted remaining tokens of a sample, in which drafted tokens count for less."""
         have, covered = len(batch.samples[index].tokens), self.covered(batch, index)
         return remaining_work(self._length(batch, index), have, covered, self._draft_cost)
 

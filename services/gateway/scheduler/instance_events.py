@@ -1,8 +1,8 @@
-"""Events of instances: the beginning and end of work streams, and the messages on them.
+"""Handle events of instances: the beginning and end of work streams, and the messages on them.
 
-An instance may move a sample to another, which claims it by KV or resumes it by its prefix. The gateway may still
-be shaking hands with the receiver. Such a sample waits here for the link, for a limited time; then any instance
-resumes it by its prefix, as after a loss.
+An instance may move a sample to another, which claims it by KV or resumes it by its prefix. If the gateway is still
+connecting to the receiver, the sample waits here for the link, for a limited time; then any instance resumes it by
+its prefix, as after a loss.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from services.gateway.scheduler.placer import Placer
 from services.gateway.scheduler.turns import Steps, Turns
 from services.gateway.scheduler.work_link import Attempt, WorkLink
 from services.gateway.state.fleet_health import FleetHealth
-from services.gateway.state.sample import Likeliest, SamplePhase
+from services.gateway.state.sample import SamplePhase, TopTokens
 
 log = structlog.get_logger(__name__)
 
-# What no other instance would take either: the request is wrong, or the weights are broken.
+# Codes of refusals that every instance would repeat: the request is wrong, or the weights are broken.
 _FINAL = (code_pb2.INVALID_ARGUMENT, code_pb2.DATA_LOSS)
 
 
@@ -49,11 +49,11 @@ class MovesInTransit:
         self._waiting.setdefault(receiver, {})[attempt] = None
 
     def arrivals(self, receiver: str) -> list[Attempt]:
-        """Take out all that wait for an instance, in order."""
+        """Remove and return all attempts that wait for an instance, in order."""
         return list(self._waiting.pop(receiver, ()))
 
     def leave(self, attempt: Attempt, receiver: str) -> bool:
-        """Take out one attempt; return False if it did not wait."""
+        """Remove one attempt; return False if it did not wait."""
         waiting = self._waiting.get(receiver, {})
         if attempt not in waiting:
             return False
@@ -103,7 +103,7 @@ class InstanceEvents:
 
     def responded(self, link: WorkLink, response: pb.WorkResponse) -> None:
         """Process one message of an instance. ValueError if its tokens and log-probabilities do not match."""
-        self.fleet.heard(link.instance_id, link.epoch, self._loop.time())
+        self.fleet.note_message(link.instance_id, link.epoch, self._loop.time())
         now = time.time()
         extended = self._extend(link, response, now)
         for finished in response.finished:
@@ -138,12 +138,14 @@ class InstanceEvents:
                 raise ValueError(f"{count} tokens with {len(verified)} verified logprobs")
             version = delta.policy_version if delta.HasField("policy_version") else None
             if delta.HasField("prompt_logprobs"):
-                attempt.batch.tell_prompt(attempt.index, attempt.number, delta.prompt_logprobs)
+                attempt.batch.set_prompt_logprobs(attempt.index, attempt.number, delta.prompt_logprobs)
             each = attempt.batch.group_of(attempt.index).sampling.top_logprobs
             if not len(delta.top_token_ids) == len(delta.top_logprobs) == count * each:
-                found = f"{len(delta.top_token_ids)} likeliest tokens and {len(delta.top_logprobs)} logprobs"
-                raise ValueError(f"{count} tokens with {found} of them; {each} each were asked for")
-            top = Likeliest(delta.top_token_ids, delta.top_logprobs) if each else None
+                found = (
+                    f"{len(delta.top_token_ids)} top tokens and {len(delta.top_logprobs)} logprobs of them"
+                )
+                raise ValueError(f"{count} tokens with {found}; {each} for each token were requested")
+            top = TopTokens(delta.top_token_ids, delta.top_logprobs) if each else None
             if attempt.batch.extend(
                 attempt.index, attempt.number, delta.token_ids, delta.logprobs, now, verified, version, top
             ):
@@ -165,10 +167,10 @@ class InstanceEvents:
         if refused.code in _FINAL:
             self.settlement.take_back(attempt, attempt.batch.fail(attempt.index, failure, now))
         elif refused.reason == RESUMING:
-            # What was streamed to a caller cannot be taken back.
+            # Tokens that were streamed to a caller cannot be revoked.
             running = self.batches.of(attempt)
             renews = running is not None and not running.private
-            effect = attempt.batch.not_resumed(attempt.index, attempt.number, failure, now, renews=renews)
+            effect = attempt.batch.resume_refused(attempt.index, attempt.number, failure, now, renews=renews)
             self.settlement.take_back(attempt, effect)
         elif attempt.migration_id:
             self._claim_refused(attempt, now)
@@ -184,7 +186,7 @@ class InstanceEvents:
     # Moves ----------------------------------------------------------------------------------------------
 
     def _moved_by_kv(self, link: WorkLink, moved: generation_pb2.Moved, now: float) -> None:
-        """Follow a sample that was moved with its KV and that the receiver decodes already."""
+        """Follow a sample that was moved with its KV and already runs on the receiver."""
         left = link.release(moved.handle)
         if left is None:
             return
@@ -211,8 +213,8 @@ class InstanceEvents:
     def _moved_by_prefix(self, attempt: Attempt, receiver: str) -> None:
         """Resume a sample by its prefix on the receiver.
 
-        If there is no link to that yet, the sample waits for it: its former instance would have room for it
-        now.
+        If there is no link to the receiver yet, the sample waits for it. In the queue it could return to its former
+        instance, which has room for it now.
         """
         if receiver in self.placer.links:
             self._resume(attempt, receiver)
@@ -230,7 +232,7 @@ class InstanceEvents:
                 self._resume(attempt, link.instance_id)
 
     def _claim_refused(self, attempt: Attempt, now: float) -> None:
-        """Resume a sample elsewhere that the receiver no longer has; it may take others all the same."""
+        """Resume a sample elsewhere, since the receiver no longer has it; the receiver may still take others."""
         self.metrics.moves.labels("refused").inc()
         self.settlement.take_back(attempt, attempt.lost(now), "claim_refused")
 
@@ -250,7 +252,7 @@ class InstanceEvents:
         if running is not None and attempt.is_running:
             running.places[attempt.index] = (link, handle)
         if running is None or not attempt.is_running or attempt.sample.cancelled:
-            # Claimed all the same, so that the receiver ends it at once.
+            # Claimed nevertheless, so that the receiver ends it at once.
             link.abort(handle)
             self.metrics.moves.labels("unwanted").inc()
             return

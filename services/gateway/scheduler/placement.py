@@ -1,15 +1,15 @@
-"""Order of waiting samples, and the instance for each.
+"""Order the waiting samples, and choose the instance for each. Pure: no clock, no I/O.
 
-Pure: no clock, no I/O. Binding is late: samples that fit on no instance wait, so that each goes to the instance
-that is free at its turn. Higher priorities go first. The runs of one priority share by weight, in predicted
-tokens (start-time fair queuing: Goyal, Vin and Cheng, 1997): the next sample is of the run that has had least for
-its weight, and a run gains nothing by a time without samples. Within a run, samples whose KV an instance holds go
-first: begun work ends before more begins, and before that KV is gone. The longest predicted sample follows
+Binding is late: samples wait until an instance has room, so that each goes to the instance that is free at its
+turn. Higher priorities come first. The runs of one priority share by weight, in predicted tokens (start-time fair
+queuing: Goyal, Vin and Cheng, 1997): the next sample is of the run that has had least for its weight, and a run
+gains nothing by a time without samples. Within a run, samples whose KV an instance holds come first: begun work
+ends before new work begins, and before that KV is evicted. Then comes the longest predicted sample
 (longest-processing-time-first scheduling).
 
-A sample goes to the instance with the fewest predicted tokens left. If the difference in load is no more than the
-sample itself, the instance that already has samples of the same prompt wins, because they share a prefix cache
-and drafts.
+A sample is placed on the instance with the fewest predicted tokens left. If the difference in load is at most the
+sample itself, an instance that already has samples of the same prompt is preferred, because they share a prefix
+cache and drafts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Generic, TypeVar
 
-# Instances with samples of a prompt that are compared; of more, those that got one last.
+# Most instances with samples of a prompt that are compared: those that got one last.
 MOST_COMPARED = 64
 
 
 class InstanceSlots:
     """Room of an instance for samples.
 
-    It takes `room` more samples, has `load` predicted tokens still to generate, and counts its samples by
-    prompt in `prompts`. The pool that it is in learns of every change.
+    It has room for `room` more samples, has `load` predicted tokens still to generate, and counts its samples by
+    prompt in `prompts`. Its pool is notified of every change.
     """
 
     __slots__ = ("_version", "instance_id", "load", "pool", "prompts", "room", "stamp")
@@ -47,7 +47,7 @@ class InstanceSlots:
         self.load = load
         self.prompts: dict[Hashable, int] = {} if prompts is None else prompts
         self.pool: InstancePool | None = None
-        # Number of the last change: entries of earlier ones in the pool's heaps are void.
+        # Number of the last change; entries of earlier changes in the pool's heaps are void.
         self.stamp = 0
         self._version = policy_version
 
@@ -88,7 +88,7 @@ class InstanceSlots:
 class InstancePool:
     """Instances by load. Choosing one and changing one are O(log n).
 
-    `is_open` tells whether an instance takes samples at all just now. One that did not is looked at again only
+    `is_open` returns True if an instance takes samples at present. An instance that did not is checked again only
     when it changes, or after `look_again`.
     """
 
@@ -97,13 +97,13 @@ class InstancePool:
         self._instances: dict[str, InstanceSlots] = {}
         # Policy version -> heap of (load, instance id, stamp) of instances with room.
         self._heaps: dict[int, list[tuple[float, str, int]]] = {}
-        # Prompt -> the instances that have samples of it, in the order in which they got the last one.
+        # Prompt -> the instances that have samples of it, in the order in which they last got one.
         self._homes: dict[Hashable, dict[InstanceSlots, None]] = {}
         self._closed: set[InstanceSlots] = set()
         self._stamps = count(1)
 
     def add(self, slots: InstanceSlots) -> None:
-        """Add an instance, in place of an earlier one of its name."""
+        """Add an instance, and replace an earlier one of its name."""
         old = self._instances.get(slots.instance_id)
         if old is not None:
             self.remove(old)
@@ -125,9 +125,9 @@ class InstancePool:
     def choose(self, version: int, prompt: Hashable, predicted: float, slack: float) -> InstanceSlots | None:
         """Return the instance for one sample of this version; None if there is no room.
 
-        Among those within `slack` times the sample's own length of the least load: the one with most samples
-        of its prompt; then the least loaded; then the first by name. Of instances with samples of the prompt
-        only the latest MOST_COMPARED are compared.
+        Candidates have at most the least load plus `slack` times the sample's own length. Among them the one with
+        most samples of its prompt is chosen; then the least loaded; then the first by name. Of the instances with
+        samples of the prompt, only the latest MOST_COMPARED are compared.
         """
         least = self.least(version)
         if least is None:
@@ -142,9 +142,9 @@ class InstancePool:
         return best
 
     def at_home(self, version: int, home: str, spared: float) -> InstanceSlots | None:
-        """Return the instance that has the KV of a sample; None if another is better or it has no room.
+        """Return the instance `home`, which has the KV of a sample; None if another is better or it has no room.
 
-        It may have `spared` more tokens to generate than the least loaded one.
+        It may have up to `spared` more tokens to generate than the least loaded one.
         """
         least, slots = self.least(version), self._instances.get(home)
         if least is None or slots is None or slots.room < 1 or slots.policy_version != version:
@@ -153,7 +153,7 @@ class InstancePool:
         return slots if near and self._is_open(slots) else None
 
     def least(self, version: int) -> InstanceSlots | None:
-        """Return the least loaded instance with room, by name if there are several."""
+        """Return the least loaded instance with room, the first by name if there are several."""
         heap = self._heaps.get(version, [])
         while heap:
             _, instance_id, stamp = heap[0]
@@ -166,13 +166,13 @@ class InstancePool:
         return None
 
     def look_again(self) -> None:
-        """Ask again whether the instances that were closed are open."""
+        """Check again whether closed instances are open."""
         closed, self._closed = self._closed, set()
         for slots in closed:
             self.changed(slots)
 
     def changed(self, slots: InstanceSlots) -> None:
-        """Bring an instance to the place of its load."""
+        """Update the position of an instance."""
         slots.stamp = next(self._stamps)
         if slots.room < 1:
             return
@@ -221,10 +221,10 @@ Ref = TypeVar("Ref", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class WaitingSample(Generic[Ref]):
-    """Sample without an instance. `predicted` is in tokens still to come; `order` breaks ties.
+    """Sample without an instance. `predicted` is the number of tokens still to come; `order` breaks ties.
 
-    `weight` is that of its run, which holds for all samples of the run in its priority. The instance `home`, if
-    any, has the KV of its `context`, in tokens.
+    `weight` is the weight of its run, which applies to all samples of the run in its priority. The instance `home`,
+    if any, has the KV of its `context`, in tokens.
     """
 
     ref: Ref
@@ -241,7 +241,7 @@ class WaitingSample(Generic[Ref]):
 
 @dataclass(frozen=True, slots=True)
 class Placement(Generic[Ref]):
-    """Waiting sample, and the instance that it goes to."""
+    """Waiting sample, and the instance on which it is placed."""
 
     waiting: WaitingSample[Ref]
     instance_id: str
@@ -253,7 +253,7 @@ class _Share(Generic[Ref]):
 
     weight: int = 1
     had: float = 0.0
-    # Samples that wait; the heap has void entries, too.
+    # Samples that wait; the heap also has void entries.
     waiting: int = 0
     in_turn: bool = False
     # (predicted tokens, negative; order; stamp; sample)
@@ -275,7 +275,7 @@ class WaitingQueue(Generic[Ref]):
 
     def __init__(self) -> None:
         self._entries: dict[Ref, tuple[int, WaitingSample[Ref], _Share[Ref]]] = {}
-        # By policy version, so that samples no instance may run cost nothing to skip; then by priority.
+        # By policy version, so that versions that no instance has are skipped at no cost; then by priority.
         self._levels: dict[int, dict[int, _Level[Ref]]] = {}
         self._stamp = 0
 
@@ -286,7 +286,7 @@ class WaitingQueue(Generic[Ref]):
         return ref in self._entries
 
     def push(self, waiting: WaitingSample[Ref]) -> None:
-        """Add a sample, or move it to the place of its new prediction."""
+        """Add a sample, or move it to its new position."""
         self.take(waiting.ref)
         levels = self._levels.setdefault(waiting.policy_version, {})
         level = levels.setdefault(waiting.priority, _Level())
@@ -305,11 +305,11 @@ class WaitingQueue(Generic[Ref]):
             heapq.heapify(share.heap)
 
     def discard(self, ref: Ref) -> bool:
-        """Remove a sample; return False if it was not waiting. Its heap entry is dropped when it surfaces."""
+        """Remove a sample; return False if it was not waiting. Its void heap entry is dropped later."""
         return self.take(ref) is not None
 
     def take(self, ref: Ref) -> WaitingSample[Ref] | None:
-        """Take one sample out of the queue, whatever waits before it; None if it was not waiting."""
+        """Remove one sample from any position and return it; None if it was not waiting."""
         entry = self._entries.pop(ref, None)
         if entry is None:
             return None
@@ -318,7 +318,7 @@ class WaitingQueue(Generic[Ref]):
         return waiting
 
     def place_next(self, pool: InstancePool, slack: float = 1.0) -> Placement[Ref] | None:
-        """Take the next sample that fits out of the queue and give it a slot of its instance; None if none fits."""
+        """Remove the next sample that fits and give it a slot of its instance; return None if none fits."""
         for version in list(self._levels):
             if pool.least(version) is None:
                 continue
@@ -351,7 +351,7 @@ class WaitingQueue(Generic[Ref]):
             waiting = self._pop_longest(share)
             if waiting is not None:
                 level.clock = had
-                # All that a sample needs is counted when it begins.
+                # The whole work of a sample is charged when it begins.
                 share.had = had + (0.0 if waiting.home else waiting.predicted / share.weight)
                 heapq.heapreplace(level.turns, (share.had, run))
                 return waiting

@@ -1,4 +1,4 @@
-"""Placement of waiting samples on the instances with a work stream."""
+"""Place waiting samples on the instances that have a work stream."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Placer:
     backlog: JournalBacklog
     affinity_slack: float
     turn_seconds: float = LONGEST_TURN
-    # Nothing is placed: weights are being applied, one instance after the other.
+    # True while weights are being applied on the instances: nothing is placed.
     held: bool = field(init=False, default=False)
     links: dict[str, WorkLink] = field(init=False, default_factory=dict)
     _queue: WaitingQueue[SampleRef] = field(init=False, default_factory=WaitingQueue)
     _pool: InstancePool = field(init=False)
-    # Revision of the fleet that the pool knows of.
+    # Revision of the fleet that the pool reflects.
     _revision: int = field(init=False, default=-1)
     _pump_due: bool = field(init=False, default=False)
     _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
@@ -64,7 +64,7 @@ class Placer:
             self._pool.remove(link.slots)
 
     def enqueue(self, running: RunningBatch, index: int) -> None:
-        """Let a sample wait, or move it to the place of its new prediction."""
+        """Queue a sample, or move it to the position of its new prediction."""
         batch, run_id = running.batch, running.batch.key[0]
         sample, group = batch.samples[index], batch.group_of(index)
         predicted = self.estimator.remaining(batch, index)
@@ -79,14 +79,14 @@ class Placer:
                 run=run_id,
                 priority=batch.priority,
                 weight=batch.weight,
-                # Of a sample that has called a tool.
+                # Set if the sample has called a tool.
                 home=sample.instance_id,
                 context=len(group.prompt_token_ids) + len(sample.tokens),
             )
         )
 
     def discard(self, running: RunningBatch, index: int) -> bool:
-        """Take a sample out of the queue; return False if it did not wait."""
+        """Remove a sample from the queue; return False if it did not wait."""
         return self._queue.discard((running, index))
 
     def is_waiting(self, running: RunningBatch, index: int) -> bool:
@@ -95,11 +95,11 @@ class Placer:
 
     @property
     def is_patient(self) -> bool:
-        """True if nobody waits for the ends of single samples: no other sample for a place, and no environment."""
+        """True if nothing waits for the ends of single samples: no sample for a slot, and no environment."""
         return not len(self._queue) and not self.batches.with_tools
 
     def pump_soon(self) -> None:
-        """Place waiting samples once the current event has been dealt with."""
+        """Place waiting samples after the current event has been handled."""
         if not self._pump_due:
             self._pump_due = True
             self._loop.call_soon(self._pump)
@@ -107,7 +107,7 @@ class Placer:
     def place_on(self, running: RunningBatch, index: int, instance_id: str) -> bool:
         """Place a waiting sample on this instance.
 
-        Returns False if the instance cannot take it; then it waits for any.
+        Returns False if the instance cannot take it; the sample then keeps waiting for any instance.
         """
         link, ref = self.links.get(instance_id), (running, index)
         if self._is_stopped or link is None or ref not in self._queue or not self._is_open(link):
@@ -122,13 +122,13 @@ class Placer:
         return True
 
     def pause(self, link: WorkLink) -> None:
-        """Give nothing to an instance that has just refused, for longer with each refusal in a row."""
+        """Place nothing on an instance that has just refused; each refusal in a row lengthens the pause."""
         pause = link.refusals.failed()
         link.closed_until = self._loop.time() + pause
         self._loop.call_later(pause, self._resume)
 
     def is_paused(self, link: WorkLink) -> bool:
-        """Return True if nothing is given to the instance since it refused."""
+        """Return True while nothing is placed on the instance because it refused."""
         return link.closed_until > self._loop.time()
 
     def _resume(self) -> None:
@@ -136,7 +136,7 @@ class Placer:
         self.pump_soon()
 
     def _pump(self) -> None:
-        """Place what fits; after `turn_seconds` let others have the event loop, and then go on."""
+        """Place what fits; after `turn_seconds` yield to the event loop, and continue later."""
         self._pump_due = False
         if self._is_stopped:
             return
@@ -166,7 +166,7 @@ class Placer:
         waiting, link = placement.waiting, self.links[placement.instance_id]
         (running, index), now = waiting.ref, time.time()
         if running.dropped:
-            # What is left of its samples in the queue is being removed.
+            # Its remaining samples are being removed from the queue.
             link.slots.give_back(waiting.prompt, waiting.predicted)
             return
         number = running.batch.assign(index, link.instance_id, now)

@@ -1,4 +1,4 @@
-"""Long work on the event loop, cut into turns so short that nothing else has to wait."""
+"""Split long work on the event loop into turns that are short enough not to delay anything else."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ R = TypeVar("R")
 Steps = Generator[None, None, None]
 
 LONGEST_TURN = 0.002
-"""Seconds of work before the event loop gets its turn."""
-# Of those that wait for a later turn, how many are told of one.
+"""Seconds of work after which control returns to the event loop."""
+# Most waiters that are woken in one turn.
 _MOST_WOKEN = 64
 
 
 class Pace:
-    """Time that the messages and changes of all instances may take together in one turn of the event loop."""
+    """Time budget that the messages and changes of all instances share in one turn of the event loop."""
 
     def __init__(self, seconds: float = 5 * LONGEST_TURN) -> None:
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        # None until the first of a turn goes on.
+        # None until the first waiter of a turn proceeds.
         self._until: float | None = None
         self._end_due = False
-        # A heap of those that wait, by their order of arrival.
+        # A heap of the waiters, in order of arrival.
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._numbers = count()
 
     async def wait(self) -> None:
-        """Return in this turn if there is time left in it and nobody waits, and else in a later one, in order."""
+        """Yield to the event loop once this turn's budget is spent; waiters resume in FIFO order."""
         if not self._waiting and self._has_time():
             return
         number = next(self._numbers)
@@ -61,7 +61,7 @@ class Pace:
 
     def _end_turn(self) -> None:
         self._end_due, self._until = False, None
-        # Not all of them, for whom there is no time: to wake a thousand takes milliseconds.
+        # Not all: there is no time for all, and waking a thousand takes milliseconds.
         for _ in range(min(_MOST_WOKEN, len(self._waiting))):
             _, turn = heapq.heappop(self._waiting)
             if not turn.done():
@@ -73,9 +73,9 @@ class Pace:
 class Turns:
     """Runner of work that has many steps, in order of arrival.
 
-    It takes `seconds` a turn of the event loop, and at least one step. Work is a generator that yields after each
-    step, of some microseconds. What fits into the current turn is done before `run` returns. Anything may happen
-    between two steps, so each step examines the state anew; only other work given to the same runner comes
+    It uses `seconds` of each turn of the event loop, and does at least one step. Work is a generator that yields
+    after each step of some microseconds. What fits into the current turn is done before `run` returns. Anything may
+    happen between two steps, so each step must examine the state again; only other work of the same runner comes
     strictly before or after.
     """
 
@@ -90,7 +90,7 @@ class Turns:
         self._stepping = False
 
     def run(self, work: Generator[None, None, R]) -> asyncio.Future[R]:
-        """Begin the work; the result has what the generator returns. Giving up the wait does not stop it."""
+        """Begin the work; the future has the generator's result. Cancelling the future does not stop the work."""
         result: asyncio.Future[R] = self._loop.create_future()
         self._work.append((work, result))
         if not self._in_turn:
@@ -109,7 +109,7 @@ class Turns:
         self._advance()
 
     def _advance(self) -> None:
-        """Do steps until the time is over. Work that is begun by a step waits for its turn."""
+        """Do steps until the time is used up. Work that is begun by a step waits for its turn."""
         if self._stepping:
             return
         self._stepping = True

@@ -20,31 +20,31 @@ from services.gateway.state.sample import EventEffect, GatewaySample
 from services.platform.observability.tracing import NO_SPAN, TraceSpan
 from services.platform.tasks import ExponentialBackoff
 
-# Tokens and items in one message: far below the size limit of messages.
+# Most tokens and items in one message: far below the size limit of messages.
 _MOST_TOKENS = 1_000_000
 _MOST_ITEMS = 1024
-# Messages a second that all instances together send and get, where they can be merged, and the longest time that
-# samples and ends wait to be: a message costs as much as all the rest that is done for a sample.
+# Target rate of mergeable messages from and to all instances (per second), and the longest time that samples and
+# ends wait to be merged. A message costs as much as all other work for a sample.
 _MESSAGES = 1000.0
 _LONGEST_INTERVAL = 1.0
-# Least time between two messages of an instance with ends that nobody waits for: what each of them makes gateway,
-# journal and trainer do costs as much as many samples in it.
+# Least time between two messages of an instance if nothing waits for the ends in them: the work that a message
+# causes in gateway, journal and trainer costs as much as many samples in it.
 _PATIENCE = 0.1
-# Share by which the interval has to change for an instance to be told.
-_WORTH_TELLING = 0.2
-# Events of a message that are processed at once: an instance with hundreds of samples may hand over all of them.
+# Relative change of the interval that is worth sending to an instance.
+_WORTH_SENDING = 0.2
+# Most events that are processed at once: an instance with hundreds of samples may hand over all of them.
 _MOST_EVENTS = 64
 
 
 def message_interval(instances: int) -> float:
-    """Return the least seconds between two messages on the stream to one of so many instances, each way."""
+    """Return the least seconds between two messages on one stream, in each direction, if there are `instances`."""
     return min(instances / _MESSAGES, _LONGEST_INTERVAL)
 
 
 def report_interval(instances: int, *, patient: bool) -> float:
-    """Return the least seconds between two messages of one of so many instances.
+    """Return the least seconds between two messages from one of `instances` instances.
 
-    `patient`: nobody waits for the ends of single samples.
+    `patient`: nothing waits for the ends of single samples.
     """
     return max(message_interval(instances), _PATIENCE if patient else 0.0)
 
@@ -53,7 +53,7 @@ def report_interval(instances: int, *, patient: bool) -> float:
 class Attempt:
     """One attempt of a sample on an instance.
 
-    `prompt` and `predicted` are those with which the attempt takes a slot of the instance.
+    `prompt` and `predicted` are the values with which the attempt takes a slot of the instance.
     """
 
     batch: RolloutBatch
@@ -62,7 +62,7 @@ class Attempt:
     prompt: Hashable
     predicted: float
     trace: TraceSpan = NO_SPAN
-    # Set for a sample that an instance has moved here, and that is claimed under this id.
+    # Set if another instance has moved the sample here: the id with which it is claimed.
     migration_id: str = ""
 
     @property
@@ -71,7 +71,7 @@ class Attempt:
 
     @property
     def is_running(self) -> bool:
-        """Return True if the sample's tokens are to come from this attempt."""
+        """Return True if this is the sample's current attempt and it is on the instance."""
         return self.sample.is_running(self.number)
 
     def lost(self, now: float) -> EventEffect:
@@ -82,12 +82,12 @@ class Attempt:
 class WorkLink:
     """Work stream to one instance. `slots` counts the samples that the instance has and can still take.
 
-    `give`, `claim` and `abort` only queue; all that is queued when the stream can take it goes out in one
-    message. Samples wait for `interval()` seconds after the last one, except where the instance has none or a
-    caller reads along. The instance is told to merge its reports, those of `reports()` seconds. `responded` is
-    called with every message in order, or with the parts of a long one, and no more are taken while the backlog is
-    paused. `run` ends when the stream does: with grpc.aio.AioRpcError, or returning when the instance ended it
-    without an error.
+    `give`, `claim` and `abort` only queue; everything queued is sent in one message when the stream can take it.
+    Samples wait until `interval()` seconds after the last message, unless the instance has none or the sample is
+    streamed to a caller. The instance is asked to merge its reports of `reports()` seconds. `responded` is called
+    with every message in order, or with the parts of a long one; while the backlog is paused no messages are read.
+    `run` ends with the stream: it raises grpc.aio.AioRpcError, or returns if the instance ended it without an
+    error.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class WorkLink:
         self._backlog = backlog
         self._interval = interval
         self._reports = reports
-        # The interval that the instance was told, and the loop time of the last message to it.
-        self._told = 0.0
+        # Report interval that the instance was sent, and the loop time of the last message to it.
+        self._sent_interval = 0.0
         self._sent_at = -math.inf
         self._waking: asyncio.TimerHandle | None = None
         self._handles = count(1)
@@ -132,7 +132,7 @@ class WorkLink:
         return next(self._handles)
 
     def give(self, attempt: Attempt, item: pb.WorkItem) -> None:
-        """Send an item. Its slot must have been taken by the placement."""
+        """Send an item. The placement must have taken its slot."""
         idle = not self.held
         self.held[item.handle] = attempt
         self._starts.append(item)
@@ -150,7 +150,7 @@ class WorkLink:
         self._wake.set()
 
     def abort(self, handle: int) -> None:
-        """Ask the instance to end a sample; it answers with a Finished."""
+        """Ask the instance to end a sample; it answers with Finished."""
         self._aborts.append(handle)
         self._wake.set()
 
@@ -167,7 +167,7 @@ class WorkLink:
         return list(held.values())
 
     async def run(self) -> None:
-        """Carry messages both ways until the stream ends."""
+        """Send and receive messages until the stream ends."""
         call = self._stub.Work(self._requests())
         try:
             async for response in call:
@@ -203,12 +203,12 @@ class WorkLink:
         claims, self._claims = self._claims, []
         aborts, self._aborts = self._aborts, []
         if claims:
-            # Before the aborts, which may be of these.
+            # Before the aborts, which may concern claimed samples.
             yield pb.WorkRequest(claim=claims)
         request, tokens = pb.WorkRequest(), 0
         interval = self._reports()
-        if starts and abs(interval - self._told) > _WORTH_TELLING * self._told:
-            self._told = interval
+        if starts and abs(interval - self._sent_interval) > _WORTH_SENDING * self._sent_interval:
+            self._sent_interval = interval
             request.report_interval.CopyFrom(duration(interval))
         for item in starts:
             request.start.append(item)
@@ -222,7 +222,7 @@ class WorkLink:
 
 
 def _parts(response: pb.WorkResponse) -> Iterator[pb.WorkResponse]:
-    """Yield a message, or the events of a long one in the order in which those of one message are processed."""
+    """Yield a message, or parts of a long one, with its events in the order in which a message is processed."""
     kinds: dict[str, Sequence[Any]] = {
         "deltas": response.deltas,
         "finished": response.finished,

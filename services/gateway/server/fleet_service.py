@@ -1,8 +1,8 @@
 """gRPC servicers of FleetService and DemandService.
 
-FleetService has instances, knobs, decisions and the online drafter. DemandService has the remaining work, for
-services that choose the number of instances. Calls about knobs and the drafter go to the leader of the service
-that owns them.
+FleetService covers instances, knobs, decisions and the online drafter. DemandService reports the remaining work to
+services that choose the number of instances. Calls about knobs and the drafter are forwarded to the leader of the
+service that owns them.
 """
 
 from __future__ import annotations
@@ -91,19 +91,19 @@ class LeaderClient:
 Context = grpc.aio.ServicerContext
 
 POLICY = "policy"
-# Fields of an instance, and counts of its load, that are shown as they are registered.
+# Fields of an instance, and counts of its load, that are shown as registered.
 _RECORDED = (
     *("instance_id", "epoch", "address", "max_running", "max_model_len", "vocab_size", "model", "device"),
     *("metrics_address", "refused_features"),
 )
 _COUNTS = ("running", "waiting", "generated_tokens", "steps")
-# Fields of the learner, shown as it names them.
+# Fields of the learner that have the same name in the response.
 _LEARNED = (
     *("drafter_version", "path", "updates", "samples_used", "policy_version", "rejected_candidates"),
     *("candidate_acceptance_length", "rollbacks"),
 )
 _CALL_SECONDS = 5.0
-# A rollback reads a checkpoint from end to end.
+# A rollback reads a whole checkpoint.
 _ROLLBACK_SECONDS = 120.0
 
 
@@ -138,7 +138,7 @@ def _state(member: FleetMember) -> str:
 
 
 def fields_of(source: object, *names: str) -> dict[str, Any]:
-    """Return the fields of an object that have the same name in the message that is made from it."""
+    """Return fields of an object by name, for a message that has the same field names."""
     return {name: getattr(source, name) for name in names}
 
 
@@ -179,14 +179,14 @@ def _add(response: demand_pb2.GetDemandResponse, running: RunningBatch, now: flo
 
 _WITHOUT_LEADER = ("GetKnobs", "SetKnobs", "WatchDecisions", "GetDrafter", "RollBackDrafter")
 WITHOUT_LEADER = frozenset(f"/paceline.v1.FleetService/{name}" for name in _WITHOUT_LEADER)
-"""Methods that every gateway answers, whether or not any leads."""
+"""Methods that every gateway answers, even if no gateway leads."""
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Servicer of instances for the term of leadership that `term` returns.
 
-    Calls `WITHOUT_LEADER` need no leadership: any gateway passes them on to the service that decides, or reads them
-    from Redis.
+    Calls in `WITHOUT_LEADER` need no leadership: any gateway forwards them to the service that decides, or reads
+    the answer from Redis.
     """
 
     def __init__(self, term: Callable[[], LeadershipTerm], config: GatewayConfig, redis: Redis) -> None:
@@ -234,7 +234,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         term = self._term()
         (connection,) = _connections(term, [request.instance_id])
-        # Reported first, so that nothing that it hands over comes back to it.
+        # Report first, so that samples that it hands over do not return to it.
         _report(term, connection, MemberState.DRAINING)
         try:
             reply = await _call(
@@ -280,7 +280,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             raise InvalidArgument(violations)
         now = 0.0 if request.kept else time.time()
         since = seconds_of(request.since) if request.HasField("since") else now
-        # Entries are named by the time of their arrival in milliseconds, a little after that of the decision.
+        # The id of an entry is its time of arrival in milliseconds, slightly after the time of the decision.
         after = str(max(0, int(since * 1000) - 1))
         read = self._decisions.kept if request.kept else self._decisions.follow
         try:

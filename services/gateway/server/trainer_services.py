@@ -113,7 +113,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
     """Servicer for the term of leadership that `term` returns.
 
-    `term` raises Unavailable while another gateway leads. Weights have to be in `weights_root`, if there is one.
+    `term` raises Unavailable while another gateway leads. Weights must be in `weights_root`, if that is set.
     """
 
     def __init__(self, term: Callable[[], LeadershipTerm], weights_root: Path | None = None) -> None:
@@ -216,7 +216,7 @@ def _treatment(in_flight: weight_pb2.InFlight) -> InFlightTreatment:
 
 def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
     if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
-        raise Unimplemented("DRAFTER", "drafters from trainers are not there yet; target POLICY")
+        raise Unimplemented("DRAFTER", "drafters from trainers are not supported yet; target POLICY")
     violations = []
     if not request.run_id:
         violations.append(Violation("run_id", "is empty"))

@@ -1,4 +1,4 @@
-"""Tool calls of samples: the rules of a batch, the calls that wait, and the effect of an answer. Pure."""
+"""Tool calls of samples: the rules of a batch, the waiting calls, and the effect of an answer. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.gateway.state.sample import BatchGroup, GatewaySample, SamplePhase
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Rules of a batch: what makes a sample wait for its environment, how often it may, for how many seconds."""
+    """Rules of a batch: tokens and strings that make a call, most calls of a sample, and the longest wait."""
 
     token_ids: frozenset[int]
     strings: frozenset[str]
@@ -26,7 +26,7 @@ class CallRules:
 
     @classmethod
     def of(cls, tools: sample_pb2.ToolUse, most: int, wait_seconds: float) -> CallRules:
-        """Return the rules of a request, with the gateway's where it names none."""
+        """Return the rules of a request, with the gateway's `most` and `wait_seconds` as defaults."""
         wait = seconds_of(tools.max_wait) if tools.HasField("max_wait") else wait_seconds
         return cls(
             frozenset(tools.call_token_ids), frozenset(tools.call_strings), tools.max_calls or most, wait
@@ -38,7 +38,7 @@ class CallRules:
 
 
 def with_calls(sampling: sample_pb2.SamplingParams, tools: sample_pb2.ToolUse) -> sample_pb2.SamplingParams:
-    """Return sampling parameters under which samples stop at calls, too."""
+    """Return sampling parameters with which samples also stop at calls."""
     if not (tools.call_token_ids or tools.call_strings):
         return sampling
     stopping = sample_pb2.SamplingParams()
@@ -49,10 +49,10 @@ def with_calls(sampling: sample_pb2.SamplingParams, tools: sample_pb2.ToolUse) -
 
 
 class WaitingCalls:
-    """Samples of a batch whose calls may be told, in the order in which they may. Each change is O(1)."""
+    """Samples of a batch whose calls may be delivered, in that order. Each change is O(1)."""
 
     def __init__(self) -> None:
-        # Sample index -> number, and the time since when it waits.
+        # Sample index -> number, and the time at which its wait began.
         self._calls: dict[int, tuple[int, float]] = {}
         self._numbers = count(1)
 
@@ -63,17 +63,17 @@ class WaitingCalls:
         return index in self._calls
 
     def add(self, index: int, now: float) -> None:
-        """Add a sample that waits from now on; one that is there keeps its place."""
+        """Add a sample that waits from now on; a known sample keeps its place."""
         if index not in self._calls:
             self._calls[index] = (next(self._numbers), now)
 
     def discard(self, index: int) -> float | None:
-        """Remove a sample; return since when it has waited, None if it is not there."""
+        """Remove a sample; return the time at which its wait began, None if it did not wait."""
         number_and_since = self._calls.pop(index, None)
         return None if number_and_since is None else number_and_since[1]
 
     def after(self, number: int) -> list[tuple[int, int]]:
-        """Return (number, sample index) of all after a number; what it costs is these."""
+        """Return (number, sample index) of all calls after `number`, in time proportional to their count."""
         found = []
         for index in reversed(self._calls):
             own = self._calls[index][0]
@@ -83,7 +83,7 @@ class WaitingCalls:
         return found[::-1]
 
     def overdue(self, before: float) -> list[int]:
-        """Return the samples that wait since before a time; what it costs is these."""
+        """Return the samples whose wait began before a time, in time proportional to their count."""
         found = []
         for index, (_, since) in self._calls.items():
             if since >= before:
@@ -95,33 +95,35 @@ class WaitingCalls:
 class CallAnswer(enum.Enum):
     """Effect of a continuation on its sample."""
 
-    GO_ON = "go on"
+    RESUME = "resume"
     END = "end"
     # It was made before, or the sample has ended.
-    PASS_OVER = "pass over"
+    SKIP = "skip"
 
 
-def judge(sample: GatewaySample, continuation: rollout_pb2.Continuation, field: str) -> CallAnswer:
-    """Return what a continuation does.
+def effect_of_continuation(
+    sample: GatewaySample, continuation: rollout_pb2.Continuation, field: str
+) -> CallAnswer:
+    """Return the effect of a continuation.
 
     Raises:
-        AlreadyExists: the sample went on with other tokens.
-        FailedPrecondition: the sample is at another place.
+        AlreadyExists: the sample has continued with other tokens.
+        FailedPrecondition: the sample does not wait at this position.
     """
     name = f"prompt {continuation.prompt_id!r} slot {continuation.slot}"
     if sample.phase is SamplePhase.ENDED:
-        return CallAnswer.PASS_OVER
+        return CallAnswer.SKIP
     position = continuation.position
     if sample.phase is SamplePhase.CALLING and position == len(sample.tokens):
-        return CallAnswer.END if continuation.end else CallAnswer.GO_ON
+        return CallAnswer.END if continuation.end else CallAnswer.RESUME
     end = next((end for begin, end in sample.environment if begin == position), None)
     if end is None:
         raise _not_calling(sample, name, field, position)
     if continuation.end or list(continuation.token_ids) != sample.tokens[position:end].tolist():
         raise AlreadyExists(
-            "continuation", name, f"{field}: {name} went on with other tokens at position {position}"
+            "continuation", name, f"{field}: {name} has continued with other tokens at position {position}"
         )
-    return CallAnswer.PASS_OVER
+    return CallAnswer.SKIP
 
 
 def _not_calling(sample: GatewaySample, name: str, field: str, position: int) -> ServiceError:
@@ -141,7 +143,7 @@ def _not_calling(sample: GatewaySample, name: str, field: str, position: int) ->
 def check_continuation(
     continuation: rollout_pb2.Continuation, group: BatchGroup, limits: ModelLimits, field: str
 ) -> list[Violation]:
-    """Return the violations in the tokens of a continuation; one more than these has to fit."""
+    """Return the violations in the tokens of a continuation; after them there must be room for one more token."""
     given, field = continuation.token_ids, f"{field}.token_ids"
     if continuation.end:
         return [Violation(field, f"has {len(given)} tokens; there are none with `end`")] if given else []
@@ -161,8 +163,8 @@ def check_continuation(
     return found
 
 
-def environment_likeliest(tokens: Sequence[int], each: int) -> tuple[list[int], list[float]]:
-    """Return what stands for the likeliest tokens of positions that the environment filled: the token itself."""
+def environment_top_tokens(tokens: Sequence[int], each: int) -> tuple[list[int], list[float]]:
+    """Return `each` top tokens for each token of the environment: the token itself, and padding."""
     ids, logprobs = list[int](), list[float]()
     for token in tokens if each else ():
         ids += [token, *[0] * (each - 1)]
@@ -171,7 +173,7 @@ def environment_likeliest(tokens: Sequence[int], each: int) -> tuple[list[int], 
 
 
 def sample_call(sample: GatewaySample, group: BatchGroup, *, whole: bool = False) -> rollout_pb2.SampleCall:
-    """Return the call of a calling sample as the trainer gets it; with `whole`, all of the response so far."""
+    """Return the call of a calling sample as the trainer gets it; with `whole`, with the whole response so far."""
     begin = 0 if whole or not sample.environment else sample.environment[-1][1]
     part = sample.part(begin)
     return rollout_pb2.SampleCall(

@@ -1,6 +1,6 @@
-"""Health of the fleet: the instances that may get samples, and the dead ones.
+"""Health of the fleet: the instances that may get samples, and the dead ones. Pure.
 
-Pure: time is passed in (monotonic seconds), nothing is called. A member goes
+Time is passed in (monotonic seconds). The states of a member are
 
     (registered) -> STALE -> SERVING <-> PAUSED
                      ^  ^       |    -> DRAINING
@@ -8,16 +8,16 @@ Pure: time is passed in (monotonic seconds), nothing is called. A member goes
                      |
                    DEAD <- any state: heartbeat gone, stream broken, process replaced
 
-There is no transition DEAD -> SERVING. An instance that was lost may have missed a weight update, been half-way
-through one, or be a new process with the weights of its start; its samples are already being resumed elsewhere.
-So it comes back as STALE only (a new process under a new epoch; a process that was suspended under its old one),
-and serves once it is known to have the published version: a new epoch by its own report in a new handshake, or by
-a completed update; an epoch that was lost or failed an update only by a completed update. The one exception is
-the version that the fleet started with: no weights are recorded for it, so there the handshake has to suffice.
+There is no transition DEAD -> SERVING. An instance that was lost may have missed a weight update, may have been
+half-way through one, or may be a new process with the weights of its start; its samples are already being resumed
+elsewhere. So it returns as STALE (a new process under a new epoch, a suspended process under its old one), and
+serves once it is known to have the published version: a new epoch by its own report in a new handshake, or by a
+completed update; an epoch that was lost or failed an update only by a completed update. The one exception is the
+version that the fleet started with: no weights are recorded for it, so the handshake must suffice.
 
-Life is judged by two signs: the registry record, which expires `ttl` after the last heartbeat, and the messages
-on the work stream. An instance is lost when its record is gone *and* its stream is silent. An outage of Redis, or
-an empty Redis after one, removes no record (`services.platform.redis.registry`), so it kills no instance.
+An instance shows that it is alive by its registry record, which expires `ttl` after the last heartbeat, and by the
+messages on its work stream. It is lost when its record is gone *and* its stream is silent. An outage of Redis, or
+an empty Redis after one, removes no record (`services.platform.redis.registry`), so no instance is lost by it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class MemberState(enum.StrEnum):
 class FleetRules:
     """Time limits of health, in seconds.
 
-    `silence`: a stream that brought something more recently proves life; while samples run, an instance sends
-    something every second, or every two seconds to a gateway with many instances. `retry_first` doubles with every
-    loss up to `retry_most`; a member that served for `steady` starts again at the first. Dead members are shown for
-    `remember`.
+    `silence`: a message within this time proves that the instance is alive; while samples run, an instance sends a
+    message every second, or every two seconds to a gateway with many instances. The delay of a new connection
+    begins with `retry_first` and doubles with every loss up to `retry_most`; after `steady` seconds of service it
+    begins anew. Dead members are shown for `remember`.
     """
 
     silence: float = 3.0
@@ -68,16 +68,16 @@ class FleetMember:
     backoff: ExponentialBackoff
     reason: str = ""
     present: bool = True
-    # Whether only a completed update makes it serve; and whether that is so because it failed one.
+    # True if it serves only after a completed update; and True if that is because it failed an update.
     needs_update: bool = False
     weights_unknown: bool = False
-    heard_at: float = float("-inf")
-    # Whether it ended its stream itself; and whether its record is gone since, so that it is no loss.
+    message_at: float = float("-inf")
+    # True if it ended its stream itself; and True if its record is gone since then, so that it is no loss.
     said_goodbye: bool = False
     left: bool = False
     serving_since: float = float("inf")
     retry_at: float = float("-inf")
-    # What the instance says of itself, as far as it bears on new work.
+    # State that the instance reports, reduced to what matters for new work.
     reported: MemberState = MemberState.SERVING
     load: dict[str, float] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class FleetMember:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoss:
-    """Death of a member under this epoch."""
+    """Loss of a member under this epoch."""
 
     instance_id: str
     epoch: int
@@ -105,9 +105,9 @@ class FleetHealth:
     def __init__(self, rules: FleetRules | None = None) -> None:
         self.rules = rules or FleetRules()
         self.members: dict[str, FleetMember] = {}
-        # The version that work is done with; None until the first instance says what it has.
+        # The published version; None until the first instance reports its version.
         self.published: int | None = None
-        # Whether weights are recorded for the published version.
+        # True if weights are recorded for the published version.
         self.recorded = False
         self.revision = 0
 
@@ -126,16 +126,16 @@ class FleetHealth:
                 losses += self._missing(member, now)
         return losses
 
-    def heard(self, instance_id: str, epoch: int, now: float) -> None:
-        """Record that something came over the member's stream."""
+    def note_message(self, instance_id: str, epoch: int, now: float) -> None:
+        """Record that a message arrived on the member's stream."""
         member = self.member(instance_id, epoch)
         if member is not None:
-            member.heard_at = now
+            member.message_at = now
 
     def confirm(self, instance_id: str, epoch: int, version: int, now: float, *, updated: bool) -> bool:
         """Record that a member has `version`, by a handshake or (`updated`) by a completed update.
 
-        Returns True if it may serve now.
+        Returns True if it serves now.
         """
         member = self.member(instance_id, epoch)
         if member is None or member.state is MemberState.DEAD:
@@ -159,9 +159,9 @@ class FleetHealth:
     def lost(
         self, instance_id: str, epoch: int, reason: str, now: float, *, goodbye: bool = False
     ) -> list[InstanceLoss]:
-        """Record that the member's connection broke; return it if it died of that.
+        """Record that the member's connection broke; return the loss, if the member was not dead.
 
-        With `goodbye` the member ended it: it leaves the fleet, if its record goes as well.
+        With `goodbye` the member ended it: if its record is removed as well, it has left the fleet.
         """
         member = self.member(instance_id, epoch)
         if member is None:
@@ -194,10 +194,7 @@ class FleetHealth:
             self._enter(member, state, "", now)
 
     def due(self, now: float) -> list[FleetMember]:
-        """Return the members that should be connected to, or be connected to again.
-
-        The dead among them become STALE.
-        """
+        """Return the members that should have a connection. Dead ones whose retry is due become STALE."""
         found = []
         for member in self.members.values():
             if member.state is MemberState.DEAD and member.present and now >= member.retry_at:
@@ -218,7 +215,7 @@ class FleetHealth:
         if member is None or record.epoch > member.epoch:
             return self._join(record, member, now)
         if record.state != member.record.state:
-            # Only a change counts: a record lags behind what the gateway itself has just asked for.
+            # Only a change counts: a record may lag behind a request that the gateway has just made.
             self.report(record.instance_id, _reported(record.state), now)
         member.record, member.present = record, True
         member.load = {name: float(value) for name, value in record.load.items()}
@@ -247,7 +244,7 @@ class FleetHealth:
                 del self.members[member.instance_id]
                 self.revision += 1
             return []
-        if now - member.heard_at < self.rules.silence:
+        if now - member.message_at < self.rules.silence:
             return []
         return self._die(member, "heartbeat gone", now)
 
@@ -276,5 +273,5 @@ class FleetHealth:
 
 
 def _reported(state: str) -> MemberState:
-    """Return what the state in a record says about new samples; only the gateway judges STALE and SERVING."""
+    """Return PAUSED or DRAINING if the record says so, else SERVING: the gateway itself decides about STALE."""
     return MemberState(state) if state in (MemberState.PAUSED, MemberState.DRAINING) else MemberState.SERVING

@@ -1,14 +1,14 @@
-"""Adaptive lenience: moves the l of LENIENT so that the KL that a trainer reports stays near a target. Pure.
+"""Adaptive lenience: move the l of LENIENT so that the KL that a trainer reports stays near a target. Pure.
 
 The KL of an update grows with l, steeply and in a way that differs between algorithms and changes over a run, but
-always in the same direction. That is all this controller relies on. It works on log l, where the rule min(1, l *
-p_now / p_then) is a shift, and on log(target / KL), so that the unit and the size of the KL make no difference:
+always in the same direction. The controller relies only on that. It works on log l, where the rule min(1, l *
+p_now / p_then) is a shift, and on log(target / KL), so that the unit and the size of the KL do not matter:
 
     log l  <-  log l + clip(GAIN * log(target / KL), -LARGEST_STEP, LARGEST_STEP)
 
-Within the dead band, l stays. l is the whole state: bounded by 1 and the ceiling, it cannot wind up while the
-target is out of reach. If the target is below the KL that the update has without reuse, l stays at 1, where as
-little is taken over as the rule allows.
+Within the dead band, l stays. The whole state is l, bounded by 1 and the ceiling, so it cannot wind up while the
+target is out of reach. If the target is below the KL that the update has without reuse, l stays at 1, with the
+least reuse that the rule allows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LenienceRules:
     largest_step: float = 0.2
     """Most that one report moves log l: one wild report does little harm."""
     dead_band: float = 0.1
-    """|log(target / KL)| within which l stays: reports are noisy, and about 10 % off is near enough."""
+    """|log(target / KL)| within which l stays: reports are noisy, and an error of about 10 % is acceptable."""
     ceiling: float = math.log(CEILING)
     """Most log l."""
 
@@ -43,10 +43,10 @@ DEFAULT_RULES = LenienceRules()
 def next_lenience(
     lenience: float, kl: float | None, target: float, rules: LenienceRules = DEFAULT_RULES
 ) -> float:
-    """Return the l of the next batch, after a batch with this l was reported with this KL (nats per token).
+    """Return the l of the next batch, after the report of a KL (nats per token) of a batch with the l `lenience`.
 
-    A KL that is absent, not a number, infinite or negative says nothing: l stays. ValueError when
-    `lenience` is not finite and >= 1 or `target` not finite and > 0.
+    A KL that is absent, not a number, infinite or negative carries no information: l stays. ValueError if
+    `lenience` is not finite and >= 1 or `target` is not finite and > 0.
     """
     if not FLOOR <= lenience < math.inf:
         raise ValueError(f"lenience must be finite and >= 1, got {lenience}")
@@ -54,12 +54,12 @@ def next_lenience(
         raise ValueError(f"the KL target must be finite and > 0, got {target}")
     if kl is None or not 0 <= kl < math.inf:
         return lenience
-    # As large as a step gets, whatever the gain: a KL of 0 is as far below the target as can be.
+    # A KL of 0 is infinitely far below the target, so the step has its largest size, whatever the gain.
     error = math.log(target) - math.log(kl) if kl > 0 else math.inf
     if abs(error) <= rules.dead_band:
         return lenience
     step = max(-rules.largest_step, min(rules.largest_step, rules.gain * error))
-    # The ceiling bounds rises only: an l that begins above it must not jump.
+    # The ceiling limits only increases: an l that begins above it must not jump.
     if step > 0 and math.log(lenience) + step > rules.ceiling:
         return max(lenience, math.exp(rules.ceiling))
     return max(FLOOR, lenience * math.exp(step))

@@ -20,9 +20,9 @@ from services.gateway.state.sample import BatchGroup, GatewaySample, SampleEndin
 
 
 def exactness_of(requested: sample_pb2.Exactness, lenience: float | None = None) -> sample_pb2.Exactness:
-    """Return the exactness that samples get, with defaults filled in.
+    """Return the exactness of samples, with defaults filled in.
 
-    `lenience` is the l to be used where the level is LENIENT; None for the requested one.
+    `lenience` is the l to use if the level is LENIENT; None: the requested one.
     """
     level = requested.level or sample_pb2.EXACTNESS_LEVEL_EXACT
     if level != sample_pb2.EXACTNESS_LEVEL_LENIENT:
@@ -42,7 +42,7 @@ def has_coupled_history(exactness: sample_pb2.Exactness) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuilder:
-    """Builder of batches with the gateway's limits."""
+    """Builder of batches, with the gateway's limits and defaults."""
 
     max_seconds: float
     """Longest deadline of a batch."""
@@ -51,7 +51,7 @@ class BatchBuilder:
     max_calls: int = 1024
     """Most tool calls of a sample."""
     call_wait_seconds: float = 600.0
-    """Longest wait of a sample for its environment, where its batch names none."""
+    """Longest wait of a sample for its environment, if its batch names none."""
 
     def from_submission(
         self,
@@ -62,9 +62,9 @@ class BatchBuilder:
         opened: bool = False,
         account: Account | None = None,
     ) -> RolloutBatch:
-        """Return the batch of a valid request. Its deadline is the request's, `max_seconds` at most.
+        """Return the batch of a valid request, with the deadline of the request, at most `max_seconds`.
 
-        `opened`: groups may be added. `account`: of the token that it was submitted with.
+        `opened`: groups may be added. `account` belongs to the token with which it was submitted.
         """
         key = (request.run_id, request.batch_id)
         batch = self._begin(request, key, request.policy_version, [], accepted_at, lenience)
@@ -77,7 +77,7 @@ class BatchBuilder:
         if request.HasField("tools"):
             batch.tools = CallRules.of(request.tools, self.max_calls, self.call_wait_seconds)
         batch.account = account
-        batch.groups, batch.samples = grown(request, request.groups, batch.exactness, account=account)
+        batch.groups, batch.samples = build_groups(request, request.groups, batch.exactness, account=account)
         batch.most_tokens = sum(group.count * group.most_tokens for group in batch.groups)
         return batch
 
@@ -92,7 +92,7 @@ class BatchBuilder:
     ) -> RolloutBatch:
         """Return the batch of one sample that a Generate call requests, for the token of `account`.
 
-        Without a prompt id there is no name under which its rollouts could be kept.
+        Without a prompt id its rollouts are not cached, since they have no name.
         """
         group = BatchGroup(
             request.prompt_id,
@@ -138,11 +138,11 @@ class BatchBuilder:
 
 
 def single_samples(step: int) -> str:
-    """Return the batch id of all samples of Generate calls of a step; no trainer can give it to a batch."""
+    """Return the batch id of all Generate samples of a step. It has a slash, so no trainer's batch can have it."""
     return f"generate/{step}"
 
 
-def grown(
+def build_groups(
     request: rollout_pb2.SubmitRolloutsRequest,
     groups: Sequence[rollout_pb2.Group],
     exactness: sample_pb2.Exactness,
@@ -150,7 +150,7 @@ def grown(
     first_sample: int = 0,
     account: Account | None = None,
 ) -> tuple[list[BatchGroup], list[GatewaySample]]:
-    """Return groups of a batch of this account and their samples, after so many that it has."""
+    """Build groups and samples to append to a batch, numbered from `first_group` and `first_sample`."""
     default = with_calls(request.sampling, request.tools)
     firsts = accumulate((group.samples for group in groups), initial=first_sample)
     made = []
@@ -182,9 +182,9 @@ def _most_tokens(account: Account | None, prompt: Sequence[int], sampling: sampl
 def work_item(
     batch: RolloutBatch, sample: GatewaySample, handle: int, *, streamed: bool = False
 ) -> generation_pb2.WorkItem:
-    """Return the request of a sample to an instance, which continues from the tokens that the sample has.
+    """Return the request of a sample to an instance, which continues from the sample's tokens.
 
-    The instance reports the tokens of one that is `streamed` as they come, of any other in checkpoints.
+    The instance reports the tokens of a `streamed` sample immediately, of any other sample in checkpoints.
     """
     group = batch.groups[sample.group]
     item = generation_pb2.WorkItem(
@@ -209,9 +209,9 @@ def work_item(
 
 
 def final_sample(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sample:
-    """Return the sample as the trainer gets it; for a Generate with a prefix, without the prefix."""
+    """Return the sample as the trainer gets it, without the prefix of a Generate call."""
     state, result = batch.samples[ending.index], sample_fields(batch, ending)
-    # Of all iterables lists are taken over in the least time.
+    # Protobuf copies lists faster than any other iterable.
     result.token_ids.extend(state.tokens.tolist())
     result.logprobs.extend(state.logprobs.tolist())
     result.top_token_ids.extend(state.top_tokens.tolist())
@@ -242,7 +242,7 @@ def sample_fields(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sampl
 def _fill(
     provenance: sample_pb2.Provenance, batch: RolloutBatch, state: GatewaySample, ending: SampleEnding
 ) -> None:
-    """Set the provenance of a sample in place: a message that is given as a field is copied."""
+    """Set the provenance of a sample in place, because passing a message as a field would copy it."""
     first = min(state.first_step_at or ending.at, ending.at)
     for drafter, (drafted, accepted) in sorted(state.drafts.items()):
         provenance.draft_sources.add(drafter=drafter, drafted=drafted, accepted=accepted)

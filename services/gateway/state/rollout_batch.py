@@ -1,6 +1,6 @@
-"""State machine of a batch: the instance of each sample, its progress, and its end.
+"""State machine of a batch: the instance of each sample, its progress, and its end. Pure.
 
-Pure: times are passed in (unix seconds), nothing is sent or stored here. One sample goes
+Times are passed in (unix seconds); nothing is sent or stored here. The phases of a sample are
 
     WAITING -> ASSIGNED(instance, attempt) -> ENDED
        ^___________________|   instance lost, item refused, or handed over
@@ -9,15 +9,12 @@ Pure: times are passed in (unix seconds), nothing is sent or stored here. One sa
     ASSIGNED(instance, attempt) -> CALLING -> WAITING or ENDED                a tool call, and its answer
 
 Each assignment is a new attempt; events of an earlier attempt are ignored, whoever sends them. A sample continues
-elsewhere from its tokens without the last one. That token is sampled again, with the same noise, so it is the
-same. This lets the instance itself see whether the token ended the sample: the model's own end-of-sequence token
-is known to the instance alone. Instances report in checkpoints: tokens that a lost one had not reported are
-generated again, and for EXACT samples are the same. A LENIENT sample continues likewise, but takes nothing more
-from its cached rollout: the token that is sampled again, and all after it, are the policy's own. Tokens before a
+elsewhere from its tokens without the last one. That token is sampled again, with the same noise, so it is the same.
+This lets the instance itself see whether the token ended the sample: only the instance knows the model's
+end-of-sequence token. Instances report in checkpoints: tokens that a lost instance had not reported are generated
+again, and for EXACT samples are the same. A LENIENT sample continues in the same way, but takes nothing more from
+its cached rollout: the token that is sampled again, and all later tokens, are the policy's own. Tokens before a
 tool call, and tokens of the environment, are not sampled again.
-
-A batch of a caller with a quota has an `Account`, which names the access token and bounds the tokens of its
-samples.
 """
 
 from __future__ import annotations
@@ -31,43 +28,43 @@ from google.rpc import code_pb2
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
-from services.gateway.state.calls import CallRules, environment_likeliest
+from services.gateway.state.calls import CallRules, environment_top_tokens
 from services.gateway.state.sample import (
     BatchGroup,
     EventEffect,
     GatewaySample,
     GenerationSpan,
-    Likeliest,
     SampleEnding,
     SamplePhase,
+    TopTokens,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Name of the token that a batch was accepted for, and the model's length then."""
+    """Account of a caller with a quota: the name of its access token, and the longest sequence of the model."""
 
     name: str
     model_len: int
 
     def to_text(self) -> str:
-        """Return what the journal has of it, so that a successor counts its samples, too."""
+        """Return the account for the journal, so that a successor counts its samples."""
         return f"{self.model_len}:{self.name}"
 
     @classmethod
     def from_text(cls, stored: str) -> Self | None:
-        """Return what `to_text` had; None where it is empty: nobody's."""
+        """Parse the result of `to_text`; None for an empty text (no account)."""
         length, _, name = stored.partition(":")
         return cls(name, int(length)) if name else None
 
     def most_tokens(self, prompt_tokens: int, sampling: sample_pb2.SamplingParams) -> int:
-        """Return the most tokens that a sample may come to, prompt and response."""
+        """Return the most tokens that a sample may have, prompt and response."""
         if not sampling.HasField("max_tokens"):
             return self.model_len
         return min(self.model_len, prompt_tokens + sampling.max_tokens)
 
     def tokens_of(self, groups: Iterable[rollout_pb2.Group], sampling: sample_pb2.SamplingParams) -> int:
-        """Return the most tokens that groups may come to, with these parameters unless they have their own."""
+        """Return the most tokens that groups may have; `sampling` applies to groups without parameters."""
         return sum(
             group.samples
             * self.most_tokens(
@@ -81,9 +78,10 @@ class Account:
 class BatchState:
     """State of one batch. `max_attempts` fruitless attempts in a row make a sample FAILED.
 
-    `policy_version` is the one that was asked for, `current_version` the one under which unfinished samples go on:
-    a later one after a weight update that lets samples continue. With `max_staleness`, that is every update, and
-    samples whose first token is of a version further behind begin anew where the batch `regenerates`, else end.
+    `policy_version` is the requested version, `current_version` the version under which unfinished samples
+    continue: a later one after a weight update that lets samples continue. With `max_staleness` every update does;
+    samples whose first token is of an older version than that allows restart if the batch `regenerates`, and end
+    otherwise.
     """
 
     key: BatchKey
@@ -95,14 +93,14 @@ class BatchState:
     deadline_at: float
     max_attempts: int
     step: int = 0
-    # The run under which instances look up and keep rollouts; empty: they do not.
+    # The run under which instances look up and cache rollouts; empty: they do not.
     cached_run: str = ""
-    # The batch id under which rewards of its samples come; empty: its own.
+    # The batch id under which rewards of its samples are reported; empty: its own.
     rewarded_as: str = ""
     # Batches of higher priority are placed first; within one, runs share by weight.
     priority: int = 0
     weight: int = 1
-    # Tokens of the samples that have not ended, the likeliest ones of each position included.
+    # Tokens of the samples that have not ended, including the top tokens of each position.
     held_tokens: int = 0
     # Samples that have ended, in order, until the journal takes them, and their tokens.
     endings: list[SampleEnding] = field(default_factory=list)
@@ -110,15 +108,15 @@ class BatchState:
     # Samples with tokens that the journal does not have.
     unjournaled: set[int] = field(default_factory=set)
     ended: int = 0
-    # Its version is served no more, and its samples do not go on under a later one.
+    # Its version is no longer served, and its samples may not continue under a later one.
     superseded: bool = False
     # Groups may be added.
     open: bool = False
     max_staleness: int | None = None
     regenerates: bool = False
-    # Where its samples call tools.
+    # Set if its samples may call tools.
     tools: CallRules | None = None
-    # On whose name they are in work, if a token's, and the most tokens that the unfinished ones may come to.
+    # Account of its samples, if any, and the most tokens that the unfinished ones may have.
     account: Account | None = None
     most_tokens: int = 0
     current_version: int = field(init=False)
@@ -160,7 +158,7 @@ class BatchState:
         failure: sample_pb2.SampleFailure | None = None,
         stop_string: str = "",
     ) -> EventEffect:
-        """End a sample as it is, for this reason; it counts as ended from now on."""
+        """End a sample with its current tokens, for this reason."""
         sample.phase = SamplePhase.ENDED
         self.unjournaled.discard(sample.index)
         self.endings.append(SampleEnding(sample.index, reason, status, now, failure, stop_string))
@@ -171,11 +169,11 @@ class BatchState:
         return EventEffect.ENDED
 
     def restore(self, index: int, journaled: sample_pb2.Sample, chunks: int) -> None:
-        """Restore the tokens of a waiting sample from its chunks in the journal: all that are not sampled again."""
+        """Restore the tokens of a waiting sample from its chunks in the journal."""
         sample, count = self.samples[index], len(journaled.token_ids)
         for span in journaled.version_spans:
             sample.stamp(span.begin, span.policy_version)
-        top = Likeliest(journaled.top_token_ids, journaled.top_logprobs)
+        top = TopTokens(journaled.top_token_ids, journaled.top_logprobs)
         sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1], top)
         sample.calls.extend(journaled.calls)
         sample.environment.extend((span.begin, span.end) for span in journaled.environment_spans)
@@ -197,10 +195,10 @@ class BatchState:
         self.most_tokens -= self.groups[sample.group].most_tokens
 
     def reopen(self, index: int) -> None:
-        """Let a sample that has ended wait again, as if it had no token yet."""
+        """Let an ended sample wait again, without tokens."""
         old = self.samples[index]
         assert old.phase is SamplePhase.ENDED, f"sample {index} is {old.phase}"
-        self.samples[index] = old.afresh()
+        self.samples[index] = old.restarted()
         self.ended -= 1
         self.most_tokens += self.groups[old.group].most_tokens
 
@@ -233,13 +231,13 @@ class RolloutBatch(BatchState):
         now: float,
         verified: Sequence[float] = (),
         version: int | None = None,
-        top: Likeliest | None = None,
+        top: TopTokens | None = None,
     ) -> bool:
         """Append tokens from the instance; return False if the attempt is not the current one.
 
-        `version` is the one that sampled them, by the instance's report; None: the batch's current one.
-        `verified` are log-probabilities of the first of these tokens, which were taken from a cached rollout
-        like all the sample's tokens before them; they are left out where that cannot be.
+        `version` sampled them, according to the instance; None: the batch's current version. `verified` are the
+        log-probabilities of the first of these tokens, if they were taken from a cached rollout. They are ignored
+        unless all earlier tokens of the sample were as well, and the level is LENIENT.
         """
         sample = self.samples[index]
         if not sample.is_running(attempt):
@@ -256,15 +254,15 @@ class RolloutBatch(BatchState):
         self.unjournaled.add(index)
         return True
 
-    def tell_prompt(self, index: int, attempt: int, told: sample_pb2.PromptLogprobs) -> None:
+    def set_prompt_logprobs(self, index: int, attempt: int, reported: sample_pb2.PromptLogprobs) -> None:
         """Record the log-probabilities of a sample's prompt, if the attempt is the current one."""
         sample = self.samples[index]
         if sample.is_running(attempt) and sample.prompt_logprobs is None:
-            before, sample.prompt_logprobs = sample.entries, told
+            before, sample.prompt_logprobs = sample.entries, reported
             self.held_tokens += sample.entries - before
 
     def finish(self, index: int, attempt: int, report: generation_pb2.Finished, now: float) -> EventEffect:
-        """Record the end that the instance reports: a hand-over if it is no stop, no length and not asked for."""
+        """Record the end that the instance reports: a hand-over unless it is a stop, a length, or requested."""
         sample = self.samples[index]
         if not sample.is_running(attempt):
             return EventEffect.IGNORED
@@ -272,7 +270,7 @@ class RolloutBatch(BatchState):
         if sample.cancelled:
             return self.abort(index, now)
         if self.is_stale(index):
-            # Its first tokens came after the update, or it was let go on.
+            # Its first tokens arrived after the update, or it continued through the update.
             return self.renew(index) if self.regenerates else self.abort(index, now)
         if report.finish_reason not in (sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH):
             return self._release(sample, now, resubmission=True, blameless=bool(report.resume_on))
@@ -289,12 +287,12 @@ class RolloutBatch(BatchState):
         return self.end_sample(sample, reason, _STATUS[reason], now, None, report.stop_string)
 
     def answer(self, index: int, tokens: Sequence[int]) -> None:
-        """Append what the environment gives to a calling sample, which waits for an instance then."""
+        """Append the tokens of the environment to a calling sample, which then waits for an instance."""
         sample, before = self.samples[index], self.samples[index].entries
         assert sample.phase is SamplePhase.CALLING, f"sample {index} is {sample.phase}"
         begin, each = len(sample.tokens), self.group_of(index).sampling.top_logprobs
-        top = Likeliest(*environment_likeliest(tokens, each))
-        # It was given rather than sampled: its log-probability is 0.
+        top = TopTokens(*environment_top_tokens(tokens, each))
+        # They were not sampled: their log-probability is 0.
         sample.append(tokens, [0.0] * len(tokens), sample.versions[-1][1], top)
         sample.environment.append((begin, len(sample.tokens)))
         self.held_tokens += sample.entries - before
@@ -302,26 +300,26 @@ class RolloutBatch(BatchState):
         self.unjournaled.add(index)
 
     def end_call(self, index: int, reason: sample_pb2.FinishReason, now: float) -> EventEffect:
-        """End a calling sample as it is."""
+        """End a calling sample with its current tokens."""
         sample = self.samples[index]
         assert sample.phase is SamplePhase.CALLING, f"sample {index} is {sample.phase}"
         return self.end_sample(sample, reason, _STATUS[reason], now)
 
     def lost(self, index: int, attempt: int, now: float) -> EventEffect:
-        """Record that the instance was lost: the sample waits again, with the tokens that it has."""
+        """Record that the instance was lost: the sample waits again, with its tokens."""
         return self._leave(index, attempt, now, resubmission=True)
 
     def refused(self, index: int, attempt: int, now: float, reason: str = "") -> EventEffect:
-        """Record that the instance would not take the sample just now, and why."""
+        """Record that the instance refused the sample for now, and the reason."""
         return self._leave(index, attempt, now, resubmission=False, reason=reason)
 
     def moved(
         self, index: int, attempt: int, instance_id: str, response_tokens: int, now: float
     ) -> int | None:
-        """Record that another instance continues the sample after so many response tokens.
+        """Record that another instance continues the sample after `response_tokens` tokens.
 
-        Returns the number of the new attempt; None if the event is of an earlier attempt, or tokens are
-        missing here.
+        Returns the number of the new attempt; None if the event is of an earlier attempt, or tokens are missing
+        here.
         """
         sample = self.samples[index]
         if not sample.is_running(attempt):
@@ -334,7 +332,7 @@ class RolloutBatch(BatchState):
         return sample.begin_attempt(instance_id, now)
 
     def fail(self, index: int, failure: sample_pb2.SampleFailure, now: float) -> EventEffect:
-        """End a sample as FAILED, with the tokens that it has."""
+        """End a sample as FAILED, with its current tokens."""
         sample = self.samples[index]
         if sample.phase is SamplePhase.ENDED:
             return EventEffect.IGNORED
@@ -342,9 +340,9 @@ class RolloutBatch(BatchState):
         return self.end_sample(sample, reason, status, now, failure)
 
     def cancel(self, index: int, keep_partial: bool) -> SamplePhase:
-        """Mark a sample as cancelled; return its phase before.
+        """Mark a sample as cancelled; return its previous phase.
 
-        A sample that was cancelled already, or has ended, counts as ENDED and is left as it was.
+        Returns ENDED, and changes nothing, if the sample was cancelled already or has ended.
         """
         sample = self.samples[index]
         if sample.cancelled or sample.phase is SamplePhase.ENDED:
@@ -353,7 +351,7 @@ class RolloutBatch(BatchState):
         return sample.phase
 
     def abort(self, index: int, now: float) -> EventEffect:
-        """End a sample as ABORTED, without its tokens if it was cancelled so."""
+        """End a sample as ABORTED, without its tokens if it was cancelled without `keep_partial`."""
         sample = self.samples[index]
         if sample.phase is SamplePhase.ENDED:
             return EventEffect.IGNORED
@@ -365,20 +363,20 @@ class RolloutBatch(BatchState):
         return self.end_sample(sample, reason, _STATUS[reason], now)
 
     def renew(self, index: int) -> EventEffect:
-        """Let an unfinished sample wait again without its tokens; what its instance still sends is ignored."""
+        """Let an unfinished sample wait again without its tokens; later messages of its instance are ignored."""
         old = self.samples[index]
         self.held_tokens -= old.entries
         self.unjournaled.discard(index)
-        self.samples[index] = old.afresh()
+        self.samples[index] = old.restarted()
         return EventEffect.WAITING
 
-    def not_resumed(
+    def resume_refused(
         self, index: int, attempt: int, failure: sample_pb2.SampleFailure, now: float, *, renews: bool
     ) -> EventEffect:
-        """Record that the instance's model does not go on from the sample's tokens.
+        """Record that the instance's model cannot continue from the sample's tokens.
 
-        It begins again if it `renews` and can: it ends as FAILED where tokens came from its caller or from an
-        environment, and after `max_attempts` losses.
+        The sample restarts if it `renews`, unless tokens came from its caller or from an environment, or after
+        `max_attempts` resubmissions; otherwise it ends as FAILED.
         """
         sample = self.samples[index]
         if not sample.is_running(attempt):
@@ -409,13 +407,13 @@ class RolloutBatch(BatchState):
         blameless: bool = False,
         reason: str = "",
     ) -> EventEffect:
-        """Let a sample wait again. `blameless`: it was taken off its instance for the others' sake.
+        """Let a sample wait again. `blameless`: its instance gave it up in favour of others.
 
-        `reason` is why its instance would not have it; empty: it was lost.
+        `reason` is the instance's reason to refuse it; empty: the instance was lost.
         """
         span = sample.spans[-1]
         gained = span.end_token - span.begin_token
-        # One gained token is the one that will be sampled again: that is no progress.
+        # A single gained token will be sampled again, so it is no progress.
         sample.fruitless = 0 if gained > 1 else sample.fruitless + (not blameless)
         sample.resubmissions += resubmission
         instance_id, sample.instance_id = sample.instance_id, ""
@@ -427,6 +425,6 @@ class RolloutBatch(BatchState):
         if sample.fruitless < self.max_attempts:
             return EventEffect.WAITING
         last = f"{instance_id}: {reason}" if reason else instance_id
-        told = f"{sample.fruitless} attempts in a row brought no token; the last was on {last}"
-        failure = sample_pb2.SampleFailure(code=code_pb2.UNAVAILABLE, reason=told)
+        text = f"{sample.fruitless} attempts in a row brought no token; the last was on {last}"
+        failure = sample_pb2.SampleFailure(code=code_pb2.UNAVAILABLE, reason=text)
         return self.fail(sample.index, failure, now)

@@ -1,8 +1,8 @@
-"""State of one sample in the gateway, and of the group that shares its prompt. Pure.
+"""State of one sample in the gateway, and the group of samples that share its prompt. Pure.
 
-A sample has four shapes in the product: `paceline.types.Sample` in the SDK, `GatewaySample` here, the running
-sample of an instance, and the engine's request. Other modules of the gateway refer to a sample by its batch and
-index.
+A sample has four representations in the product: `paceline.types.Sample` in the SDK, `GatewaySample` here, the
+running sample of an instance, and the engine's request. Other modules of the gateway refer to a sample by its batch
+and index.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.v1 import sample_pb2
 class BatchGroup:
     """Samples of one prompt: `count` of them, from index `first`.
 
-    `prefix` are response tokens that the caller brought along, with their log-probabilities if it knows them.
-    `most_tokens` are those that a sample may come to, where its batch has an account.
+    `prefix` are response tokens from the caller, with their log-probabilities if known. `most_tokens` is the most
+    tokens that a sample may have, if its batch has an account.
     """
 
     prompt_id: str
@@ -44,7 +44,7 @@ class SamplePhase(enum.Enum):
 
     WAITING = "waiting"
     ASSIGNED = "assigned"
-    # It has called a tool, and waits for tokens of its environment.
+    # It has called a tool, and waits for tokens from its environment.
     CALLING = "calling"
     ENDED = "ended"
 
@@ -64,7 +64,7 @@ class EventEffect(enum.Enum):
 class GenerationSpan:
     """Response tokens [begin_token, end_token) and the instance that generated them, with unix seconds.
 
-    Of the tokens before, it had the KV of the first `cached_context`, those of the prompt included.
+    It had the KV of the first `cached_context` of the previous tokens, which include the prompt.
     """
 
     instance_id: str
@@ -88,7 +88,7 @@ class SampleEnding:
 
     @property
     def error(self) -> str:
-        """Why it failed, as one text; empty: it did not."""
+        """The failure as one text; empty: it did not fail."""
         failure = self.failure
         return "" if failure is None else f"{failure.field}: {failure.reason}".removeprefix(": ")
 
@@ -98,15 +98,15 @@ class SampleEnding:
         return self.status in (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
 
 
-class Likeliest(NamedTuple):
-    """Likeliest tokens of positions and their log-probabilities, one position after another, as many of each."""
+class TopTokens(NamedTuple):
+    """Top tokens of consecutive positions and their log-probabilities, the same number for each position."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
 
 
 class TokenColumns(NamedTuple):
-    """Tokens of a sample, and what is told of each: its log-probability, and the likeliest ones of its position."""
+    """Tokens of a sample, their log-probabilities, and the top tokens of each position with theirs."""
 
     tokens: array[int]
     logprobs: array[float]
@@ -132,52 +132,52 @@ class GatewaySample:
     # LENIENT: float32, log-probabilities under the current policy of the first tokens, which were taken from a
     # cached rollout.
     verified: array[float] = field(default_factory=lambda: array("f"))
-    # uint32 and float32: for each token, the likeliest ones of its position, if they are asked for.
+    # uint32 and float32: for each token, the top tokens of its position, if requested.
     top_tokens: array[int] = field(default_factory=lambda: array("I"))
     top_logprobs: array[float] = field(default_factory=lambda: array("f"))
-    # Of the prompt, where they are asked for and have come.
+    # Log-probabilities of the prompt, if requested and reported.
     prompt_logprobs: sample_pb2.PromptLogprobs | None = None
     spans: list[GenerationSpan] = field(default_factory=list)
-    # Policy versions that sampled the tokens: each with its first token, in order.
+    # (first token, policy version) of the versions that sampled the tokens, in order.
     versions: list[tuple[int, int]] = field(default_factory=list)
-    # Lengths of the response at which it called a tool, and [begin, end) of the tokens that its environment gave.
+    # Lengths of the response at which it called a tool, and [begin, end) of the tokens of its environment.
     calls: list[int] = field(default_factory=list)
     environment: list[tuple[int, int]] = field(default_factory=list)
     resubmissions: int = 0
     # Attempts in a row that brought no token.
     fruitless: int = 0
-    # Tokens that the journal has, and the number of chunks in which it has them.
+    # Number of tokens that the journal has, and of their chunks.
     journaled: int = 0
     chunks: int = 0
-    # Set once the sample is being cancelled: whether its tokens are to be delivered.
+    # True once the sample is being cancelled, and True if its tokens are to be delivered then.
     cancelled: bool = False
     keep_partial: bool = True
-    # Time at which an instance got the sample without any token; 0 if it came with some.
+    # Time at which the sample was last placed, if it had no tokens; 0 if it resumed with a prefix.
     begun_at: float = 0.0
-    # Time of the first engine step; that of the first report until the instance says how long the sample waited.
+    # Time of the first engine step; the time of the first report until the instance reports the sample's wait.
     first_step_at: float = 0.0
     decode_steps: int = 0
     verify_steps: int = 0
-    # Seconds in engines, as instances reported them, and of these in steps of each kind (as in pb.Finished).
+    # Seconds in engines according to the instances, and the part in steps of each kind (as in pb.Finished).
     generation_seconds: float = 0.0
     prefill_seconds: float = 0.0
     verify_seconds: float = 0.0
     plain_seconds: float = 0.0
     # drafter -> [drafted, accepted]
     drafts: dict[str, list[int]] = field(default_factory=dict)
-    # Length of the cached rollout, and tokens kept of it, in the attempt that kept most.
+    # Length of the cached rollout, and number of tokens kept of it, in the attempt that kept most.
     cached_tokens: int = 0
     reused_prefix: int = 0
 
-    def afresh(self) -> GatewaySample:
-        """Return the sample as it waits without a token, after the attempts that there were."""
+    def restarted(self) -> GatewaySample:
+        """Return the sample waiting again without tokens, with the number of its attempts kept."""
         fresh = GatewaySample(self.index, self.group, self.slot, self.seed, attempt=self.attempt)
         fresh.cancelled, fresh.keep_partial = self.cancelled, self.keep_partial
         fresh.resubmissions = self.resubmissions + 1
         return fresh
 
     def is_running(self, attempt: int) -> bool:
-        """Return True if the sample is on an instance under this attempt, so that its events count."""
+        """Return True if this attempt is current and on an instance, so that its events count."""
         return self.phase is SamplePhase.ASSIGNED and self.attempt == attempt
 
     def begin_attempt(self, instance_id: str, now: float) -> int:
@@ -189,12 +189,12 @@ class GatewaySample:
         return self.attempt
 
     def append(
-        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, top: Likeliest | None = None
+        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, top: TopTokens | None = None
     ) -> None:
-        """Append tokens that this policy version sampled, their log-probabilities, and those next to them."""
+        """Append tokens that this policy version sampled, their log-probabilities, and the top tokens."""
         if len(tokens):
             self.stamp(len(self.tokens), version)
-        # As arrays: to take a message's values one by one costs ten times as much.
+        # As arrays: copying a message's values one by one takes ten times as long.
         self.tokens.frombytes(np.asarray(tokens, np.uint32).tobytes())
         self.logprobs.frombytes(np.asarray(logprobs, np.float32).tobytes())
         if top is not None:
@@ -203,13 +203,13 @@ class GatewaySample:
 
     @property
     def entries(self) -> int:
-        """Number of tokens that are kept, the likeliest ones of each position included, and those of its prompt."""
-        told = self.prompt_logprobs
-        prompt = 0 if told is None else len(told.logprobs) + len(told.top_token_ids)
+        """Number of tokens in memory, including the top tokens of each position and the entries of the prompt."""
+        reported = self.prompt_logprobs
+        prompt = 0 if reported is None else len(reported.logprobs) + len(reported.top_token_ids)
         return len(self.tokens) + len(self.top_tokens) + prompt
 
     def part(self, begin: int = 0, end: int | None = None) -> TokenColumns:
-        """Return the tokens [begin, end) and what is told of them."""
+        """Return the columns of the tokens [begin, end)."""
         last = len(self.tokens) if end is None else end
         each = len(self.top_tokens) // max(1, len(self.tokens))
         top = slice(each * begin, each * last)
@@ -219,17 +219,17 @@ class GatewaySample:
 
     @property
     def ends_with_environment(self) -> bool:
-        """True if the last token came from the sample's environment."""
+        """True if the last token is of the sample's environment."""
         return bool(self.environment) and self.environment[-1][1] == len(self.tokens)
 
     @property
     def settled(self) -> int:
-        """Number of the first tokens that no later attempt samples again."""
+        """Number of tokens, from the first on, that no later attempt samples again."""
         have = len(self.tokens)
         return have if self.phase is SamplePhase.CALLING or self.ends_with_environment else max(0, have - 1)
 
     def turns(self, begin: int = 0, end: int | None = None) -> bytes:
-        """Return the calls in the tokens [begin, end), and what the environment gave, as fields of a Sample."""
+        """Return the calls and the environment spans in the tokens [begin, end), as fields of a Sample."""
         if not self.calls:
             return b""
         last = len(self.tokens) if end is None else end
@@ -245,7 +245,7 @@ class GatewaySample:
     def reuse(self) -> tuple[int, int]:
         """Length of the cached rollout, and the number of the sample's first tokens that equal it.
 
-        A lost attempt has reported its tokens only, so the length is then a lower bound.
+        The length is a lower bound after a lost attempt, which reported only its tokens.
         """
         reused = min(max(self.reused_prefix, len(self.verified)), len(self.tokens))
         return max(self.cached_tokens, reused), reused
@@ -256,7 +256,7 @@ class GatewaySample:
             self.versions.append((begin, version))
 
     def version_spans(self, begin: int = 0, end: int | None = None) -> list[sample_pb2.VersionSpan]:
-        """Return which policy version sampled which of the tokens [begin, end)."""
+        """Return the policy versions of the tokens [begin, end), as spans."""
         spans, last = list[sample_pb2.VersionSpan](), len(self.tokens) if end is None else end
         for first, version in reversed(self.versions):
             if max(first, begin) < last:
@@ -274,7 +274,7 @@ class GatewaySample:
         self.journaled = self.chunks = 0
 
     def drop_last_token(self) -> None:
-        """Drop the last token, which the next attempt samples again, and all that refers to it."""
+        """Drop the last token, which the next attempt samples again, and everything that refers to it."""
         each = len(self.top_tokens) // max(1, len(self.tokens))
         if self.tokens:
             self.tokens.pop()
@@ -304,6 +304,6 @@ class GatewaySample:
             counts = self.drafts.setdefault(source.drafter, [0, 0])
             counts[0] += source.drafted
             counts[1] += source.accepted
-        # Each attempt reports on the whole response so far, not on its own part, so the counts do not add up.
+        # Each attempt reports on the whole response so far, not only on its part, so these must not be summed.
         if (report.reused_prefix, report.cached_tokens) > (self.reused_prefix, self.cached_tokens):
             self.reused_prefix, self.cached_tokens = report.reused_prefix, report.cached_tokens

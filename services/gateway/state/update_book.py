@@ -1,13 +1,13 @@
-"""Phases of a weight update, and the published version.
+"""Phases of a weight update, and the published version. Pure.
 
-Pure: times are passed in (unix seconds); the caller does the staging and applying.
+Times are passed in (unix seconds); the caller stages and applies weights.
 
     start -> STARTED -> staged -> STAGED -> applying -> APPLYING -> publish
                 |          (again)  |                       |
                 +------ abort ------+                       +-> fail: nothing is published
 
-From APPLYING on there is no way back: instances may already have the new weights, so a gateway that restarts goes
-forward.
+From APPLYING on there is no way back: instances may already have the new weights, so a gateway that restarts
+finishes the update.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JsonRecord:
     __slots__ = ()
 
     def to_json(self: Any) -> str:
-        """Serialise the fields that differ from their defaults: other releases may not have those."""
+        """Serialise the fields that differ from their defaults: other releases may lack the others."""
         values = ((each, getattr(self, each.name)) for each in fields(self))
         return json.dumps({each.name: value for each, value in values if value != each.default})
 
@@ -45,7 +45,7 @@ class UpdatePhase(enum.StrEnum):
 
 
 class InFlightTreatment(enum.StrEnum):
-    """Treatment of the samples that are unfinished when weights are applied: the values of paceline.v1.InFlight."""
+    """Treatment of samples that are unfinished when weights are applied: the values of paceline.v1.InFlight."""
 
     REFUSE = "refuse"
     ABORT = "abort"
@@ -76,7 +76,7 @@ class WeightUpdate(JsonRecord):
         self.in_flight = InFlightTreatment(self.in_flight)
 
     def is_staged(self, version: int, checksum: str) -> bool:
-        """Return True if what an instance has staged are the weights that this update has staged everywhere."""
+        """Return True if these staged weights of an instance are the weights that this update has staged."""
         staged = self.phase in (UpdatePhase.STAGED, UpdatePhase.APPLYING)
         return staged and version == self.version and bool(checksum) and checksum == self.checksum
 
@@ -85,9 +85,9 @@ class WeightUpdate(JsonRecord):
 class PublishedVersion(JsonRecord):
     """Version that samples are generated with.
 
-    Its weights are in the folder `path`, or with every instance that has it if it was `streamed`; otherwise it is
-    the version that the fleet started with. Unfinished samples of the versions from `since` on go on under it;
-    None: of no earlier one.
+    Its weights are in the folder `path`, or on every instance that has the version if it was `streamed`; otherwise
+    it is the version that the fleet started with. Unfinished samples of the versions from `since` on continue under
+    it; None: of no earlier version.
     """
 
     version: int
@@ -99,12 +99,12 @@ class PublishedVersion(JsonRecord):
 
     @property
     def oldest(self) -> int:
-        """The oldest version whose unfinished samples go on under this one."""
+        """The oldest version whose unfinished samples continue under this one."""
         return self.version if self.since is None else self.since
 
     @property
     def recorded(self) -> bool:
-        """True if an instance that does not have the version can be given it."""
+        """True if an instance without the version can load it."""
         return self.streamed or bool(self.path)
 
 
@@ -118,7 +118,7 @@ class UpdateBook:
     timeout: float
     published: PublishedVersion | None = None
     active: WeightUpdate | None = None
-    # The push that started it; "" where that is not known, as after a change of the gateway.
+    # Id of the push that started it; "" if unknown, as after a change of the gateway.
     _push_id: str = field(init=False, default="")
 
     @property
@@ -136,9 +136,9 @@ class UpdateBook:
         return self.active is not None and self.active.phase is UpdatePhase.APPLYING
 
     def version_for(self, version: int, max_staleness: int | None = None) -> int | None:
-        """Return the version under which unfinished samples of a version go on; None: they cannot any more.
+        """Return the version under which unfinished samples of a version continue; None: they cannot.
 
-        Those of a batch with `max_staleness` always do, as far as they are not too old themselves.
+        Samples of a batch with `max_staleness` always can, unless they are too old themselves.
         """
         published = self.published
         if published is None or version > published.version:
@@ -165,9 +165,10 @@ class UpdateBook:
         *,
         collective: bool = False,
     ) -> WeightUpdate:
-        """Start an update, or return the same one: the answer may have been lost, or its trainer restarted.
+        """Start an update. The same update in progress is returned: its trainer may have been restarted.
 
-        An expired one must have been dropped before. One that is pushed has a `ticket`, and keeps its own.
+        An expired update must have been dropped before. A pushed update has a `ticket`; one in progress keeps its
+        own.
         """
         if self.active is not None:
             active = self.active
@@ -175,7 +176,7 @@ class UpdateBook:
             same = (active.run_id, active.version, bool(active.ticket), active.collective) == wanted
             if same and not self.is_applying():
                 if not ticket:
-                    # One that is pushed is touched by whoever finds instances that can take it.
+                    # A pushed update is touched once instances are found that can take it.
                     active.touched_at = now
                 return active
             raise FailedPrecondition(
@@ -233,7 +234,7 @@ class UpdateBook:
         now: float,
         in_flight: InFlightTreatment = InFlightTreatment.REFUSE,
     ) -> WeightUpdate:
-        """Pass the point of no return; with REFUSE not while samples of the old version are unfinished."""
+        """Enter APPLYING; with REFUSE this fails while samples of the old version are unfinished."""
         update = self.open_for(update_id, UpdatePhase.STAGED)
         update.touched_at = now
         if unfinished and in_flight is InFlightTreatment.REFUSE:
@@ -256,7 +257,7 @@ class UpdateBook:
         assert update.phase is UpdatePhase.APPLYING, f"cannot publish from {update.phase}"
         since = None
         if update.in_flight is InFlightTreatment.CONTINUE:
-            # Of a former gateway's update that goes forward, the version that the fleet started with is not known.
+            # When a former gateway's update is finished, the version that the fleet started with is unknown.
             since = self.published.oldest if self.published else 0
         self.published = PublishedVersion(
             update.version, update.path, update.checksum, update.update_id, since, bool(update.ticket)

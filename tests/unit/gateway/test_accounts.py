@@ -11,7 +11,7 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.errors import ResourceExhausted
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.active_batches import Accounts
-from services.gateway.state.messages import BatchBuilder, grown
+from services.gateway.state.messages import BatchBuilder, build_groups
 from services.gateway.state.rollout_batch import Account, RolloutBatch
 from services.platform.security.caller import TokenHolder
 
@@ -64,7 +64,7 @@ def test_a_batch_of_a_service_counts_nothing() -> None:
     asked = request([50])
     batch = BatchBuilder(100.0, 3).from_submission(asked, 0.0)
     assert (batch.account, batch.most_tokens) == (None, 0)
-    groups, _ = grown(asked, asked.groups, batch.exactness, account=ACCOUNT)
+    groups, _ = build_groups(asked, asked.groups, batch.exactness, account=ACCOUNT)
     assert [group.most_tokens for group in groups] == [9, 52]
 
 

@@ -21,9 +21,9 @@ from services.gateway.state.sample import (
     BatchGroup,
     EventEffect,
     GatewaySample,
-    Likeliest,
     SamplePhase,
     TokenColumns,
+    TopTokens,
 )
 from tests.unit.gateway.dispatch_parts import record_of
 
@@ -394,7 +394,7 @@ class SampleMachine(RuleBasedStateMachine):
             tokens = self.truth[have : have + wanted]
             version = self.version - behind
             logprobs = [-float(version)] * len(tokens)
-            top = Likeliest(*likeliest_of(tokens))
+            top = TopTokens(*likeliest_of(tokens))
             assert self.batch.extend(
                 0, self.sample.attempt, tokens, logprobs, self.now, version=version, top=top
             )

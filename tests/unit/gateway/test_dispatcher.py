@@ -268,7 +268,7 @@ async def test_an_instance_that_takes_nothing_now_costs_a_sample_none_of_its_tok
     assert running.batch.endings == []
 
 
-def not_resumed(handle: int) -> pb.WorkResponse:
+def resume_refused(handle: int) -> pb.WorkResponse:
     """Return the refusal of an instance whose model does not go on from the tokens of a sample."""
     return refused(handle, code_pb2.FAILED_PRECONDITION, message="latent KV", reason=RESUMING)
 
@@ -283,7 +283,7 @@ async def test_a_sample_that_no_instance_goes_on_with_begins_again() -> None:
     other = parts.link("b")
     await turn()
     assert list(other.items[0].prefix_token_ids) == [5, 6]
-    parts.events.responded(other, not_resumed(other.items[0].handle))
+    parts.events.responded(other, resume_refused(other.items[0].handle))
     await turn()
     again = other.items[1]
     assert (list(again.prefix_token_ids), again.seed, again.slot) == ([], 100, 0)
@@ -303,7 +303,7 @@ async def test_a_sample_that_cannot_begin_again_says_why(why: str) -> None:
     await turn()
     if why == "lost too often":
         running.batch.samples[0].resubmissions = 1
-    parts.events.responded(other, not_resumed(other.items[0].handle))
+    parts.events.responded(other, resume_refused(other.items[0].handle))
     (ending,) = running.batch.endings
     assert ending.failure is not None
     assert (ending.status, ending.failure.code) == (SAMPLE_FAILED, code_pb2.FAILED_PRECONDITION)

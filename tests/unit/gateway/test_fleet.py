@@ -53,7 +53,7 @@ def test_a_missing_heartbeat_and_a_silent_stream_are_a_loss() -> None:
 
 def test_a_stream_that_still_speaks_outweighs_a_missing_record() -> None:
     fleet = serving()
-    fleet.heard("a", 1, 3.5)
+    fleet.note_message("a", 1, 3.5)
     assert fleet.observe({}, 6.4) == []
     assert fleet.observe({}, 6.6) == [InstanceLoss("a", 1, "heartbeat gone")]
 
@@ -65,7 +65,7 @@ def test_a_new_epoch_ends_the_old_one_and_starts_stale() -> None:
     ]
     assert (fleet.members["a"].state, fleet.members["a"].epoch) == (MemberState.STALE, 2)
     assert not fleet.confirm("a", 1, 3, 1.1, updated=True)
-    fleet.heard("a", 1, 1.2)
+    fleet.note_message("a", 1, 1.2)
     assert fleet.lost("a", 1, "late", 1.3) == []
     assert fleet.members["a"].state is MemberState.STALE
     assert fleet.confirm("a", 2, 3, 1.4, updated=False)

@@ -14,7 +14,7 @@ from services.contracts.sampling import ModelLimits
 from services.gateway.api.validation import as_submission, check_groups, check_submit
 from services.gateway.journal.journal import merged
 from services.gateway.journal.record import BatchHead, BatchRecord
-from services.gateway.state.messages import BatchBuilder, grown
+from services.gateway.state.messages import BatchBuilder, build_groups
 from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
 from services.gateway.state.update_book import PublishedVersion, UpdateBook
 from tests.unit.gateway.dispatch_parts import DispatchParts, a_batch
@@ -82,7 +82,7 @@ def test_a_batch_that_grew_equals_one_that_was_submitted_whole(sizes: list[list[
     assert list(whole.groups) == [each for part in additions for each in part]
     submitted, batch = BUILDER.from_submission(whole, 0.0), BUILDER.from_submission(header, 0.0, opened=True)
     for part in additions:
-        groups, samples = grown(header, part, batch.exactness, len(batch.groups), len(batch.samples))
+        groups, samples = build_groups(header, part, batch.exactness, len(batch.groups), len(batch.samples))
         batch.groups.extend(groups)
         batch.samples.extend(samples)
     assert batch.samples == submitted.samples

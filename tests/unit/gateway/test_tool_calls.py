@@ -23,7 +23,7 @@ from services.gateway.state.calls import (
     CallRules,
     WaitingCalls,
     check_continuation,
-    judge,
+    effect_of_continuation,
     sample_call,
     with_calls,
 )
@@ -219,19 +219,19 @@ def test_an_answer_is_taken_once_and_its_repetition_is_passed_over() -> None:
     batch = calling_batch()
     sample = batch.samples[0]
     with pytest.raises(FailedPrecondition, match="waits for none"):
-        judge(sample, continuation(2, 7), "c")
+        effect_of_continuation(sample, continuation(2, 7), "c")
     speak(batch, 5, CALL)
     with pytest.raises(FailedPrecondition, match="waits at position 2"):
-        judge(sample, continuation(1, 7), "c")
-    assert judge(sample, continuation(2, 7), "c") is CallAnswer.GO_ON
-    assert judge(sample, continuation(2, end=True), "c") is CallAnswer.END
+        effect_of_continuation(sample, continuation(1, 7), "c")
+    assert effect_of_continuation(sample, continuation(2, 7), "c") is CallAnswer.RESUME
+    assert effect_of_continuation(sample, continuation(2, end=True), "c") is CallAnswer.END
     batch.answer(0, [7])
-    assert judge(sample, continuation(2, 7), "c") is CallAnswer.PASS_OVER
+    assert effect_of_continuation(sample, continuation(2, 7), "c") is CallAnswer.SKIP
     for other in (continuation(2, 8), continuation(2, 7, 7), continuation(2, end=True)):
         with pytest.raises(AlreadyExists):
-            judge(sample, other, "c")
+            effect_of_continuation(sample, other, "c")
     speak(batch, END)
-    assert judge(sample, continuation(2, 7), "c") is CallAnswer.PASS_OVER
+    assert effect_of_continuation(sample, continuation(2, 7), "c") is CallAnswer.SKIP
 
 
 @pytest.mark.parametrize(
