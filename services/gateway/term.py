@@ -27,10 +27,10 @@ from services.gateway.journal.record import RecordedBatches
 from services.gateway.journal.writer import JournalBacklog, JournalWriter, RedisHeadroom
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.active_batches import ActiveBatches
-from services.gateway.scheduler.dispatcher import Dispatcher, Settlement
 from services.gateway.scheduler.estimator import WorkEstimator
 from services.gateway.scheduler.instance_events import InstanceEvents
 from services.gateway.scheduler.placer import Placer
+from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.scheduler.turns import Turns
 from services.gateway.state.fleet_health import FleetHealth
 from services.gateway.state.messages import BatchBuilder
@@ -72,7 +72,7 @@ class LeadershipTerm:
         # In the order of use: each of them needs what those before it have made.
         self._create_journal(term)
         self._create_records_of_finished(term)
-        self._create_dispatch()
+        self._create_scheduler()
         self._create_connections(versions)
         self._create_hints()
         self._create_rollouts()
@@ -84,9 +84,6 @@ class LeadershipTerm:
         )
         self._records = RecordedBatches(config.max_result_bytes)
         self._backlog = JournalBacklog(config.max_unwritten_bytes, metrics)
-        self._writer = JournalWriter(
-            self.journal, self._records, self._backlog, metrics, config.journal_tokens
-        )
         self._headroom = RedisHeadroom(self._redis, config.max_redis_memory, self._backlog, metrics)
 
     def _create_records_of_finished(self, term: int) -> None:
@@ -101,43 +98,37 @@ class LeadershipTerm:
         self.drafter_version = PublishedDrafterVersion(redis, config.namespace)
         self._singles = EndedSingles()
 
-    def _create_dispatch(self) -> None:
+    def _create_scheduler(self) -> None:
         config, metrics = self._config, self._metrics
+        writer = JournalWriter(self.journal, self._records, self._backlog, metrics, config.journal_tokens)
         self.batches = ActiveBatches(metrics, config.max_queued_samples, config.max_token_bytes)
         self.estimator = WorkEstimator(config.draft_cost)
         self.placer = Placer(
             self.batches, self.estimator, self.fleet, metrics, self._backlog, config.affinity_slack
         )
-        settlement = Settlement(
+        turns = Turns()
+        self.scheduler = Scheduler(
             self.batches,
             self.estimator,
             self.placer,
-            self._writer,
+            writer,
+            turns,
             metrics,
             self._history,
             self.feed,
             self._singles,
             self.decisions.post,
+            config.abort_timeout_seconds,
         )
-        turns = Turns()
         self.events = InstanceEvents(
             self.batches,
             self.estimator,
             self.placer,
-            settlement,
+            self.scheduler,
             turns,
             self.fleet,
             metrics,
             config.claim_wait_seconds,
-        )
-        self.dispatcher = Dispatcher(
-            self.batches,
-            self.estimator,
-            self.placer,
-            settlement,
-            turns,
-            metrics,
-            config.abort_timeout_seconds,
         )
 
     def _create_connections(self, versions: VersionStore) -> None:
@@ -145,7 +136,7 @@ class LeadershipTerm:
         self.roster = Roster(
             self._config, self._registry, self.fleet, book, self.events, self.placer, metrics
         )
-        in_flight = InFlightSamples(book, self.dispatcher, metrics)
+        in_flight = InFlightSamples(book, self.scheduler, metrics)
         self.updater = Updater(
             book, versions, self.fleet, self.roster, in_flight, metrics, self.decisions.post
         )
@@ -172,7 +163,7 @@ class LeadershipTerm:
             self._records,
             self._headroom,
             self.batches,
-            self.dispatcher,
+            self.scheduler,
             self._leniences,
         )
         self.recovery = BatchRecovery(intake, self.hinting)
@@ -212,7 +203,7 @@ class LeadershipTerm:
     async def run(self) -> None:
         """Work until cancelled, or until another gateway has taken over."""
         tasks = [
-            asyncio.create_task(self._writer.run(self.dispatcher), name="journal-writer"),
+            asyncio.create_task(self.scheduler.run(), name="journal-writer"),
             asyncio.create_task(self._headroom.run(), name="headroom"),
             asyncio.create_task(self._follow_backlog(), name="backlog"),
             asyncio.create_task(self.roster.run(), name="roster"),
@@ -244,7 +235,7 @@ class LeadershipTerm:
         finally:
             self.recovery.close()
             for running in list(self.batches.by_key.values()):
-                self.dispatcher.drop(running)
+                self.scheduler.drop(running)
             try:
                 await end((*tasks, *background))
             finally:

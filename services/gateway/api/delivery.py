@@ -137,7 +137,7 @@ class Delivery:
             async for response in _deltas(running):
                 yield response
         finally:
-            self.intake.dispatcher.drop(running)
+            self.intake.scheduler.drop(running)
         yield pb.GenerateResponse(sample=final_sample(batch, batch.endings[0]))
 
     async def _payloads(self, record: BatchRecord, chunk: list[tuple[int, int]]) -> list[bytes | None]:

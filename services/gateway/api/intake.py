@@ -24,8 +24,8 @@ from services.gateway.journal.journal import AdoptedBatch, Journal, cancelled_in
 from services.gateway.journal.record import BatchRecord, RecordedBatches, StoredBatch
 from services.gateway.journal.writer import RedisHeadroom
 from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
-from services.gateway.scheduler.dispatcher import Dispatcher
 from services.gateway.scheduler.estimator import Coverage
+from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.state.fleet_health import FleetHealth
 from services.gateway.state.messages import BatchBuilder
 from services.gateway.state.rollout_batch import Account, RolloutBatch
@@ -48,7 +48,7 @@ class RolloutIntake:
     records: RecordedBatches
     headroom: RedisHeadroom
     batches: ActiveBatches
-    dispatcher: Dispatcher
+    scheduler: Scheduler
     leniences: Leniences
 
     @property
@@ -64,9 +64,11 @@ class RolloutIntake:
     def begin(
         self, batch: RolloutBatch, *, private: bool = False, events: int = 0, coverage: Coverage | None = None
     ) -> RunningBatch:
-        """Begin or resume a batch (see `Dispatcher.add`), under the version that its samples go on with by now."""
-        running = self.dispatcher.add(batch, private=private, events=events, coverage=coverage)
-        self.dispatcher.go_on(running, self.book.version_for(batch.policy_version, batch.max_staleness))
+        """Begin or resume a batch (see `Scheduler.add`), under the version that its samples go on with by now."""
+        running = self.scheduler.add(batch, private=private, events=events, coverage=coverage)
+        self.scheduler.continue_under(
+            running, self.book.version_for(batch.policy_version, batch.max_staleness)
+        )
         return running
 
     def check_version(self, version: int) -> None:
@@ -242,7 +244,7 @@ class BatchRecovery:
             lost = record.reconcile(there, lambda index: records.results.get(key, index))
         records.add(record)
         if key in self.intake.batches.by_key:
-            self.intake.dispatcher.reopen(key, lost)
+            self.intake.scheduler.reopen(key, lost)
         elif record.is_complete:
             await journal.unlist(key)
         else:
@@ -258,7 +260,7 @@ class BatchRecovery:
         batch = await asyncio.to_thread(_rebuild, self.intake.builder, record, record.request, partials)
         self.hinting.resume(batch)
         self.intake.begin(batch, events=record.safe)
-        self.intake.dispatcher.reopen(record.key, [])
+        self.intake.scheduler.reopen(record.key, [])
         log.info(
             "batch_resumed",
             batch=record.key,

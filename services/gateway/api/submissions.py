@@ -157,7 +157,7 @@ class OpenBatches:
         record.extend(groups, len(payload))
         if running.dropped:
             raise Unavailable(f"batch {'/'.join(record.key)} is not being worked on here; come again")
-        self.intake.dispatcher.extend(running, *made)
+        self.intake.scheduler.extend(running, *made)
 
     def _check_addition(self, running: RunningBatch) -> None:
         batch = running.batch
@@ -184,7 +184,7 @@ class OpenBatches:
         record.close()
         running = self.intake.batches.by_key.get(record.key)
         if running is not None:
-            self.intake.dispatcher.close(running)
+            self.intake.scheduler.close(running)
         log.info("batch_closed", batch=record.key, samples=record.total)
 
     def _over(self, running: RunningBatch) -> str:
@@ -366,7 +366,7 @@ class Submissions:
         if self.intake.batches.by_key.get(key) is not running:
             return 0
         indexes = cancelled_indexes(record, request.samples)
-        cancelled = await self.intake.dispatcher.cancel(running, indexes, request.keep_partial)
+        cancelled = await self.intake.scheduler.cancel(running, indexes, request.keep_partial)
         log.info("cancelled", batch=key, samples=cancelled, keep_partial=request.keep_partial)
         return cancelled
 

@@ -58,10 +58,10 @@ class ToolCalls:
         safe, continued = list[asyncio.Future[None]](), 0
         for continuation, (index, answer) in zip(request.continuations, answers, strict=True):
             if answer is CallAnswer.RESUME:
-                safe.append(self.intake.dispatcher.answer(running, index, continuation.token_ids))
+                safe.append(self.intake.scheduler.answer(running, index, continuation.token_ids))
             elif answer is CallAnswer.END:
                 stop = sample_pb2.FINISH_REASON_STOP
-                safe.append(self.intake.dispatcher.end_call(running, index, stop))
+                safe.append(self.intake.scheduler.end_call(running, index, stop))
             elif index in running.unsafe:
                 # The same was asked for before, and is not safe yet.
                 safe.append(running.unsafe[index][1])
@@ -85,7 +85,7 @@ class ToolCalls:
     def _give_up(self, running: RunningBatch, tools: CallRules, now: float) -> None:
         overdue = running.calls.overdue(now - tools.wait_seconds)
         for index in overdue:
-            self.intake.dispatcher.end_call(running, index, sample_pb2.FINISH_REASON_ABANDONED)
+            self.intake.scheduler.end_call(running, index, sample_pb2.FINISH_REASON_ABANDONED)
         if overdue:
             self.metrics.abandoned_calls.inc(len(overdue))
             log.warning(

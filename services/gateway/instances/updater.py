@@ -25,7 +25,7 @@ from services.gateway.instances.roster import Roster
 from services.gateway.instances.staging import InstanceStaging, UpdateStaging
 from services.gateway.journal.fenced_records import Fenced, VersionStore, save_until_stored
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.scheduler.dispatcher import Dispatcher
+from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.state.fleet_health import FleetHealth, MemberState
 from services.gateway.state.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
 from services.platform.redis.decision_log import DecisionRecord
@@ -64,25 +64,25 @@ class InFlightSamples:
     """Treatment of the unfinished samples of all batches by a weight update."""
 
     book: UpdateBook
-    dispatcher: Dispatcher
+    scheduler: Scheduler
     metrics: GatewayMetrics
 
     def __post_init__(self) -> None:
         # A former gateway may have left an update half applied, which is finished as soon as the term begins.
-        self.dispatcher.placer.held = self.book.is_applying()
+        self.scheduler.placer.held = self.book.is_applying()
 
     @property
     def unfinished(self) -> int:
         """Number of samples that have not ended or are about to be accepted."""
-        return self.dispatcher.batches.unfinished
+        return self.scheduler.batches.unfinished
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Place nothing while weights are applied: an instance may have either version."""
-        placer = self.dispatcher.placer
+        placer = self.scheduler.placer
         placer.held = True
         # Report to the bubble coordinator that nothing is to be pre-generated now.
-        self.dispatcher.batches.progress.set()
+        self.scheduler.batches.progress.set()
         try:
             yield
         finally:
@@ -96,9 +96,9 @@ class InFlightSamples:
         """
         aborted = continued = 0
         if treatment is InFlightTreatment.ABORT:
-            batches = list(self.dispatcher.batches.by_key.values())
+            batches = list(self.scheduler.batches.by_key.values())
             cancelling = [
-                self.dispatcher.cancel(running, range(len(running.batch.samples)), keep_partial=True)
+                self.scheduler.cancel(running, range(len(running.batch.samples)), keep_partial=True)
                 for running in batches
             ]
             aborted = sum(await asyncio.gather(*cancelling))
@@ -110,9 +110,11 @@ class InFlightSamples:
 
     def follow(self) -> None:
         """Let every batch continue under the published version, or end if its version is no longer served."""
-        for running in list(self.dispatcher.batches.by_key.values()):
+        for running in list(self.scheduler.batches.by_key.values()):
             batch = running.batch
-            self.dispatcher.go_on(running, self.book.version_for(batch.policy_version, batch.max_staleness))
+            self.scheduler.continue_under(
+                running, self.book.version_for(batch.policy_version, batch.max_staleness)
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from services.contracts.errors import RESUMING
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
-from services.gateway.scheduler.dispatcher import Settlement
 from services.gateway.scheduler.estimator import WorkEstimator
 from services.gateway.scheduler.placer import Placer
+from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.scheduler.turns import Steps, Turns
 from services.gateway.scheduler.work_link import Attempt, WorkLink
 from services.gateway.state.fleet_health import FleetHealth
@@ -73,7 +73,7 @@ class InstanceEvents:
     batches: ActiveBatches
     estimator: WorkEstimator
     placer: Placer
-    settlement: Settlement
+    scheduler: Scheduler
     turns: Turns
     fleet: FleetHealth
     metrics: GatewayMetrics
@@ -97,7 +97,7 @@ class InstanceEvents:
 
     def _resume_elsewhere(self, held: list[Attempt]) -> Steps:
         for attempt in held:
-            self.settlement.take_back(attempt, attempt.lost(time.time()), "lost")
+            self.scheduler.take_back(attempt, attempt.lost(time.time()), "lost")
             yield
         self.placer.pump_soon()
 
@@ -110,7 +110,7 @@ class InstanceEvents:
             attempt = link.release(finished.handle)
             if attempt is not None:
                 effect = attempt.batch.finish(attempt.index, attempt.number, finished, now)
-                self.settlement.take_back(attempt, effect, "moved" if finished.resume_on else "handed_over")
+                self.scheduler.take_back(attempt, effect, "moved" if finished.resume_on else "handed_over")
                 if finished.resume_on:
                     self._moved_by_prefix(attempt, finished.resume_on)
         for refused in response.refused:
@@ -118,7 +118,7 @@ class InstanceEvents:
         for moved in response.moved:
             self._moved_by_kv(link, moved, now)
         for running in extended:
-            self.settlement.save(running)
+            self.scheduler.save(running)
         if response.finished or response.refused or response.moved:
             self.placer.pump_soon()
         if not response.refused and (response.deltas or response.finished):
@@ -165,13 +165,13 @@ class InstanceEvents:
         self.metrics.refused(link.instance_id, refused.code)
         failure = sample_pb2.SampleFailure(code=refused.code, field=refused.field, reason=refused.message)
         if refused.code in _FINAL:
-            self.settlement.take_back(attempt, attempt.batch.fail(attempt.index, failure, now))
+            self.scheduler.take_back(attempt, attempt.batch.fail(attempt.index, failure, now))
         elif refused.reason == RESUMING:
             # Tokens that were streamed to a caller cannot be revoked.
             running = self.batches.of(attempt)
             renews = running is not None and not running.private
             effect = attempt.batch.resume_refused(attempt.index, attempt.number, failure, now, renews=renews)
-            self.settlement.take_back(attempt, effect)
+            self.scheduler.take_back(attempt, effect)
         elif attempt.migration_id:
             self._claim_refused(attempt, now)
         else:
@@ -181,7 +181,7 @@ class InstanceEvents:
                     "instance_refused", instance=link.instance_id, code=refused.code, message=refused.message
                 )
             effect = attempt.batch.refused(attempt.index, attempt.number, now, refused.message)
-            self.settlement.take_back(attempt, effect)
+            self.scheduler.take_back(attempt, effect)
 
     # Moves ----------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class InstanceEvents:
         if number is None and left.is_running:
             self.metrics.moves.labels("tokens_missing").inc()
             log.error("moved_sample_incomplete", batch=batch.key, sample=index, instance=link.instance_id)
-            self.settlement.take_back(left, left.lost(now), "tokens_missing")
+            self.scheduler.take_back(left, left.lost(now), "tokens_missing")
         left.trace.end(verdict="moved", to=receiver, tokens=moved.response_tokens)
         attempt = Attempt(
             batch, index, number or left.number, left.prompt, left.predicted, migration_id=moved.migration_id
@@ -234,7 +234,7 @@ class InstanceEvents:
     def _claim_refused(self, attempt: Attempt, now: float) -> None:
         """Resume a sample elsewhere, since the receiver no longer has it; the receiver may still take others."""
         self.metrics.moves.labels("refused").inc()
-        self.settlement.take_back(attempt, attempt.lost(now), "claim_refused")
+        self.scheduler.take_back(attempt, attempt.lost(now), "claim_refused")
 
     def _await_link(self, attempt: Attempt, receiver: str) -> None:
         self.transit.wait(attempt, receiver)
@@ -267,7 +267,7 @@ class InstanceEvents:
             self._requeue(attempt)
         elif attempt.is_running:
             self.metrics.moves.labels("no_link").inc()
-            self.settlement.take_back(attempt, attempt.lost(time.time()), "no_link")
+            self.scheduler.take_back(attempt, attempt.lost(time.time()), "no_link")
             self.placer.pump_soon()
 
     def _requeue(self, attempt: Attempt) -> bool:

@@ -24,7 +24,7 @@ from services.contracts.errors import ResourceExhausted
 from services.generation.weights.stream.broadcast_receiver import BroadcastReceiver
 from services.generation.weights.stream.broadcasts import ReceiverProcess
 from services.generation.weights.stream.stored_stream import StoredStream
-from tests.unit.gateway.dispatch_parts import VERSION
+from tests.unit.gateway.scheduler_parts import VERSION
 from tests.unit.gateway.stream_fleet import (
     COUNT,
     NEW,

@@ -14,8 +14,8 @@ from services.gateway.instances.roster import Roster
 from services.gateway.state.fleet_health import FleetHealth, FleetRules, MemberState
 from services.gateway.state.update_book import PublishedVersion, UpdateBook
 from services.platform.redis.registry import InstanceRecord
-from tests.unit.gateway.dispatch_parts import VERSION, DispatchParts
 from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.scheduler_parts import VERSION, SchedulerParts
 
 NOW = FleetRules(silence=0.0, retry_first=0.0, retry_most=0.0)
 """No patience: an instance is lost, and tried again, at once."""
@@ -71,7 +71,7 @@ class Fleet:
         self.registry = FakeRegistry()
         self.health = FleetHealth(NOW)
         self.health.publish(VERSION, recorded=True, now=0.0)
-        self.parts = DispatchParts(fleet=self.health)
+        self.parts = SchedulerParts(fleet=self.health)
         config = GatewayConfig()
         registry: Any = self.registry
         self.book = UpdateBook(10.0, PublishedVersion(VERSION, "/weights/7", "sum", "u7"))

@@ -47,7 +47,7 @@ from services.platform.config import ServiceConfig
 from services.platform.grpc.channel import open_channel
 from services.platform.grpc.server import GrpcServer
 from services.platform.tasks import end
-from tests.unit.gateway.dispatch_parts import VERSION, DispatchParts
+from tests.unit.gateway.scheduler_parts import VERSION, SchedulerParts
 from tests.unit.gateway.test_updater import RecordingRoster, RecordingStore
 
 WAIT = 60.0
@@ -182,7 +182,7 @@ class StreamFleet:
         self.folder = folder
         self.nodes: list[WeightNode] = []
         self.loop = asyncio.get_running_loop()
-        self.parts = DispatchParts()
+        self.parts = SchedulerParts()
         self.roster: Any = RecordingRoster()
         store: Any = RecordingStore()
         book = UpdateBook(update_timeout, PublishedVersion(VERSION))
@@ -191,7 +191,7 @@ class StreamFleet:
             store,
             self.parts.fleet,
             self.roster,
-            InFlightSamples(book, self.parts.dispatcher, self.parts.metrics),
+            InFlightSamples(book, self.parts.scheduler, self.parts.metrics),
             self.parts.metrics,
             self.parts.recorded.append,
         )

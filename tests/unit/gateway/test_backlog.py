@@ -20,7 +20,7 @@ from services.gateway.scheduler.placement import InstanceSlots
 from services.gateway.scheduler.turns import Pace
 from services.gateway.scheduler.work_link import WorkLink
 from services.platform.tasks import ExponentialBackoff, end
-from tests.unit.gateway.dispatch_parts import VERSION, DispatchParts, a_batch, finished, tokens, turn
+from tests.unit.gateway.scheduler_parts import VERSION, SchedulerParts, a_batch, finished, tokens, turn
 
 
 def make(most_bytes: int = 100) -> tuple[JournalBacklog, CollectorRegistry]:
@@ -62,10 +62,10 @@ async def test_who_waits_is_told_of_beginning_and_end_and_new_batches_are_refuse
 
 
 async def test_nothing_is_placed_in_a_pause_and_everything_after_it() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     parts.backlog.add(1001)
     link, receiver = parts.link("a"), parts.link("b")
-    running = parts.dispatcher.add(a_batch(2))
+    running = parts.scheduler.add(a_batch(2))
     await turn()
     assert (link.items, receiver.items, parts.metric("queued_samples")) == ([], [], 2)
     assert not parts.placer.place_on(running, 0, "b")

@@ -25,7 +25,7 @@ from services.gateway.state.sample import (
     TokenColumns,
     TopTokens,
 )
-from tests.unit.gateway.dispatch_parts import record_of
+from tests.unit.gateway.scheduler_parts import record_of
 
 STOP, LENGTH, ABORTED = (
     sample_pb2.FINISH_REASON_STOP,

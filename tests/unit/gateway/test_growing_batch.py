@@ -17,7 +17,7 @@ from services.gateway.journal.record import BatchHead, BatchRecord
 from services.gateway.state.messages import BatchBuilder, build_groups
 from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
 from services.gateway.state.update_book import PublishedVersion, UpdateBook
-from tests.unit.gateway.dispatch_parts import DispatchParts, a_batch
+from tests.unit.gateway.scheduler_parts import SchedulerParts, a_batch
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64)
 BUILDER = BatchBuilder(max_seconds=10.0, max_attempts=3)
@@ -188,12 +188,12 @@ def test_without_a_bound_nothing_is_too_old() -> None:
 
 
 async def test_samples_that_are_added_when_their_version_has_just_gone_end_like_the_others() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     batch = a_batch(1, open=True)
-    running = parts.dispatcher.add(batch)
-    parts.dispatcher.go_on(running, None)
+    running = parts.scheduler.add(batch)
+    parts.scheduler.continue_under(running, None)
     group = BatchGroup("q", [1], sample_pb2.SamplingParams(), first=1, count=2)
-    parts.dispatcher.extend(running, [group], [GatewaySample(index, 1, index - 1, 7) for index in (1, 2)])
+    parts.scheduler.extend(running, [group], [GatewaySample(index, 1, index - 1, 7) for index in (1, 2)])
     await parts.until(lambda: batch.ended == 3)
     assert {each.status for each in batch.endings} == {sample_pb2.SAMPLE_STATUS_ABORTED}
     assert (parts.batches.unfinished, parts.batches.held) == (0, 3)

@@ -19,7 +19,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import EventEffect
 from services.platform.tasks import Notifier
-from tests.unit.gateway.dispatch_parts import LONG, a_batch, finished, record_of, tokens, turn
+from tests.unit.gateway.scheduler_parts import LONG, a_batch, finished, record_of, tokens, turn
 
 
 @dataclass

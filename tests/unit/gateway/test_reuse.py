@@ -16,7 +16,7 @@ from services.gateway.journal.record import collect
 from services.gateway.state.messages import BatchBuilder, exactness_of, final_sample, work_item
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample
-from tests.unit.gateway.dispatch_parts import record_of
+from tests.unit.gateway.scheduler_parts import record_of
 
 EXACT, LENIENT = sample_pb2.EXACTNESS_LEVEL_EXACT, sample_pb2.EXACTNESS_LEVEL_LENIENT
 STOP, ABORTED = sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_ABORTED

@@ -12,9 +12,9 @@ from paceline.internal.v1 import weight_peer_pb2
 from services.gateway.state.fleet_health import MemberState
 from services.gateway.state.update_book import PublishedVersion
 from services.platform.tasks import end
-from tests.unit.gateway.dispatch_parts import VERSION, a_batch, tokens, turn
 from tests.unit.gateway.fake_engine import rpc_error
 from tests.unit.gateway.roster_parts import Fleet
+from tests.unit.gateway.scheduler_parts import VERSION, a_batch, tokens, turn
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -93,7 +93,7 @@ async def test_a_missing_heartbeat_resubmits_the_samples_of_the_instance(fleet: 
     one, two = fleet.engine("a"), fleet.engine("b")
     await fleet.registry.show(one)
     await fleet.serving("a")
-    running = fleet.parts.dispatcher.add(a_batch(1))
+    running = fleet.parts.scheduler.add(a_batch(1))
     await turn()
     link = fleet.parts.placer.links["a"]
     (handle,) = link.held
@@ -168,7 +168,7 @@ async def test_samples_that_wait_are_placed_when_a_paused_instance_resumes(fleet
     engine.state = "paused"
     await fleet.registry.show(engine)
     await fleet.serving("a")
-    running = fleet.parts.dispatcher.add(a_batch(1))
+    running = fleet.parts.scheduler.add(a_batch(1))
     await turn()
     assert (fleet.state("a"), running.batch.samples[0].attempt) == (MemberState.PAUSED, 0)
     engine.state = "serving"

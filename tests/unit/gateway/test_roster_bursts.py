@@ -19,9 +19,9 @@ from services.gateway.scheduler.placement import InstanceSlots
 from services.gateway.scheduler.turns import Pace
 from services.gateway.scheduler.work_link import Attempt, WorkLink
 from services.platform.tasks import ExponentialBackoff, end
-from tests.unit.gateway.dispatch_parts import VERSION, a_batch, turn
 from tests.unit.gateway.fake_engine import FakeWorkCall, rpc_error
 from tests.unit.gateway.roster_parts import Fleet
+from tests.unit.gateway.scheduler_parts import VERSION, a_batch, turn
 
 
 @pytest.fixture

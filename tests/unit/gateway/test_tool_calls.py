@@ -30,7 +30,7 @@ from services.gateway.state.calls import (
 from services.gateway.state.messages import BatchBuilder, work_item
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import EventEffect, SamplePhase
-from tests.unit.gateway.dispatch_parts import a_batch, record_of
+from tests.unit.gateway.scheduler_parts import a_batch, record_of
 
 CALL, END = 9, 2
 LIMITS = ModelLimits(vocab_size=64, max_model_len=60, has_text=True, end_tokens=(END,))

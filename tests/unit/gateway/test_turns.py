@@ -17,7 +17,7 @@ from services.gateway.scheduler.turns import Pace, Turns
 from services.gateway.state.sample import SamplePhase
 from services.platform.observability import event_loop
 from services.platform.observability.event_loop import MeteredLoop
-from tests.unit.gateway.dispatch_parts import DispatchParts, RecordingLink, a_batch, finished, tokens
+from tests.unit.gateway.scheduler_parts import RecordingLink, SchedulerParts, a_batch, finished, tokens
 
 ONE_STEP = 0.0
 """Seconds of a turn that has time for one step only."""
@@ -145,7 +145,7 @@ def test_the_loop_knows_its_longest_turn_by_both_clocks(monkeypatch: pytest.Monk
 # Batches -----------------------------------------------------------------------------------------------
 
 
-async def finish_all(parts: DispatchParts, *links: RecordingLink) -> None:
+async def finish_all(parts: SchedulerParts, *links: RecordingLink) -> None:
     """Have the instances finish whatever they get, until nothing is unfinished; then all work is done."""
     answered: set[tuple[str, int]] = set()
     async with asyncio.timeout(60):
@@ -155,16 +155,16 @@ async def finish_all(parts: DispatchParts, *links: RecordingLink) -> None:
                     parts.events.responded(link, tokens(handle, 5, 0))
                     parts.events.responded(link, finished(handle))
                     answered.add((link.instance_id, handle))
-            parts.journal.write(parts.dispatcher)
+            parts.journal.write(parts.scheduler)
             await turns(1)
-        await parts.dispatcher.turns.run(count_to(1, []))
-        parts.journal.write(parts.dispatcher)
+        await parts.scheduler.turns.run(count_to(1, []))
+        parts.journal.write(parts.scheduler)
 
 
 async def test_a_sample_cancelled_while_its_batch_is_still_being_queued_is_never_placed() -> None:
-    parts = DispatchParts(turn_seconds=ONE_STEP)
-    running = parts.dispatcher.add(a_batch(6))
-    cancelling = parts.dispatcher.cancel(running, [4], keep_partial=True)
+    parts = SchedulerParts(turn_seconds=ONE_STEP)
+    running = parts.scheduler.add(a_batch(6))
+    cancelling = parts.scheduler.cancel(running, [4], keep_partial=True)
     assert running.batch.samples[4].phase is SamplePhase.WAITING
     assert parts.metric("queued_samples") == 1
     assert await cancelling == 1
@@ -176,14 +176,14 @@ async def test_a_sample_cancelled_while_its_batch_is_still_being_queued_is_never
 
 
 async def test_a_batch_dropped_while_it_is_being_queued_leaves_nothing_even_if_its_name_comes_again() -> None:
-    parts = DispatchParts(turn_seconds=ONE_STEP)
+    parts = SchedulerParts(turn_seconds=ONE_STEP)
     link = parts.link("a", room=3)
-    old = parts.dispatcher.add(a_batch(6))
+    old = parts.scheduler.add(a_batch(6))
     await turns(4)
-    parts.dispatcher.drop(old)
+    parts.scheduler.drop(old)
     placed = len(link.items)
     assert 0 < placed < 4
-    new = parts.dispatcher.add(a_batch(4))
+    new = parts.scheduler.add(a_batch(4))
     assert parts.batches.unfinished == 4
     await finish_all(parts, link)
     assert new.batch.is_done()
@@ -192,15 +192,15 @@ async def test_a_batch_dropped_while_it_is_being_queued_leaves_nothing_even_if_i
 
 
 async def test_samples_of_a_lost_instance_may_be_cancelled_or_dropped_before_they_are_resumed() -> None:
-    parts = DispatchParts(turn_seconds=ONE_STEP)
+    parts = SchedulerParts(turn_seconds=ONE_STEP)
     lost = parts.link("a", room=9)
-    kept = parts.dispatcher.add(a_batch(4))
-    dropped = parts.dispatcher.add(a_batch(4, batch_id="other"))
+    kept = parts.scheduler.add(a_batch(4))
+    dropped = parts.scheduler.add(a_batch(4, batch_id="other"))
     await turns(30)
     assert len(lost.held) == 8
     parts.events.link_lost(lost, "gone")
-    cancelling = parts.dispatcher.cancel(kept, [3], keep_partial=True)
-    parts.dispatcher.drop(dropped)
+    cancelling = parts.scheduler.cancel(kept, [3], keep_partial=True)
+    parts.scheduler.drop(dropped)
     assert await cancelling == 1
     other = parts.link("b", room=9)
     await finish_all(parts, other)
@@ -210,17 +210,17 @@ async def test_samples_of_a_lost_instance_may_be_cancelled_or_dropped_before_the
 
 
 async def test_the_deadline_ends_a_batch_that_is_still_being_queued() -> None:
-    parts = DispatchParts(turn_seconds=ONE_STEP, abort_seconds=0.01)
+    parts = SchedulerParts(turn_seconds=ONE_STEP, abort_seconds=0.01)
     link = parts.link("a", room=2)
-    running = parts.dispatcher.add(a_batch(20, seconds=0.0))
+    running = parts.scheduler.add(a_batch(20, seconds=0.0))
     await parts.until(running.batch.is_done)
     assert len(link.aborted) == len(link.items)
     assert parts.metric("expired_samples_total") == 20
 
 
 async def test_placing_many_samples_takes_many_turns() -> None:
-    parts = DispatchParts(turn_seconds=ONE_STEP)
-    running = parts.dispatcher.add(a_batch(5))
+    parts = SchedulerParts(turn_seconds=ONE_STEP)
+    running = parts.scheduler.add(a_batch(5))
     await turns(8)
     link = parts.link("a", room=8)
     placed = []
@@ -250,7 +250,7 @@ def test_whatever_happens_between_turns_every_sample_ends_once_and_nothing_is_le
 
 
 async def _live_through(events: list[tuple[str, int, int]]) -> None:
-    parts = DispatchParts(turn_seconds=ONE_STEP)
+    parts = SchedulerParts(turn_seconds=ONE_STEP)
     links: dict[str, RecordingLink] = {}
     current: dict[int, RunningBatch] = {}
     batches, given_up = list[RunningBatch](), set[RunningBatch]()
@@ -258,12 +258,12 @@ async def _live_through(events: list[tuple[str, int, int]]) -> None:
         running, link = current.get(which), links.get(f"i{which}")
         if event == "add":
             batch = a_batch(number + 1, max_attempts=1000, batch_id=f"b{len(batches)}")
-            current[which] = parts.dispatcher.add(batch)
+            current[which] = parts.scheduler.add(batch)
             batches.append(current[which])
         elif event == "cancel" and running is not None:
-            parts.dispatcher.cancel(running, [number % len(running.batch.samples)], keep_partial=True)
+            parts.scheduler.cancel(running, [number % len(running.batch.samples)], keep_partial=True)
         elif event == "drop" and running is not None and not running.dropped:
-            parts.dispatcher.drop(running)
+            parts.scheduler.drop(running)
             given_up.add(running)
         elif event == "join" and link is None:
             links[f"i{which}"] = parts.link(f"i{which}", room=1 + number)
@@ -276,7 +276,7 @@ async def _live_through(events: list[tuple[str, int, int]]) -> None:
             if number > 2:
                 parts.events.responded(link, finished(handle))
         await turns(number)
-        parts.journal.write(parts.dispatcher)
+        parts.journal.write(parts.scheduler)
     links.setdefault("last", parts.link("last", room=4))
     await finish_all(parts, *links.values())
     assert parts.batches.by_key == {}

@@ -35,16 +35,16 @@ from services.gateway.state.update_book import (
     WeightUpdate,
 )
 from services.platform.tasks import Notifier, end
-from tests.unit.gateway.dispatch_parts import (
+from tests.unit.gateway.fake_engine import FakeEngine, rpc_error
+from tests.unit.gateway.scheduler_parts import (
     VERSION,
-    DispatchParts,
     RecordingLink,
+    SchedulerParts,
     a_batch,
     finished,
     tokens,
     turn,
 )
-from tests.unit.gateway.fake_engine import FakeEngine, rpc_error
 
 DISK = weight_pb2.DiskWeights(path="/weights/8")
 NEW = VERSION + 1
@@ -106,12 +106,12 @@ class Updating:
     """An updater with the instances named."""
 
     def __init__(self, *instance_ids: str, active: WeightUpdate | None = None) -> None:
-        self.parts = DispatchParts()
+        self.parts = SchedulerParts()
         self.store, self.roster = RecordingStore(), RecordingRoster()
         self.book = UpdateBook(60.0, PublishedVersion(VERSION), active)
         store: Any = self.store
         roster: Any = self.roster
-        samples = InFlightSamples(self.book, self.parts.dispatcher, self.parts.metrics)
+        samples = InFlightSamples(self.book, self.parts.scheduler, self.parts.metrics)
         self.updater = Updater(
             self.book,
             store,
@@ -333,11 +333,11 @@ async def test_instances_that_read_different_weights_are_data_loss() -> None:
 async def test_unfinished_samples_keep_the_old_version() -> None:
     updating = Updating("a")
     update_id = await updating.staged()
-    running = updating.parts.dispatcher.add(a_batch(2))
+    running = updating.parts.scheduler.add(a_batch(2))
     with pytest.raises(FailedPrecondition, match="2 samples of version 7"):
         await updating.updater.finish(update_id)
     assert updating.versions() == [VERSION]
-    updating.parts.dispatcher.drop(running)
+    updating.parts.scheduler.drop(running)
     with updating.parts.batches.reserve(1), pytest.raises(FailedPrecondition, match="1 samples"):
         await updating.updater.finish(update_id)
     await updating.updater.finish(update_id)
@@ -348,7 +348,7 @@ async def test_samples_go_on_under_the_new_version_wherever_they_are() -> None:
     updating = Updating("a")
     link, other = updating.parts.link("b", room=1), updating.parts.link("c", room=0)
     update_id = await updating.staged()
-    running = updating.parts.dispatcher.add(a_batch(3))
+    running = updating.parts.scheduler.add(a_batch(3))
     await turn()
     (item,) = link.items
     updating.parts.events.responded(link, versioned(item.handle, VERSION, 5, 6))
@@ -386,7 +386,7 @@ async def test_samples_that_are_aborted_end_with_the_tokens_they_have() -> None:
     updating = Updating("a")
     link = updating.parts.link("b", room=1)
     update_id = await updating.staged()
-    running = updating.parts.dispatcher.add(a_batch(3))
+    running = updating.parts.scheduler.add(a_batch(3))
     await turn()
     (item,) = link.items
     updating.parts.events.responded(link, versioned(item.handle, VERSION, 5, 6))
@@ -408,7 +408,7 @@ async def test_samples_go_on_under_the_old_version_if_nobody_applied() -> None:
     link = updating.parts.link("b")
     update_id = await updating.staged()
     updating.engines["a"].errors["ApplyWeights"] = [rpc_error(grpc.StatusCode.INTERNAL, "broken")]
-    running = updating.parts.dispatcher.add(a_batch(2))
+    running = updating.parts.scheduler.add(a_batch(2))
     with pytest.raises(FailedPrecondition, match="no instance applied"):
         await updating.updater.finish(update_id, InFlightTreatment.CONTINUE)
     await turn()
@@ -421,7 +421,7 @@ async def test_a_half_applied_update_takes_its_samples_along() -> None:
         left = WeightUpdate("u", "run", NEW, UpdatePhase.APPLYING, 0.0, "/weights/8", "sum", treatment)
         updating = Updating("a", active=left)
         link = updating.parts.link("b")
-        running = updating.parts.dispatcher.add(a_batch(2))
+        running = updating.parts.scheduler.add(a_batch(2))
         await turn()
         assert link.items == [], "an instance may have either version"
         changed = updating.roster.changed.next_change()

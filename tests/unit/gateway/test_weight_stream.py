@@ -22,7 +22,7 @@ from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.files import WeightShard
 from services.generation.weights.stream import reception
 from services.generation.weights.stream.stored_stream import StoredStream
-from tests.unit.gateway.dispatch_parts import VERSION, a_batch
+from tests.unit.gateway.scheduler_parts import VERSION, a_batch
 from tests.unit.gateway.stream_fleet import NEW, STREAM, WAIT, Tensors, stream_fleet, until
 
 
@@ -278,7 +278,7 @@ async def test_a_reception_that_breaks_keeps_nobody_waiting(
 async def test_unfinished_samples_are_treated_as_with_a_folder(tmp_path: Path) -> None:
     async with stream_fleet(tmp_path, 2) as fleet:
         batch = a_batch(2)
-        fleet.parts.dispatcher.add(batch)
+        fleet.parts.scheduler.add(batch)
         run = fleet.client.run("run", weights=STREAM)
         with pytest.raises(paceline.FailedPreconditionError) as caught:
             await run.push_weights(Tensors())

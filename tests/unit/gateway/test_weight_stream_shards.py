@@ -13,7 +13,7 @@ import pytest
 
 import paceline
 from paceline import AsyncClient, Client, RetryPolicy, Shard
-from tests.unit.gateway.dispatch_parts import VERSION
+from tests.unit.gateway.scheduler_parts import VERSION
 from tests.unit.gateway.stream_fleet import NEW, STREAM, WAIT, StreamFleet, Tensors, stream_fleet, until
 
 IMPATIENT = RetryPolicy(seconds=0.5, initial=0.05)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 
 from services.gateway.scheduler.active_batches import WorkLeft
-from tests.unit.gateway.dispatch_parts import DispatchParts, a_batch, finished, tokens, turn
+from tests.unit.gateway.scheduler_parts import SchedulerParts, a_batch, finished, tokens, turn
 
 
 async def test_the_work_left_of_a_batch_follows_its_samples() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a", room=1)
-    left = parts.dispatcher.add(a_batch(2)).left
+    left = parts.scheduler.add(a_batch(2)).left
     assert (left.waiting_samples, left.waiting_tokens) == (2, 100.0)
     await turn()
     assert (left.waiting_samples, left.waiting_tokens) == (1, 50.0)

@@ -15,8 +15,8 @@ from services.gateway.scheduler.work_link import report_interval
 from services.gateway.state.calls import CallRules
 from services.gateway.state.messages import final_sample
 from services.gateway.state.sample import SamplePhase
-from tests.unit.gateway.dispatch_parts import (
-    DispatchParts,
+from tests.unit.gateway.scheduler_parts import (
+    SchedulerParts,
     a_batch,
     finished,
     moved,
@@ -35,9 +35,9 @@ SAMPLE_ABORTED = sample_pb2.SAMPLE_STATUS_ABORTED
 
 
 async def test_samples_wait_for_room_and_follow_each_other_on_the_instance() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a", room=2)
-    running = parts.dispatcher.add(a_batch(3))
+    running = parts.scheduler.add(a_batch(3))
     await turn()
     assert [item.slot for item in link.items] == [0, 1]
     assert (parts.batches.unfinished, parts.metric("queued_samples")) == (3, 1)
@@ -51,29 +51,29 @@ async def test_samples_wait_for_room_and_follow_each_other_on_the_instance() -> 
 
 
 async def test_only_serving_instances_with_the_version_of_the_batch_get_samples() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     paused, old, serving = parts.link("a"), parts.link("b"), parts.link("c")
     parts.fleet.quarantine("a", 1, "weights unknown", 0.0)
     old.slots.policy_version = 6
-    parts.dispatcher.add(a_batch(2))
+    parts.scheduler.add(a_batch(2))
     await turn()
     assert (len(paused.items), len(old.items), len(serving.items)) == (0, 0, 2)
 
 
 async def test_a_draft_counts_for_less_work_and_is_forgotten_with_its_batch() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     batch = a_batch(2)
     coverage = {("p", 0): DraftCoverage(40, finished=True)}
-    running = parts.dispatcher.add(batch, coverage=coverage)
+    running = parts.scheduler.add(batch, coverage=coverage)
     drafted, plain = (parts.estimator.remaining(batch, index) for index in (0, 1))
     assert (drafted, plain) == (0.15 * 40, 50.0)
-    parts.dispatcher.drop(running)
+    parts.scheduler.drop(running)
     assert parts.estimator.remaining(batch, 0) == 50.0
 
 
 async def test_the_bound_on_unfinished_samples_covers_those_being_recorded() -> None:
-    parts = DispatchParts(max_samples=4)
-    parts.dispatcher.add(a_batch(2))
+    parts = SchedulerParts(max_samples=4)
+    parts.scheduler.add(a_batch(2))
     with parts.batches.reserve(2):
         assert parts.batches.unfinished == 4
         with pytest.raises(ResourceExhausted), parts.batches.reserve(1):
@@ -82,23 +82,23 @@ async def test_the_bound_on_unfinished_samples_covers_those_being_recorded() -> 
 
 
 async def test_ends_are_waited_for_by_samples_without_a_place_and_by_environments() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a", room=1)
     assert parts.placer.is_patient
-    plain = parts.dispatcher.add(a_batch(2, batch_id="plain"))
+    plain = parts.scheduler.add(a_batch(2, batch_id="plain"))
     await turn()
     assert not parts.placer.is_patient
     parts.events.responded(link, tokens(1, 5))
     parts.events.responded(link, finished(1))
     await turn()
     assert parts.placer.is_patient
-    calling = parts.dispatcher.add(
+    calling = parts.scheduler.add(
         a_batch(0, batch_id="calling", tools=CallRules(frozenset([9]), frozenset(), 4, 60.0))
     )
     assert not parts.placer.is_patient
-    parts.dispatcher.drop(calling)
+    parts.scheduler.drop(calling)
     assert parts.placer.is_patient
-    parts.dispatcher.drop(plain)
+    parts.scheduler.drop(plain)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_reports_follow_each_other_faster_where_somebody_waits(
 
 
 async def test_a_lost_instance_s_samples_are_resumed_from_their_tokens_less_the_last() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     lost = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(lost, tokens(lost.items[0].handle, 5, 6, 7))
     other = parts.link("b")
@@ -134,9 +134,9 @@ async def test_a_lost_instance_s_samples_are_resumed_from_their_tokens_less_the_
 
 
 async def test_late_events_of_an_old_attempt_change_nothing() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     lost = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     handle = lost.items[0].handle
     attempt = lost.held[handle]
@@ -158,8 +158,8 @@ async def test_late_events_of_an_old_attempt_change_nothing() -> None:
 
 
 async def test_a_sample_that_gains_nothing_fails_after_so_many_attempts() -> None:
-    parts = DispatchParts()
-    running = parts.dispatcher.add(a_batch(1, max_attempts=2))
+    parts = SchedulerParts()
+    running = parts.scheduler.add(a_batch(1, max_attempts=2))
     for name in ("a", "b"):
         link = parts.link(name)
         await turn()
@@ -170,9 +170,9 @@ async def test_a_sample_that_gains_nothing_fails_after_so_many_attempts() -> Non
 
 
 async def test_a_message_whose_lengths_do_not_match_is_an_error_of_the_link() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     broken = tokens(link.items[0].handle, 5, 6)
     broken.deltas[0].logprobs.pop()
@@ -185,9 +185,9 @@ async def test_a_message_whose_lengths_do_not_match_is_an_error_of_the_link() ->
 
 
 async def test_a_refused_sample_goes_elsewhere_and_the_instance_is_left_alone() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     full = parts.link("a", room=1)
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     other = parts.link("b", room=1)
     parts.events.responded(full, refused(full.items[0].handle, code_pb2.RESOURCE_EXHAUSTED))
@@ -200,9 +200,9 @@ async def test_a_refused_sample_goes_elsewhere_and_the_instance_is_left_alone() 
 
 
 async def test_a_sample_that_was_refused_too_often_says_why() -> None:
-    parts = DispatchParts(refusal_pause=0.01)
+    parts = SchedulerParts(refusal_pause=0.01)
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1, max_attempts=1))
+    running = parts.scheduler.add(a_batch(1, max_attempts=1))
     await turn()
     parts.events.responded(
         link, refused(link.items[0].handle, code_pb2.INTERNAL, message="the device is gone")
@@ -214,9 +214,9 @@ async def test_a_sample_that_was_refused_too_often_says_why() -> None:
 
 
 async def test_an_instance_that_refused_is_tried_again_after_the_pause() -> None:
-    parts = DispatchParts(refusal_pause=0.01)
+    parts = SchedulerParts(refusal_pause=0.01)
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(link, refused(link.items[0].handle, code_pb2.UNAVAILABLE))
     assert link.closed_until > 0.0
@@ -228,9 +228,9 @@ async def test_an_instance_that_refused_is_tried_again_after_the_pause() -> None
 
 @pytest.mark.parametrize("code", [code_pb2.INVALID_ARGUMENT, code_pb2.DATA_LOSS])
 async def test_a_final_refusal_fails_the_sample_with_the_field_and_is_not_tried_elsewhere(code: int) -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     response = refused(link.items[0].handle, code, "sampling.json_schema", "a dead end")
     parts.events.responded(link, response)
@@ -252,8 +252,8 @@ async def test_a_final_refusal_fails_the_sample_with_the_field_and_is_not_tried_
 async def test_an_instance_that_takes_nothing_now_costs_a_sample_none_of_its_tokens(
     reason: str, private: bool
 ) -> None:
-    parts = DispatchParts()
-    running = parts.dispatcher.add(a_batch(1), private=private)
+    parts = SchedulerParts()
+    running = parts.scheduler.add(a_batch(1), private=private)
     lost = parts.link("a")
     await turn()
     parts.events.responded(lost, tokens(lost.items[0].handle, 5, 6, 7))
@@ -274,8 +274,8 @@ def resume_refused(handle: int) -> pb.WorkResponse:
 
 
 async def test_a_sample_that_no_instance_goes_on_with_begins_again() -> None:
-    parts = DispatchParts()
-    running = parts.dispatcher.add(a_batch(1))
+    parts = SchedulerParts()
+    running = parts.scheduler.add(a_batch(1))
     lost = parts.link("a")
     await turn()
     parts.events.responded(lost, tokens(lost.items[0].handle, 5, 6, 7))
@@ -294,11 +294,11 @@ async def test_a_sample_that_no_instance_goes_on_with_begins_again() -> None:
 
 @pytest.mark.parametrize("why", ["streamed", "given", "lost too often"])
 async def test_a_sample_that_cannot_begin_again_says_why(why: str) -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     batch = a_batch(1, max_attempts=1 if why == "lost too often" else 3)
     if why == "given":
         batch.groups[0] = replace(batch.groups[0], prefix=[3])
-    running = parts.dispatcher.add(batch, private=why == "streamed")
+    running = parts.scheduler.add(batch, private=why == "streamed")
     other = parts.link("b")
     await turn()
     if why == "lost too often":
@@ -314,29 +314,29 @@ async def test_a_sample_that_cannot_begin_again_says_why(why: str) -> None:
 
 
 async def test_a_waiting_sample_is_cancelled_at_once_and_a_running_one_when_its_instance_answers() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a", room=1)
-    running = parts.dispatcher.add(a_batch(2))
+    running = parts.scheduler.add(a_batch(2))
     await turn()
     handle = link.items[0].handle
     parts.events.responded(link, tokens(handle, 5))
-    assert await parts.dispatcher.cancel(running, [0, 1], keep_partial=True) == 2
+    assert await parts.scheduler.cancel(running, [0, 1], keep_partial=True) == 2
     assert [ending.index for ending in running.batch.endings] == [1]
     assert link.aborted == [handle]
     parts.events.responded(link, tokens(handle, 6))
     parts.events.responded(link, finished(handle, ABORTED))
     assert [ending.status for ending in running.batch.endings] == [SAMPLE_ABORTED] * 2
     assert texts(running) == [[5, 6], []]
-    assert await parts.dispatcher.cancel(running, [0, 1], keep_partial=True) == 0
+    assert await parts.scheduler.cancel(running, [0, 1], keep_partial=True) == 0
 
 
 async def test_an_unanswered_abort_ends_the_sample_all_the_same() -> None:
-    parts = DispatchParts(abort_seconds=0.01)
+    parts = SchedulerParts(abort_seconds=0.01)
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(link, tokens(link.items[0].handle, 5))
-    await parts.dispatcher.cancel(running, [0], keep_partial=False)
+    await parts.scheduler.cancel(running, [0], keep_partial=False)
     await parts.until(lambda: bool(running.batch.endings))
     assert (texts(running), parts.batches.unfinished) == ([[]], 0)
     # The answer that comes too late is of no effect.
@@ -345,9 +345,9 @@ async def test_an_unanswered_abort_ends_the_sample_all_the_same() -> None:
 
 
 async def test_the_deadline_ends_what_is_left_with_the_tokens_so_far() -> None:
-    parts = DispatchParts(abort_seconds=0.01)
+    parts = SchedulerParts(abort_seconds=0.01)
     link = parts.link("a", room=1)
-    running = parts.dispatcher.add(a_batch(2, seconds=0.05))
+    running = parts.scheduler.add(a_batch(2, seconds=0.05))
     await turn()
     parts.events.responded(link, tokens(link.items[0].handle, 5))
     await parts.until(lambda: len(running.batch.endings) == 2)
@@ -357,12 +357,12 @@ async def test_the_deadline_ends_what_is_left_with_the_tokens_so_far() -> None:
 
 
 async def test_a_dropped_batch_leaves_nothing_behind() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a", room=1)
-    running = parts.dispatcher.add(a_batch(2))
+    running = parts.scheduler.add(a_batch(2))
     await turn()
     changed = running.changed.next_change()
-    parts.dispatcher.drop(running)
+    parts.scheduler.drop(running)
     assert (parts.batches.unfinished, parts.batches.by_key, running.dropped) == (0, {}, True)
     assert (link.aborted, parts.metric("queued_samples")) == ([link.items[0].handle], 0)
     assert changed.is_set()
@@ -376,66 +376,66 @@ async def test_a_dropped_batch_leaves_nothing_behind() -> None:
 
 
 async def test_tokens_go_to_the_journal_and_the_last_finished_sample_ends_the_batch() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(2))
+    running = parts.scheduler.add(a_batch(2))
     await turn()
     first, second = (item.handle for item in link.items)
     parts.events.responded(link, tokens(first, 5, 0))
-    (write,) = parts.journal.write(parts.dispatcher)
+    (write,) = parts.journal.write(parts.scheduler)
     assert [(part.index, part.begin, part.end) for part in write.extensions] == [(0, 0, 1)]
     parts.events.responded(link, finished(first))
-    parts.journal.write(parts.dispatcher)
+    parts.journal.write(parts.scheduler)
     assert (running.events, running.batch.key in parts.batches.by_key) == (1, True)
     parts.events.responded(link, tokens(second, 0))
     parts.events.responded(link, finished(second))
     changed = running.changed.next_change()
     assert parts.batches.finished.empty()
-    parts.journal.write(parts.dispatcher)
+    parts.journal.write(parts.scheduler)
     assert parts.batches.finished.get_nowait() == ("run", "b")
     assert (parts.batches.by_key, changed.is_set()) == ({}, True)
 
 
 async def test_a_recovered_batch_goes_on_from_the_journaled_tokens() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     batch = a_batch(3)
     batch.mark_ended(0)
     spans = [sample_pb2.VersionSpan(end=2, policy_version=batch.policy_version)]
     batch.restore(1, sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0] * 2, version_spans=spans), 1)
     batch.cancel(2, keep_partial=True)
     link = parts.link("a")
-    running = parts.dispatcher.add(batch, events=1)
+    running = parts.scheduler.add(batch, events=1)
     await turn()
     assert [(item.slot, list(item.prefix_token_ids)) for item in link.items] == [(1, [5, 6])]
     assert [(ending.index, ending.status) for ending in batch.endings] == [(2, SAMPLE_ABORTED)]
     assert (running.events, parts.batches.unfinished) == (1, 1)
     # Its next chunk follows those that are there.
     parts.events.responded(link, tokens(link.items[0].handle, 7, 8))
-    (write,) = parts.journal.write(parts.dispatcher)
+    (write,) = parts.journal.write(parts.scheduler)
     assert [(chunk.number, chunk.begin, chunk.end) for chunk in write.extensions] == [(1, 2, 3)]
 
 
 async def test_a_batch_that_a_successor_has_is_dropped_and_wakes_its_readers() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     changed = running.changed.next_change()
-    parts.dispatcher.taken(running.batch.key)
+    parts.scheduler.taken(running.batch.key)
     assert (running.dropped, changed.is_set(), parts.batches.unfinished) == (True, True, 0)
     assert link.aborted == [link.items[0].handle]
 
 
 async def test_a_sample_that_the_journal_has_lost_is_generated_again_from_its_seed() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(2))
+    running = parts.scheduler.add(a_batch(2))
     await turn()
     first = link.items[0]
     parts.events.responded(link, tokens(first.handle, 5, 0))
     parts.events.responded(link, finished(first.handle))
-    parts.journal.write(parts.dispatcher)
-    parts.dispatcher.reopen(running.batch.key, [0])
+    parts.journal.write(parts.scheduler)
+    parts.scheduler.reopen(running.batch.key, [0])
     await turn()
     again = link.items[-1]
     assert (again.seed, list(again.prefix_token_ids)) == (first.seed, [])
@@ -447,19 +447,19 @@ async def test_a_sample_that_the_journal_has_lost_is_generated_again_from_its_se
 
 
 async def test_a_cancelled_sample_that_the_journal_has_lost_ends_at_once() -> None:
-    parts = DispatchParts()
-    running = parts.dispatcher.add(a_batch(1))
-    parts.dispatcher.cancel(running, [0], keep_partial=True)
+    parts = SchedulerParts()
+    running = parts.scheduler.add(a_batch(1))
+    parts.scheduler.cancel(running, [0], keep_partial=True)
     parts.batches.by_key[running.batch.key].batch.endings.clear()
-    parts.dispatcher.reopen(running.batch.key, [0])
+    parts.scheduler.reopen(running.batch.key, [0])
     assert [(ending.index, ending.status) for ending in running.batch.endings] == [(0, SAMPLE_ABORTED)]
     assert parts.batches.unfinished == 0
 
 
 async def test_a_private_batch_wakes_its_reader_and_is_not_journaled() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     link = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1), private=True)
+    running = parts.scheduler.add(a_batch(1), private=True)
     await turn()
     changed = running.changed.next_change()
     parts.events.responded(link, tokens(link.items[0].handle, 5))
@@ -467,9 +467,9 @@ async def test_a_private_batch_wakes_its_reader_and_is_not_journaled() -> None:
 
 
 async def test_a_step_is_over_with_its_last_sample_and_shows_the_idle_time_of_its_instances() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     one, two = parts.link("a", room=1), parts.link("b", room=1)
-    parts.dispatcher.add(a_batch(2), coverage={("p", 0): DraftCoverage(4)})
+    parts.scheduler.add(a_batch(2), coverage={("p", 0): DraftCoverage(4)})
     await turn()
     for link in (one, two):
         assert parts.metric("step_seconds_count") == 0
@@ -485,9 +485,9 @@ async def test_a_step_is_over_with_its_last_sample_and_shows_the_idle_time_of_it
 
 
 async def test_a_sample_moved_by_kv_is_claimed_and_only_the_receiver_s_tokens_count() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     donor = parts.link("a", room=1)
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     handle = donor.items[0].handle
     parts.events.responded(donor, tokens(handle, 5, 6))
@@ -503,9 +503,9 @@ async def test_a_sample_moved_by_kv_is_claimed_and_only_the_receiver_s_tokens_co
 
 
 async def test_a_moved_sample_waits_for_the_link_to_its_receiver() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     donor = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(donor, tokens(donor.items[0].handle, 5))
     parts.events.responded(donor, moved(donor.items[0].handle, "b", 1))
@@ -517,9 +517,9 @@ async def test_a_moved_sample_waits_for_the_link_to_its_receiver() -> None:
 
 
 async def test_a_moved_sample_whose_receiver_never_comes_is_resumed_by_its_prefix() -> None:
-    parts = DispatchParts(claim_wait=0.01)
+    parts = SchedulerParts(claim_wait=0.01)
     donor = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
     parts.events.responded(donor, moved(donor.items[0].handle, "nowhere", 2))
@@ -529,9 +529,9 @@ async def test_a_moved_sample_whose_receiver_never_comes_is_resumed_by_its_prefi
 
 
 async def test_a_refused_claim_is_resumed_by_its_prefix_and_does_not_close_the_instance() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     donor = parts.link("a", room=1)
-    parts.dispatcher.add(a_batch(1))
+    parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
     receiver = parts.link("b")
@@ -546,9 +546,9 @@ async def test_a_refused_claim_is_resumed_by_its_prefix_and_does_not_close_the_i
 
 
 async def test_a_move_with_missing_tokens_is_ended_there_and_resumed_from_what_is_known() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     donor = parts.link("a", room=1)
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
     receiver = parts.link("b", room=1)
@@ -561,13 +561,13 @@ async def test_a_move_with_missing_tokens_is_ended_there_and_resumed_from_what_i
 
 
 async def test_a_sample_cancelled_on_its_way_is_claimed_to_be_aborted() -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     donor = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(donor, tokens(donor.items[0].handle, 5))
     parts.events.responded(donor, moved(donor.items[0].handle, "b", 1))
-    await parts.dispatcher.cancel(running, [0], keep_partial=True)
+    await parts.scheduler.cancel(running, [0], keep_partial=True)
     assert [ending.status for ending in running.batch.endings] == [SAMPLE_ABORTED]
     receiver = parts.link("b")
     assert receiver.aborted == list(receiver.claimed)
@@ -576,9 +576,9 @@ async def test_a_sample_cancelled_on_its_way_is_claimed_to_be_aborted() -> None:
 
 @pytest.mark.parametrize("room", [1, 0])
 async def test_a_sample_moved_by_prefix_prefers_its_receiver_but_goes_anywhere(room: int) -> None:
-    parts = DispatchParts()
+    parts = SchedulerParts()
     donor = parts.link("a")
-    running = parts.dispatcher.add(a_batch(1))
+    running = parts.scheduler.add(a_batch(1))
     await turn()
     parts.events.responded(donor, tokens(donor.items[0].handle, 5, 6))
     receiver = parts.link("b", room=room)

@@ -1,4 +1,4 @@
-"""The dispatching half of a gateway, wired as in a term, with links and a journal that only record."""
+"""The scheduler of a gateway, wired as in a term, with links and a journal that only record."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from services.gateway.journal.record import BatchHead, BatchRecord, JournalWrite
 from services.gateway.journal.writer import JournalBacklog
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
-from services.gateway.scheduler.dispatcher import Dispatcher, Settlement
 from services.gateway.scheduler.estimator import WorkEstimator
 from services.gateway.scheduler.instance_events import InstanceEvents
 from services.gateway.scheduler.placement import InstanceSlots
 from services.gateway.scheduler.placer import Placer
+from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.scheduler.turns import Pace, Turns
 from services.gateway.scheduler.work_link import Attempt, WorkLink
 from services.gateway.state.fleet_health import FleetHealth
@@ -88,7 +88,7 @@ class RecordingJournal:
     def touch(self, batch: RolloutBatch) -> None:
         self.touched[batch.key] = batch
 
-    def write(self, dispatcher: Dispatcher) -> list[JournalWrite]:
+    def write(self, scheduler: Scheduler) -> list[JournalWrite]:
         touched, self.touched = self.touched, {}
         writes = []
         for key, batch in touched.items():
@@ -96,12 +96,12 @@ class RecordingJournal:
             write = collect(batch, record)
             settle(batch, record, write, [])
             if write.ended:
-                dispatcher.journaled(key, record.safe)
+                scheduler.journaled(key, record.safe)
             writes.append(write)
         return writes
 
 
-class DispatchParts:
+class SchedulerParts:
     """All parts, and instances to play with. Times are in seconds."""
 
     def __init__(
@@ -128,23 +128,29 @@ class DispatchParts:
             self.batches, self.estimator, self.fleet, self.metrics, self.backlog, 1.0, turn_seconds
         )
         self.recorded: list[DecisionRecord] = []
-        settlement = Settlement(
+        turns = Turns(turn_seconds)
+        self.scheduler = Scheduler(
             self.batches,
             self.estimator,
             self.placer,
             writer,
+            turns,
             self.metrics,
             None,
             None,
             EndedSingles(),
             self.recorded.append,
+            abort_seconds,
         )
-        turns = Turns(turn_seconds)
         self.events = InstanceEvents(
-            self.batches, self.estimator, self.placer, settlement, turns, self.fleet, self.metrics, claim_wait
-        )
-        self.dispatcher = Dispatcher(
-            self.batches, self.estimator, self.placer, settlement, turns, self.metrics, abort_seconds
+            self.batches,
+            self.estimator,
+            self.placer,
+            self.scheduler,
+            turns,
+            self.fleet,
+            self.metrics,
+            claim_wait,
         )
         self._refusal_pause = refusal_pause
         self._records: dict[str, InstanceRecord] = {}
