@@ -1,4 +1,4 @@
-"""Term of leadership: everything that works while this gateway has the lease, wired up in one place."""
+"""Term of leadership: create and run everything that works while this gateway has the lease."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from services.drafts.client import DraftStores
 from services.gateway.api.bubble_coordinator import BubbleLink, CoordinatorClient
 from services.gateway.api.delivery import Delivery
 from services.gateway.api.hints import HintBook, Hinting, HintStore
-from services.gateway.api.intake import BatchRecovery, RolloutIntake
+from services.gateway.api.intake import BatchRecovery, FleetChecks
 from services.gateway.api.reports import RewardBook, TrainerReports
 from services.gateway.api.run_batches import RunBatches
 from services.gateway.api.submissions import OpenBatches, Submissions
@@ -61,7 +61,7 @@ class LeadershipTerm:
         metrics: GatewayMetrics,
         paused: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`paused` receives True when finished samples that Redis does not take stop the work, and then False."""
+        """`paused` gets True when work pauses because Redis does not accept finished samples, and False after."""
         self._config, self._redis, self._metrics = config, redis, metrics
         self._paused = paused
         self._registry = Registry(redis, Keys(config.namespace))
@@ -69,13 +69,13 @@ class LeadershipTerm:
         self.book = book
         if book.published is not None:
             self.fleet.publish(book.published.version, recorded=book.published.recorded, now=0.0)
-        # In the order of use: each of them needs what those before it have made.
+        # In order: each step needs the objects of the previous ones.
         self._create_journal(term)
-        self._create_records_of_finished(term)
+        self._create_feeds(term)
         self._create_scheduler()
         self._create_connections(versions)
         self._create_hints()
-        self._create_rollouts()
+        self._create_handlers()
 
     def _create_journal(self, term: int) -> None:
         config, metrics = self._config, self._metrics
@@ -86,8 +86,8 @@ class LeadershipTerm:
         self._backlog = JournalBacklog(config.max_unwritten_bytes, metrics)
         self._headroom = RedisHeadroom(self._redis, config.max_redis_memory, self._backlog, metrics)
 
-    def _create_records_of_finished(self, term: int) -> None:
-        """Create what keeps or passes on finished samples: decision log, rewards, draft stores, learner."""
+    def _create_feeds(self, term: int) -> None:
+        """Create the consumers of finished samples: decision log, rewards, draft stores, learner."""
         config, redis, metrics = self._config, self._redis, self._metrics
         self.decisions = DecisionLog(redis, config.namespace)
         self.rewards = RewardBook(self.decisions.post)
@@ -150,30 +150,55 @@ class LeadershipTerm:
         lengths, timeout = self.estimator.lengths, config.coverage_timeout_seconds
         self._bubbles = BubbleLink(self.coordinator, hints, self.batches, lengths, self.book, timeout)
 
-    def _create_rollouts(self) -> None:
+    def _create_handlers(self) -> None:
         config, metrics = self._config, self._metrics
         builder = BatchBuilder(
             config.max_batch_seconds, config.max_attempts, config.max_calls, config.call_wait_seconds
         )
-        intake = RolloutIntake(
-            self.fleet,
-            self.book,
-            builder,
+        checks = FleetChecks(self.fleet, self.book, self.batches.accounts)
+        self.recovery = BatchRecovery(
+            self.journal, self._records, self.batches, self.scheduler, builder, self.book, self.hinting
+        )
+        self.open_batches = OpenBatches(
+            checks,
+            self.journal,
+            self._headroom,
+            self.batches,
+            self.scheduler,
+            self.recovery,
+            metrics,
+            config.max_open_batch_samples,
+            config.open_batch_idle_seconds,
+        )
+        self.submissions = Submissions(
+            checks,
             self.journal,
             self._records,
             self._headroom,
             self.batches,
             self.scheduler,
             self._leniences,
+            builder,
+            self.recovery,
+            self.hinting,
+            self._bubbles,
+            self.open_batches,
         )
-        self.recovery = BatchRecovery(intake, self.hinting)
-        self.open_batches = OpenBatches(
-            intake, self.recovery, metrics, config.max_open_batch_samples, config.open_batch_idle_seconds
+        self.delivery = Delivery(
+            checks,
+            self.journal,
+            self._records,
+            self.batches,
+            self.scheduler,
+            self._leniences,
+            builder,
+            self.recovery,
+            self.hinting,
         )
-        self.submissions = Submissions(intake, self.recovery, self.hinting, self._bubbles, self.open_batches)
-        self.delivery = Delivery(intake, self.recovery, self.hinting)
-        self.tool_calls = ToolCalls(intake, self.recovery, metrics)
-        self.runs = RunBatches(self.recovery, self.submissions, self.delivery, self.hinting)
+        self.tool_calls = ToolCalls(checks, self.batches, self.scheduler, self.recovery, metrics)
+        self.runs = RunBatches(
+            self._records, self.batches, self.recovery, self.submissions, self.delivery, self.hinting
+        )
         self.reports = TrainerReports(
             self.recovery, self._leniences, metrics, self.feed, self._singles, self.rewards
         )
@@ -187,9 +212,9 @@ class LeadershipTerm:
         metrics: GatewayMetrics,
         paused: Callable[[bool], Awaitable[None]],
     ) -> "LeadershipTerm":
-        """Create a term and restore what former terms left.
+        """Create a term and restore the state of former terms.
 
-        `term` is higher than that of every former leader. Raises what Redis raises, and FailedPrecondition where
+        `term` is higher than the term of every former leader. Raises the errors of Redis, and FailedPrecondition if
         the journal has another format.
         """
         versions = VersionStore(redis, config.namespace, str(term))
@@ -244,7 +269,7 @@ class LeadershipTerm:
                 await self._stores.close()
 
     async def _follow_backlog(self) -> None:
-        """Tell of pauses, and place samples after them."""
+        """Report pauses, and place samples after them."""
         while True:
             changed = self._backlog.changed.next_change()
             self.placer.pump_soon()
@@ -252,7 +277,7 @@ class LeadershipTerm:
             await changed.wait()
 
     async def _unlist(self) -> None:
-        """Take finished batches off the list of unfinished ones; if that fails, a later gateway does it."""
+        """Remove finished batches from the list of unfinished ones; if that fails, a later gateway does it."""
         while True:
             key = await self.batches.finished.get()
             with contextlib.suppress(*OUTAGES):
@@ -260,7 +285,7 @@ class LeadershipTerm:
 
 
 async def _contained(work: Awaitable[None]) -> None:
-    """Do work that the term can do without: an error in it ends it alone."""
+    """Await optional work: an error ends this work, but not the term."""
     try:
         await work
     except Exception:

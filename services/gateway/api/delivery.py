@@ -1,4 +1,4 @@
-"""Delivery of samples to trainers: the finished samples of a batch, and the tokens of a Generate call."""
+"""Deliver samples to trainers: the finished samples of a batch, and the tokens of a Generate call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from paceline.v1 import sample_pb2
 from services.contracts.errors import FailedPrecondition, InvalidArgument, Unavailable
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.api.hints import Hinting
-from services.gateway.api.intake import BatchRecovery, RolloutIntake
+from services.gateway.api.intake import BatchRecovery, FleetChecks, not_in_work
 from services.gateway.api.validation import check_generate
 from services.gateway.journal.chunks import whole
-from services.gateway.journal.record import BatchRecord
-from services.gateway.scheduler.active_batches import RunningBatch
+from services.gateway.journal.fenced_records import Leniences
+from services.gateway.journal.journal import Journal
+from services.gateway.journal.record import BatchRecord, RecordedBatches
+from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
+from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.scheduler.turns import Pace
 from services.gateway.state.calls import sample_call
-from services.gateway.state.messages import final_sample
+from services.gateway.state.messages import BatchBuilder, final_sample
 
 # Levels whose tokens depend on drafts or on cached rollouts.
 _DRAFTED = (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_REJECTION)
-# Samples read from the journal at a time, and the most in one event.
+# Most samples that are read from the journal at once, and most in one event.
 _CHUNK = 64
 # Bytes above which an event gets no more samples: far below the size limit of messages.
 MOST_BYTES = 1 << 20
@@ -33,51 +36,57 @@ MOST_BYTES = 1 << 20
 
 @dataclass(eq=False)
 class Delivery:
-    """Streams to trainers, and what they acknowledge of them, for one term of leadership."""
+    """Streams of samples to trainers, and their acknowledgements, for one term of leadership."""
 
-    intake: RolloutIntake
+    checks: FleetChecks
+    journal: Journal
+    records: RecordedBatches
+    batches: ActiveBatches
+    scheduler: Scheduler
+    leniences: Leniences
+    builder: BatchBuilder
     recovery: BatchRecovery
     hinting: Hinting
     _pace: Pace = field(init=False, default_factory=Pace)
     _numbers: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
 
     async def stream(self, request: pb.StreamRolloutsRequest) -> AsyncIterator[SerializedEvent]:
-        """Yield the finished samples after the request's cursor, as they come, until all have been sent.
+        """Yield the finished samples after the request's cursor, as they end, until all have been sent.
 
-        Those that are there at once share events, if the caller takes several. Where there is none yet, first an
-        event without one: the caller knows that its batch is worked on. Likewise at the end, if the caller does not
-        know yet that nothing can be added. Tool calls come as they are made, those that wait already first.
+        Samples that are ready at once share events, if the caller accepts several. If none is ready, the first
+        event is empty and tells the caller that its batch is in work. The last event is empty if the caller does
+        not know yet that the batch is closed. Tool calls are sent as they are made, waiting ones first.
         """
         key, cursor, most = (request.run_id, request.batch_id), request.cursor, max(1, request.most_samples)
-        answered = told_end = False
-        told_of, called = None, 0
+        answered = sent_end = False
+        called_in, called = None, 0
         while True:
             record = await self.recovery.known(key, cursor)
             _check_cursor(record, cursor)
-            self.intake.batches.use(key)
-            # Before the look at the record: what comes while events are sent is not waited for.
-            running = self.intake.batches.by_key.get(key)
+            self.batches.use(key)
+            # Subscribe before reading the record, so that changes during the sending of events are noticed.
+            running = self.batches.by_key.get(key)
             changed = None if running is None else running.changed.next_change()
             chunk = record.after(cursor, _CHUNK)
             payloads = await self._payloads(record, chunk)
-            # Many streams may have an event in the same turn of the loop.
+            # Many streams may have an event in the same turn of the event loop.
             await self._pace.wait()
             for event in events_of(record, chunk, payloads, most):
                 yield event
-                cursor, answered, told_end = event.cursor, True, not event.open
+                cursor, answered, sent_end = event.cursor, True, not event.open
                 await self._pace.wait()
-            if running is not told_of:
-                told_of, called = running, 0
+            if running is not called_in:
+                called_in, called = running, 0
             if running is not None and (calls := running.calls.after(called)):
                 called = calls[-1][0]
-                async for told in self._calls(running, calls, whole=request.whole_calls):
-                    yield _event(record, cursor, told)
+                async for part in self._calls(running, calls, whole=request.whole_calls):
+                    yield _event(record, cursor, part)
                 answered = True
             if None in payloads:
                 await self.recovery.restore(record)
             elif record.is_complete:
                 if not chunk:
-                    if not told_end:
+                    if not sent_end:
                         yield _event(record, cursor)
                     return
             elif not answered:
@@ -85,67 +94,67 @@ class Delivery:
                 answered = True
             elif len(chunk) < _CHUNK:
                 if running is None or changed is None:
-                    raise Unavailable(f"batch {'/'.join(key)} is not being worked on here; come again")
+                    raise not_in_work(key)
                 with running.read():
                     await changed.wait()
 
     async def _calls(
         self, running: RunningBatch, calls: list[tuple[int, int]], *, whole: bool
     ) -> AsyncIterator[list[pb.SampleCall]]:
-        """Yield the calls that still wait, in portions of one event."""
-        told, nbytes, batch = list[pb.SampleCall](), 0, running.batch
+        """Yield the calls that still wait, in parts of one event each."""
+        part, nbytes, batch = list[pb.SampleCall](), 0, running.batch
         for _, index in calls:
-            # Others may have been answered while events were sent.
+            # A call may have been answered while events were sent.
             if index not in running.calls:
                 continue
-            told.append(sample_call(batch.samples[index], batch.group_of(index), whole=whole))
-            nbytes += told[-1].ByteSize()
-            if len(told) == _CHUNK or nbytes > MOST_BYTES:
-                yield told
-                told, nbytes = [], 0
+            part.append(sample_call(batch.samples[index], batch.group_of(index), whole=whole))
+            nbytes += part[-1].ByteSize()
+            if len(part) == _CHUNK or nbytes > MOST_BYTES:
+                yield part
+                part, nbytes = [], 0
                 await self._pace.wait()
-        if told:
-            yield told
+        if part:
+            yield part
 
     async def acknowledge(self, key: BatchKey, cursor: int) -> int:
-        """Let go of the samples up to `cursor`; return how many were still kept."""
+        """Release the samples up to `cursor`; return the number that was still stored."""
         record = await self.recovery.known(key, cursor)
-        self.intake.batches.use(key)
+        self.batches.use(key)
         _check_delivered(record, cursor)
         indexes = record.acknowledge(cursor)
         reached = record.acked
-        trimmed = await self.intake.journal.acknowledge(record, indexes)
+        trimmed = await self.journal.acknowledge(record, indexes)
         record.trimmed(reached)
-        self.intake.records.results.drop(key, indexes)
+        self.records.results.drop(key, indexes)
         return trimmed
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield deltas of one sample, then the whole. The sample ends on its instance when the caller goes."""
-        version = request.policy_version if request.HasField("policy_version") else self.intake.version
-        self.intake.check_version(version)
-        if violations := check_generate(request, self.intake.limits()):
+        """Yield deltas of one sample, then the whole sample. If the call ends earlier, the sample is aborted."""
+        version = request.policy_version if request.HasField("policy_version") else self.checks.version
+        self.checks.check_version(version)
+        if violations := check_generate(request, self.checks.limits()):
             raise InvalidArgument(violations)
-        account, prompt_tokens = self.intake.account(), len(request.prompt_token_ids)
+        account, prompt_tokens = self.checks.account(), len(request.prompt_token_ids)
         most_tokens = 0 if account is None else account.most_tokens(prompt_tokens, request.sampling)
-        with self.intake.batches.reserve(1, account, most_tokens):
-            lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
+        with self.batches.reserve(1, account, most_tokens):
+            lenience = await self.leniences.choose(request.run_id, request.exactness)
             key = (request.run_id, f"generate/{request.step}/{next(self._numbers)}")
-            batch = self.intake.builder.from_generate(request, key, version, time.time(), lenience, account)
+            batch = self.builder.from_generate(request, key, version, time.time(), lenience, account)
         self.hinting.reach(batch)
-        running = self.intake.begin(batch, private=True)
+        running = self.recovery.begin(batch, private=True)
         try:
             async for response in _deltas(running):
                 yield response
         finally:
-            self.intake.scheduler.drop(running)
+            self.scheduler.drop(running)
         yield pb.GenerateResponse(sample=final_sample(batch, batch.endings[0]))
 
     async def _payloads(self, record: BatchRecord, chunk: list[tuple[int, int]]) -> list[bytes | None]:
         """Return the samples of a chunk, from memory or else from Redis."""
-        found = {index: self.intake.records.payload(record.key, index) for _, index in chunk}
+        found = {index: self.records.payload(record.key, index) for _, index in chunk}
         missing = [index for index, payload in found.items() if payload is None]
         if missing:
-            read = await self.intake.journal.events(record.key, missing)
+            read = await self.journal.events(record.key, missing)
             found.update(zip(missing, read, strict=True))
         return [found[index] for _, index in chunk]
 
@@ -159,7 +168,7 @@ def _event(record: BatchRecord, cursor: int, calls: Sequence[pb.SampleCall] = ()
 def events_of(
     record: BatchRecord, chunk: list[tuple[int, int]], payloads: list[bytes | None], most: int
 ) -> Iterator[SerializedEvent]:
-    """Yield events with the samples of a chunk, up to the first that is not there, at most so many in each."""
+    """Group a chunk's samples into events of at most `most`; stop at the first missing sample."""
     samples, nbytes = list[tuple[int, bytes]](), 0
     for (cursor, _), payload in zip(chunk, payloads, strict=True):
         if payload is None:
@@ -187,8 +196,8 @@ def _check_cursor(record: BatchRecord, cursor: int) -> None:
     if cursor < record.acked:
         raise FailedPrecondition(
             "CURSOR_ACKNOWLEDGED",
-            f"samples of batch {'/'.join(record.key)} up to cursor {record.acked} were acknowledged and are not "
-            f"kept; a stream cannot begin after cursor {cursor}",
+            f"samples of batch {'/'.join(record.key)} up to cursor {record.acked} were acknowledged and dropped; "
+            f"a stream cannot begin after cursor {cursor}",
             acknowledged=str(record.acked),
         )
 
@@ -204,7 +213,7 @@ async def _deltas(running: RunningBatch) -> AsyncIterator[pb.GenerateResponse]:
     while True:
         settled = len(sample.tokens)
         if batch.exactness.level in _DRAFTED and not batch.is_done():
-            # The last token would be sampled again elsewhere, and could then be another one.
+            # After a loss the last token is sampled again elsewhere, and could then differ.
             settled -= 1
         if settled > sent:
             part = sample.part(sent, settled)
@@ -214,12 +223,12 @@ async def _deltas(running: RunningBatch) -> AsyncIterator[pb.GenerateResponse]:
                 top_token_ids=part.top_tokens,
                 top_logprobs=part.top_logprobs,
             )
-            # Counted before the yield: the sample grows while the caller is being sent this.
+            # Count before the yield: the sample may grow while the delta is being sent.
             sent = settled
             yield pb.GenerateResponse(delta=delta)
         elif batch.is_done():
             return
         elif running.dropped:
-            raise Unavailable("this gateway no longer leads; go on from the tokens so far")
+            raise Unavailable("this gateway no longer leads; continue from the tokens so far")
         else:
             await running.changed.wait()

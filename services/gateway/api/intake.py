@@ -1,8 +1,8 @@
-"""Intake of batches: checks of new ones against the fleet, and recovery of recorded ones.
+"""Intake of batches: check new ones against the fleet, and recover recorded ones.
 
-Recovery compares the content of Redis with the record in memory, and generates again what is missing. It alone
-resumes a batch: neither a submission nor a stream, a cancellation or a report may find one that is recorded and
-not worked on.
+Recovery compares the content of Redis with the record in memory, and generates again what is missing. Only
+`BatchRecovery` resumes a batch, so that every submission, stream, cancellation and report of a recorded batch finds
+it in work.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from weakref import WeakValueDictionary
 import structlog
 
 from paceline.v1 import rollout_pb2 as pb
-from services.contracts.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
+from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from services.contracts.gateway_keys import BatchKey
 from services.contracts.sampling import ModelLimits
 from services.gateway.api.hints import Hinting
+from services.gateway.api.validation import check_names
 from services.gateway.journal.chunks import PartialSample
-from services.gateway.journal.fenced_records import Fenced, Leniences
+from services.gateway.journal.fenced_records import Fenced
 from services.gateway.journal.journal import AdoptedBatch, Journal, cancelled_indexes
 from services.gateway.journal.record import BatchRecord, RecordedBatches, StoredBatch
-from services.gateway.journal.writer import RedisHeadroom
-from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
+from services.gateway.scheduler.active_batches import Accounts, ActiveBatches, RunningBatch
 from services.gateway.scheduler.estimator import Coverage
 from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.state.fleet_health import FleetHealth
@@ -33,23 +33,27 @@ from services.gateway.state.update_book import UpdateBook
 from services.platform.memory import pause_collection
 from services.platform.security.caller import current_caller
 
+log = structlog.get_logger(__name__)
+
+
+def check_batch_name(key: BatchKey) -> None:
+    """Check the names of a run and a batch. InvalidArgument names the faults."""
+    if violations := check_names(*key):
+        raise InvalidArgument(violations)
+
+
+def not_in_work(key: BatchKey) -> Unavailable:
+    """Return the error about an unfinished batch that this gateway does not work on."""
+    return Unavailable(f"batch {'/'.join(key)} is not in work on this gateway; try again")
+
 
 @dataclass(eq=False)
-class RolloutIntake:
-    """Collaborators of submission and delivery, and checks of requests against the fleet.
-
-    Checked are the policy version of the fleet and the limits of its model.
-    """
+class FleetChecks:
+    """Checks of requests against the fleet: its policy version, and the limits of its model."""
 
     fleet: FleetHealth
     book: UpdateBook
-    builder: BatchBuilder
-    journal: Journal
-    records: RecordedBatches
-    headroom: RedisHeadroom
-    batches: ActiveBatches
-    scheduler: Scheduler
-    leniences: Leniences
+    accounts: Accounts
 
     @property
     def version(self) -> int:
@@ -57,19 +61,9 @@ class RolloutIntake:
         return self.book.version or 0
 
     def account(self) -> Account | None:
-        """Return the account of the current caller; None if that is a service. Unavailable: no instance serves."""
+        """Return the account of the current caller; None if it is a service. Unavailable: no instance serves."""
         caller = current_caller()
-        return None if caller is None else self.batches.accounts.note(caller, self.limits().max_model_len)
-
-    def begin(
-        self, batch: RolloutBatch, *, private: bool = False, events: int = 0, coverage: Coverage | None = None
-    ) -> RunningBatch:
-        """Begin or resume a batch (see `Scheduler.add`), under the version that its samples go on with by now."""
-        running = self.scheduler.add(batch, private=private, events=events, coverage=coverage)
-        self.scheduler.continue_under(
-            running, self.book.version_for(batch.policy_version, batch.max_staleness)
-        )
-        return running
+        return None if caller is None else self.accounts.note(caller, self.limits().max_model_len)
 
     def check_version(self, version: int) -> None:
         """Check that samples of this policy version can be generated now.
@@ -80,7 +74,7 @@ class RolloutIntake:
         """
         if self.book.is_applying():
             raise FailedPrecondition(
-                "UPDATE_APPLYING", "a weight update is being applied; come again after it"
+                "UPDATE_APPLYING", "a weight update is being applied; try again after it"
             )
         current = self.book.version
         if current is None or not self.fleet.usable():
@@ -89,9 +83,9 @@ class RolloutIntake:
             model = self.fleet.usable()[0].record.model
             raise FailedPrecondition(
                 "VERSION_MISMATCH",
-                f"policy version {version} was asked for; this pool has version {current} of {model}. Submit for "
+                f"policy version {version} was requested; this pool has version {current} of {model}. Submit for "
                 f"version {current}, or update the weights to {version} first; a run that needs both at once, or "
-                f"another model, needs a pool of its own with version {version}: a gateway and instances with "
+                f"another model, needs another pool with version {version}: a gateway and instances with "
                 "another namespace",
                 current=str(current),
                 requested=str(version),
@@ -101,7 +95,8 @@ class RolloutIntake:
     def check_request(self, request: pb.SubmitRolloutsRequest) -> None:
         """Check that samples of a batch to be submitted or opened can be generated now; raises as `check_batch`.
 
-        A batch of one version begins under that one, though samples that have begun may go on under the next.
+        A batch without `max_staleness` must begin under its own version, though its samples may continue under a
+        later one.
         """
         if not request.HasField("max_staleness"):
             return self.check_version(request.policy_version)
@@ -115,14 +110,14 @@ class RolloutIntake:
     def check_batch(
         self, key: BatchKey, version: int, max_staleness: int | None, *, regenerates: bool
     ) -> None:
-        """Check that samples that a batch begins with, or that are added to it, can be generated now.
+        """Check that the first samples of a batch, or samples that are added to it, can be generated now.
 
         Raises:
-            FailedPrecondition: its version is served no more, or is over its `max_staleness`; as `check_version`.
-            Unavailable: no instance is serving, or a batch that lives across versions is between two.
+            FailedPrecondition: its version is no longer served or exceeds its `max_staleness`; see `check_version`.
+            Unavailable: no instance is serving, or an update is being applied and the batch continues after it.
         """
         if max_staleness is not None and self.book.is_applying():
-            raise Unavailable("a weight update is being applied; come again after it", retry_after=0.5)
+            raise Unavailable("a weight update is being applied; try again after it", retry_after=0.5)
         served = self.book.version_for(version, max_staleness)
         self.check_version(version if served is None else served)
         if max_staleness is None or regenerates:
@@ -130,15 +125,15 @@ class RolloutIntake:
         if self.version - version > max_staleness:
             raise FailedPrecondition(
                 "BATCH_STALE",
-                f"batch {'/'.join(key)} is of version {version}, and version {self.version} is published: that is "
-                f"over its max_staleness, {max_staleness}. Open another for the published version",
+                f"batch {'/'.join(key)} is of version {version}, and version {self.version} is published: that "
+                f"exceeds its max_staleness, {max_staleness}. Open another for the published version",
                 current=str(self.version),
                 policy_version=str(version),
                 max_staleness=str(max_staleness),
             )
 
     def limits(self) -> ModelLimits:
-        """Return the limits that every usable instance can keep. Unavailable if there is none."""
+        """Return the limits that every usable instance can keep. Unavailable if there is no instance."""
         records = [member.record for member in self.fleet.usable()]
         if not records:
             raise Unavailable("no instance is serving", retry_after=2.0)
@@ -150,16 +145,18 @@ class RolloutIntake:
         )
 
 
-log = structlog.get_logger(__name__)
-
-
 @dataclass(eq=False)
 class BatchRecovery:
-    """Records of batches, and the work on those that are recorded and unfinished, for one term of leadership."""
+    """Records of batches, and the work on recorded batches that are unfinished, for one term of leadership."""
 
-    intake: RolloutIntake
+    journal: Journal
+    records: RecordedBatches
+    batches: ActiveBatches
+    scheduler: Scheduler
+    builder: BatchBuilder
+    book: UpdateBook
     hinting: Hinting
-    # Weak: a lock lives as long as somebody holds it or waits for it.
+    # Weak: a lock lives while a call holds it or waits for it.
     _locks: WeakValueDictionary[BatchKey, asyncio.Lock] = field(
         init=False, default_factory=WeakValueDictionary
     )
@@ -167,15 +164,15 @@ class BatchRecovery:
 
     async def recover(self) -> None:
         """Resume every batch that a former gateway left unfinished."""
-        for key in await self.intake.journal.unfinished():
+        for key in await self.journal.unfinished():
             try:
                 await self.take_up(key)
             except Fenced as fenced:
-                await self.intake.journal.check_lease()
+                await self.journal.check_lease()
                 log.error("batch_taken", batch=key, reason=str(fenced))
 
     async def known(self, key: BatchKey, cursor: int = 0) -> BatchRecord:
-        """Return the record of a batch, which is taken up if nobody works on it.
+        """Return the record of a batch, and resume the batch if it is unfinished and not in work.
 
         Raises:
             NotFound: there is no such batch.
@@ -189,78 +186,86 @@ class BatchRecovery:
             return record
         name = "/".join(key)
         if cursor:
-            raise DataLoss(f"batch {name} is not known any more: what came after cursor {cursor} is lost")
+            raise DataLoss(f"batch {name} is no longer known: the samples after cursor {cursor} are lost")
         raise NotFound("batch", name)
 
     async def restore(self, record: BatchRecord) -> None:
-        """Look for the samples of a batch, and have those that are lost generated again."""
+        """Compare a batch with Redis, and generate its lost samples again."""
         async with self.lock(record.key):
             await self._resume(record.key, record)
 
+    def begin(
+        self, batch: RolloutBatch, *, private: bool = False, events: int = 0, coverage: Coverage | None = None
+    ) -> RunningBatch:
+        """Begin or resume a batch (see `Scheduler.add`), under the version that its samples now continue with."""
+        running = self.scheduler.add(batch, private=private, events=events, coverage=coverage)
+        version = self.book.version_for(batch.policy_version, batch.max_staleness)
+        self.scheduler.continue_under(running, version)
+        return running
+
     def close(self) -> None:
-        """End with the term: nothing is taken up any more."""
+        """Resume no more batches, since the term ends."""
         self._closed = True
 
     def lock(self, key: BatchKey) -> asyncio.Lock:
-        """Return the lock under which a batch is submitted or taken up."""
+        """Return the lock under which a batch is submitted or resumed."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     async def take_up(self, key: BatchKey) -> BatchRecord | None:
-        """Return the record of a batch, and let it be worked on if it is not finished.
+        """Return the record of a batch, and resume the batch if it is not finished.
 
-        Call it under the lock of the batch. Its submission may have been cut off after the record and before the
+        Call it under the lock of the batch. A submission may have been interrupted after the record and before the
         work.
         """
-        return self._in_hand(key) or await self._resume(key, self.intake.records.get(key))
+        return self._in_hand(key) or await self._resume(key, self.records.get(key))
 
     def _in_hand(self, key: BatchKey) -> BatchRecord | None:
-        """Return the record of a batch that is finished or worked on."""
-        record = self.intake.records.get(key)
-        worked_on = record is not None and (record.is_complete or key in self.intake.batches.by_key)
-        return record if worked_on else None
+        """Return the record of a batch that is finished or in work."""
+        record = self.records.get(key)
+        in_hand = record is not None and (record.is_complete or key in self.batches.by_key)
+        return record if in_hand else None
 
     async def _resume(self, key: BatchKey, record: BatchRecord | None) -> BatchRecord | None:
-        """Compare what is known of a batch with what Redis has, and make up for what is missing.
+        """Compare the record of a batch with Redis, and generate again what is missing.
 
-        Returns None if there is nothing of it anywhere.
+        Returns None if neither memory nor Redis has the batch.
         """
         if self._closed:
-            raise Unavailable("this gateway no longer leads; come again")
-        journal, records = self.intake.journal, self.intake.records
+            raise Unavailable("this gateway no longer leads; try again")
         if record is None or record.request is None:
-            adopted = await journal.adopt(key, with_request=True)
+            adopted = await self.journal.adopt(key, with_request=True)
             if adopted is None or adopted.request is None:
                 if adopted is not None:
-                    # It is known by number only which samples there are.
-                    await journal.discard(key)
-                await journal.unlist(key)
-                records.forget(key)
+                    # Without the request, the samples of the batch are unknown.
+                    await self.journal.discard(key)
+                await self.journal.unlist(key)
+                self.records.forget(key)
                 return None
-            # Nobody else has the record yet, so this may be done in a thread.
-            record = await asyncio.to_thread(_taken_over, adopted.request, adopted, journal.term)
+            # No other task has this record yet, so it may be made in a thread.
+            record = await asyncio.to_thread(_taken_over, adopted.request, adopted, self.journal.term)
             lost: list[int] = []
         else:
-            there = await journal.look(record) or StoredBatch()
-            lost = record.reconcile(there, lambda index: records.results.get(key, index))
-        records.add(record)
-        if key in self.intake.batches.by_key:
-            self.intake.scheduler.reopen(key, lost)
+            there = await self.journal.look(record) or StoredBatch()
+            lost = record.reconcile(there, lambda index: self.records.results.get(key, index))
+        self.records.add(record)
+        if key in self.batches.by_key:
+            self.scheduler.reopen(key, lost)
         elif record.is_complete:
-            await journal.unlist(key)
+            await self.journal.unlist(key)
         else:
             await self._begin_again(record)
         return record
 
     async def _begin_again(self, record: BatchRecord) -> None:
-        """Work on what has not ended of a batch."""
+        """Begin to work on the samples of a batch that have not ended."""
         assert record.request is not None
         left = [index for index in range(record.total) if not record.has_ended(index)]
-        partials = await self.intake.journal.partials(record.key, left)
+        partials = await self.journal.partials(record.key, left)
         pause_collection(record.total)
-        batch = await asyncio.to_thread(_rebuild, self.intake.builder, record, record.request, partials)
+        batch = await asyncio.to_thread(_rebuild, self.builder, record, record.request, partials)
         self.hinting.resume(batch)
-        self.intake.begin(batch, events=record.safe)
-        self.intake.scheduler.reopen(record.key, [])
+        self.begin(batch, events=record.safe)
+        self.scheduler.reopen(record.key, [])
         log.info(
             "batch_resumed",
             batch=record.key,
@@ -272,7 +277,7 @@ class BatchRecovery:
 
 
 def _taken_over(request: pb.SubmitRolloutsRequest, adopted: AdoptedBatch, term: int) -> BatchRecord:
-    """Return the record of a batch of which Redis has everything that is known."""
+    """Return the record of a batch that is known from Redis alone."""
     record = BatchRecord(request, adopted.head, term)
     record.reconcile(adopted.there, lambda index: None)
     return record
@@ -284,6 +289,7 @@ def _rebuild(
     request: pb.SubmitRolloutsRequest,
     partials: list[PartialSample],
 ) -> RolloutBatch:
+    """Return the state of a recorded batch, with the tokens of its unfinished samples that the journal has."""
     head = record.head
     batch = builder.from_submission(
         request, head.accepted_at, head.lenience, opened=record.open, account=head.account

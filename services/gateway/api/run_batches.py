@@ -1,4 +1,4 @@
-"""Batches of a run as a whole: their progress, pages of them, and the end of the run."""
+"""Answer calls about whole batches and runs: the status of a batch, pages of batches, and the end of a run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import structlog
 
 from paceline.errors import Violation
 from paceline.v1 import rollout_pb2 as pb
-from services.contracts.errors import InvalidArgument, NotFound, Unavailable
+from services.contracts.errors import InvalidArgument, NotFound
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.api.delivery import Delivery
 from services.gateway.api.hints import Hinting
-from services.gateway.api.intake import BatchRecovery
+from services.gateway.api.intake import BatchRecovery, check_batch_name, not_in_work
 from services.gateway.api.submissions import Submissions
-from services.gateway.api.validation import check_names, check_run
-from services.gateway.journal.record import BatchRecord
+from services.gateway.api.validation import check_run
+from services.gateway.journal.record import BatchRecord, RecordedBatches
+from services.gateway.scheduler.active_batches import ActiveBatches
 from services.platform.security.caller import may_see
 
 log = structlog.get_logger(__name__)
 
 _MOST_LISTED = 1000
-# Between the parts of a page token; no name contains it.
+# Separates the parts of a page token; no name contains it.
 _SEPARATOR = "\n"
 
 
@@ -32,40 +33,41 @@ _SEPARATOR = "\n"
 class RunBatches:
     """Batches that are in work or in memory, for one term of leadership."""
 
+    records: RecordedBatches
+    batches: ActiveBatches
     recovery: BatchRecovery
     submissions: Submissions
     delivery: Delivery
     hinting: Hinting
 
     async def get(self, key: BatchKey) -> pb.BatchStatus:
-        """Return how far a batch is.
+        """Return the status of a batch.
 
         Raises:
             InvalidArgument: there can be no such name.
-            NotFound: nothing of the batch is kept.
+            NotFound: the batch is not known.
         """
-        if violations := check_names(*key):
-            raise InvalidArgument(violations)
+        check_batch_name(key)
         status = status_of(await self.recovery.known(key))
-        self.recovery.intake.batches.use(key)
+        self.batches.use(key)
         return status
 
     def list(self, request: pb.ListBatchesRequest) -> pb.ListBatchesResponse:
-        """Return a page of the batches that are in work or in memory, of runs that the caller may name."""
-        return page_of((each for each in self.recovery.intake.records.all() if may_see(each.key[0])), request)
+        """Return a page of the batches that are in work or in memory, of runs that the caller may see."""
+        return page_of((each for each in self.records.all() if may_see(each.key[0])), request)
 
     async def end(self, run_id: str) -> pb.EndRunResponse:
-        """Cancel what is unfinished of a run, and let go of all that is kept for it.
+        """Cancel the unfinished samples of a run, and release all its data.
 
-        It returns once every sample has ended and Redis has forgotten them. What it has not got to when the caller
-        goes is left as it is, and is done by the next call.
+        Returns once every sample has ended and Redis has dropped it. If the call is cancelled, the next one does
+        the rest.
         """
         if violations := check_run(run_id):
             raise InvalidArgument(violations)
-        found = [record for record in self.recovery.intake.records.all() if record.key[0] == run_id]
+        found = [record for record in self.records.all() if record.key[0] == run_id]
         cancelled = released = 0
         for record in found:
-            # NotFound: it was finished, and was forgotten meanwhile.
+            # NotFound: the batch was finished, and was forgotten meanwhile.
             with contextlib.suppress(NotFound):
                 request = pb.CancelRolloutsRequest(run_id=run_id, batch_id=record.key[1])
                 cancelled += await self.submissions.cancel(request)
@@ -81,24 +83,24 @@ class RunBatches:
     async def _ended(self, found: BatchRecord) -> BatchRecord:
         """Return the record of a batch once every sample has ended and is in Redis.
 
-        NotFound if it was forgotten, also where the run has submitted another one under its name since.
+        NotFound if it was forgotten, even if the run has submitted another batch under its name since.
         """
         key = found.key
         while True:
             record = await self.recovery.known(key)
             if record.head.accepted_at != found.head.accepted_at:
                 raise NotFound("batch", "/".join(key))
-            running = self.recovery.intake.batches.by_key.get(key)
+            running = self.batches.by_key.get(key)
             changed = None if running is None else running.changed.next_change()
             if record.is_complete:
                 return record
             if changed is None:
-                raise Unavailable(f"batch {'/'.join(key)} is not being worked on here; come again")
+                raise not_in_work(key)
             await changed.wait()
 
 
 def status_of(record: BatchRecord) -> pb.BatchStatus:
-    """Return how far a batch is."""
+    """Return the status of a batch."""
     run_id, batch_id = record.key
     status = pb.BatchStatus(
         run_id=run_id,
@@ -118,11 +120,11 @@ def status_of(record: BatchRecord) -> pb.BatchStatus:
 def page_of(records: Iterable[BatchRecord], request: pb.ListBatchesRequest) -> pb.ListBatchesResponse:
     """Return a page of batches, in order of acceptance.
 
-    A token names the batch that was the last of its page. Batches that come or go between two pages do not make
-    others come twice or not at all.
+    A token names the last batch of its page, so batches that appear or disappear between two pages cause no other
+    batch to be repeated or skipped.
 
     Raises:
-        InvalidArgument: the page token is none.
+        InvalidArgument: the page token is invalid.
     """
     after = _position(request.page_token)
     size = min(request.page_size or _MOST_LISTED, _MOST_LISTED)

@@ -1,7 +1,7 @@
-"""Submission of batches: accept or open one, add groups, close it, cancel its samples, and hint at the next.
+"""Submit batches: accept or open one, add groups, close it, cancel its samples, and hint at the next.
 
-The same request may come again and gets the same answer. Groups are added to an open batch while its samples
-already run, until a trainer closes it, or its deadline or idle time does.
+A repeated request gets the same answer. Groups are added to an open batch while its samples already run, until a
+trainer closes it, its deadline passes, or it has been idle for too long.
 """
 
 from __future__ import annotations
@@ -30,51 +30,63 @@ from services.contracts.errors import (
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.api.bubble_coordinator import BubbleLink
 from services.gateway.api.hints import Hinting, hinted_batch
-from services.gateway.api.intake import BatchRecovery, RolloutIntake
+from services.gateway.api.intake import BatchRecovery, FleetChecks, check_batch_name, not_in_work
 from services.gateway.api.validation import (
     ENOUGH,
     as_submission,
     check_groups,
-    check_names,
     check_submit,
     first_difference,
 )
-from services.gateway.journal.journal import BatchGone, cancelled_indexes, serialised
-from services.gateway.journal.record import BatchHead, BatchRecord
+from services.gateway.journal.fenced_records import Leniences
+from services.gateway.journal.journal import BatchGone, Journal, cancelled_indexes, serialised
+from services.gateway.journal.record import BatchHead, BatchRecord, RecordedBatches
+from services.gateway.journal.writer import RedisHeadroom
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.scheduler.active_batches import RunningBatch
-from services.gateway.state.messages import build_groups
+from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
+from services.gateway.scheduler.scheduler import Scheduler
+from services.gateway.state.messages import BatchBuilder, build_groups
 from services.platform.memory import pause_collection
 from services.platform.redis.connection import OUTAGES
 
 log = structlog.get_logger(__name__)
 
-# Bytes of the groups of one open batch: Redis takes them at once where it has lost them.
+OPENED = "open:"
+"""Prefix of the fingerprints of batches that were opened."""
+R = TypeVar("R")
+P = ParamSpec("P")
+# Most bytes of the groups of one open batch: if Redis loses them, they are written again in one command.
 _MOST_GROUP_BYTES = 64 << 20
-# Longest time between two looks for batches that nobody has to do with.
+# Most seconds between two checks for idle batches.
 _IDLE_CHECK_SECONDS = 5.0
+# Most samples and bytes of a request that is processed on the event loop, in under 2 ms. Larger ones use a thread.
+_FEW_SAMPLES, _FEW_BYTES = 256, 64 << 10
 
 
 @dataclass(eq=False)
 class OpenBatches:
     """Additions to open batches, and their end, for one term of leadership.
 
-    A batch has `most_samples` at most, and is closed when no trainer had to do with it for `idle_seconds`.
+    A batch has at most `most_samples` samples, and is closed when no trainer has used it for `idle_seconds`.
     """
 
-    intake: RolloutIntake
+    checks: FleetChecks
+    journal: Journal
+    headroom: RedisHeadroom
+    batches: ActiveBatches
+    scheduler: Scheduler
     recovery: BatchRecovery
     metrics: GatewayMetrics
     most_samples: int
     idle_seconds: float
 
     async def add(self, request: pb.AddSamplesRequest) -> pb.AddSamplesResponse:
-        """Add the groups that the batch does not have, and return how many samples that are."""
+        """Add the groups that the batch does not have, and return their number of samples."""
         key = (request.run_id, request.batch_id)
-        _check_batch_name(key)
+        check_batch_name(key)
         async with self.recovery.lock(key):
             record = await self._known(key)
-            self.intake.batches.use(key)
+            self.batches.use(key)
             if record.request is None:
                 raise _batch_closed(key)
             groups = _new_groups(record, request)
@@ -82,7 +94,7 @@ class OpenBatches:
             if groups:
                 running = await self._may_add(record)
                 if violations := await asyncio.to_thread(
-                    check_groups, request.groups, record.request, self.intake.limits()
+                    check_groups, request.groups, record.request, self.checks.limits()
                 ):
                     raise InvalidArgument(violations)
                 await self._add(running, record, groups, added)
@@ -91,8 +103,8 @@ class OpenBatches:
         return pb.AddSamplesResponse(added=added, total=record.total)
 
     async def close(self, key: BatchKey) -> pb.CloseBatchResponse:
-        """Let nothing be added to a batch any more."""
-        _check_batch_name(key)
+        """Close a batch, so that nothing can be added to it."""
+        check_batch_name(key)
         async with self.recovery.lock(key):
             record = await self._known(key)
             was_open = record.open
@@ -103,7 +115,7 @@ class OpenBatches:
         """Close batches whose trainer has vanished, until cancelled."""
         while True:
             await asyncio.sleep(min(_IDLE_CHECK_SECONDS, self.idle_seconds / 4))
-            for running in list(self.intake.batches.by_key.values()):
+            for running in list(self.batches.by_key.values()):
                 cause = self._over(running)
                 if cause:
                     await self._give_up(running, cause)
@@ -115,15 +127,15 @@ class OpenBatches:
         return record
 
     async def _may_add(self, record: BatchRecord) -> RunningBatch:
-        """Return an open batch that is worked on; a typed error where nothing can be added to it."""
-        running = self.intake.batches.by_key.get(record.key)
+        """Return an open batch that is in work; ServiceError if nothing can be added to it."""
+        running = self.batches.by_key.get(record.key)
         over = running is not None and running.batch.deadline_at <= time.time()
         if record.open and running is not None and over:
             await self._give_up(running, "deadline", locked=True)
         if not record.open:
             raise _batch_closed(record.key)
         if running is None or over:
-            raise Unavailable(f"batch {'/'.join(record.key)} is not being worked on here; come again")
+            raise not_in_work(record.key)
         self._check_addition(running)
         return running
 
@@ -133,16 +145,16 @@ class OpenBatches:
         request = record.request
         assert request is not None, "it is open"
         self._check_addition(running)
-        self.intake.headroom.check()
+        self.headroom.check()
         payload = await asyncio.to_thread(_serialise_groups, groups)
         self._check_size(record, samples, len(payload))
-        # Whoever adds: they are on the name of the token that opened the batch.
-        self.intake.account()
+        # The samples count for the account that opened the batch; this notes the limits of the current caller.
+        self.checks.account()
         account, most_tokens = running.batch.account, 0
         if account is not None:
             most_tokens = await asyncio.to_thread(account.tokens_of, groups, request.sampling)
-        with self.intake.batches.reserve(samples, account, most_tokens):
-            pause_collection(self.intake.batches.unfinished)
+        with self.batches.reserve(samples, account, most_tokens):
+            pause_collection(self.batches.unfinished)
             made = await asyncio.to_thread(
                 build_groups,
                 request,
@@ -152,16 +164,16 @@ class OpenBatches:
                 record.total,
                 account,
             )
-            await self.intake.journal.add(record, payload, samples)
-        # No await from here on: what the journal has is known here.
+            await self.journal.add(record, payload, samples)
+        # No await from here on: the record must agree with the journal.
         record.extend(groups, len(payload))
         if running.dropped:
-            raise Unavailable(f"batch {'/'.join(record.key)} is not being worked on here; come again")
-        self.intake.scheduler.extend(running, *made)
+            raise not_in_work(record.key)
+        self.scheduler.extend(running, *made)
 
     def _check_addition(self, running: RunningBatch) -> None:
         batch = running.batch
-        self.intake.check_batch(
+        self.checks.check_batch(
             batch.key, batch.policy_version, batch.max_staleness, regenerates=batch.regenerates
         )
 
@@ -180,15 +192,15 @@ class OpenBatches:
         """Close a batch whose lock is held."""
         if not record.open:
             return
-        await self.intake.journal.close(record, time.time())
+        await self.journal.close(record, time.time())
         record.close()
-        running = self.intake.batches.by_key.get(record.key)
+        running = self.batches.by_key.get(record.key)
         if running is not None:
-            self.intake.scheduler.close(running)
+            self.scheduler.close(running)
         log.info("batch_closed", batch=record.key, samples=record.total)
 
     def _over(self, running: RunningBatch) -> str:
-        """Return why an open batch is to be closed; empty: it is not."""
+        """Return the cause to close an open batch; empty: there is none."""
         if not running.batch.open:
             return ""
         if running.batch.deadline_at <= time.time():
@@ -205,15 +217,10 @@ class OpenBatches:
             else:
                 await self.close(key)
         except (*OUTAGES, ServiceError) as error:
-            # It is tried again.
+            # The next check tries again.
             log.warning("open_batch_not_closed", batch=key, error=str(error))
             return
         self.metrics.closed_batches.labels(cause).inc()
-
-
-def _check_batch_name(key: BatchKey) -> None:
-    if violations := check_names(*key):
-        raise InvalidArgument(violations)
 
 
 def _new_groups(record: BatchRecord, request: pb.AddSamplesRequest) -> list[pb.Group]:
@@ -236,33 +243,32 @@ def _batch_closed(key: BatchKey) -> FailedPrecondition:
     return FailedPrecondition("BATCH_CLOSED", message, run_id=run_id, batch_id=batch_id)
 
 
-OPENED = "open:"
-"""Prefix of the fingerprints of batches that were opened."""
-R = TypeVar("R")
-P = ParamSpec("P")
-# Samples and bytes of a request that is worked through at once, in under 2 ms; a larger one is in a thread.
-_FEW_SAMPLES, _FEW_BYTES = 256, 64 << 10
-
-
 @dataclass(eq=False)
 class Submissions:
-    """Batches of all runs, for one term of leadership."""
+    """Submitted and opened batches of all runs, for one term of leadership."""
 
-    intake: RolloutIntake
+    checks: FleetChecks
+    journal: Journal
+    records: RecordedBatches
+    headroom: RedisHeadroom
+    batches: ActiveBatches
+    scheduler: Scheduler
+    leniences: Leniences
+    builder: BatchBuilder
     recovery: BatchRecovery
     hinting: Hinting
     bubbles: BubbleLink
     open_batches: OpenBatches
 
     async def submit(self, request: pb.SubmitRolloutsRequest) -> pb.SubmitRolloutsResponse:
-        """Accept a batch. The same request again gets the same answer, whatever happened since."""
+        """Accept a batch. A repeated request gets the same answer, whatever has happened since."""
         record, known = await self._accept(request)
         return pb.SubmitRolloutsResponse(
             batch_id=request.batch_id, samples=record.total, already_submitted=known
         )
 
     async def open(self, request: pb.OpenBatchRequest) -> pb.OpenBatchResponse:
-        """Open a batch. The same request again gets the same answer, whatever happened since."""
+        """Open a batch. A repeated request gets the same answer, whatever has happened since."""
         _, known = await self._accept(as_submission(request), opens=True)
         return pb.OpenBatchResponse(batch_id=request.batch_id, already_opened=known)
 
@@ -271,8 +277,7 @@ class Submissions:
     ) -> tuple[BatchRecord, bool]:
         """Return the record of a batch, and True if it was known."""
         key = (request.run_id, request.batch_id)
-        if violations := check_names(*key):
-            raise InvalidArgument(violations)
+        check_batch_name(key)
         payload, fingerprint = await serialised(request)
         if opens:
             fingerprint = f"{OPENED}{fingerprint}"
@@ -280,104 +285,103 @@ class Submissions:
             known = await self.recovery.take_up(key)
             if known is not None and not known.is_acknowledged:
                 await _check_same(known, request, fingerprint)
-                self.intake.batches.use(key)
+                self.batches.use(key)
                 return known, True
             total = sum(group.samples for group in request.groups)
             small = total <= _FEW_SAMPLES and len(payload) <= _FEW_BYTES
             await self._check(request, small=small, opens=opens)
-            account, most_tokens = self.intake.account(), 0
+            account, most_tokens = self.checks.account(), 0
             if account is not None:
-                most_tokens = await _walk(small, account.tokens_of, request.groups, request.sampling)
-            with self.intake.batches.reserve(total, account, most_tokens):
-                pause_collection(self.intake.batches.unfinished)
+                most_tokens = await _process(small, account.tokens_of, request.groups, request.sampling)
+            with self.batches.reserve(total, account, most_tokens):
+                pause_collection(self.batches.unfinished)
                 accepted_at = time.time()
-                lenience = await self.intake.leniences.choose(request.run_id, request.exactness)
+                lenience = await self.leniences.choose(request.run_id, request.exactness)
                 head = BatchHead(fingerprint, accepted_at, total, lenience, opens, account)
-                record = await _walk(small, BatchRecord, request, head, self.intake.journal.term)
+                record = await _process(small, BatchRecord, request, head, self.journal.term)
                 if known is not None:
-                    # Its trainer has had all of it, and wants it again: it was restarted.
+                    # Fully acknowledged before: a restarted trainer resubmits the batch.
                     record.follow(known)
-                    await self.intake.journal.discard(key)
-                    self.intake.records.forget(key)
+                    await self.journal.discard(key)
+                    self.records.forget(key)
                 coverage, created = await asyncio.gather(
-                    self.bubbles.coverage(request.run_id, request.step),
-                    self.intake.journal.create(record, payload),
+                    self.bubbles.coverage(request.run_id, request.step), self.journal.create(record, payload)
                 )
                 if not created:
-                    raise Unavailable(f"batch {'/'.join(key)} was recorded by another gateway; come again")
-                batch = await _walk(
+                    raise Unavailable(f"batch {'/'.join(key)} was recorded by another gateway; try again")
+                batch = await _process(
                     small,
-                    self.intake.builder.from_submission,
+                    self.builder.from_submission,
                     request,
                     accepted_at,
                     lenience,
                     opened=opens,
                     account=account,
                 )
-            self.intake.records.add(record)
+            self.records.add(record)
             self.hinting.begin(batch)
-            self.intake.begin(batch, coverage=coverage)
+            self.recovery.begin(batch, coverage=coverage)
         log.info("batch_accepted", batch=key, samples=total, version=request.policy_version, open=opens)
         return record, False
 
     async def _check(self, request: pb.SubmitRolloutsRequest, *, small: bool, opens: bool) -> None:
         """Raise a ServiceError if a new batch is malformed, or has no room now."""
-        self.intake.check_request(request)
-        limits, most_calls = self.intake.limits(), self.intake.builder.max_calls
-        if violations := await _walk(
+        self.checks.check_request(request)
+        limits, most_calls = self.checks.limits(), self.builder.max_calls
+        if violations := await _process(
             small, check_submit, request, limits, opens=opens, most_calls=most_calls
         ):
             raise InvalidArgument(violations)
         # Another version may have been published since.
-        self.intake.check_request(request)
-        self.intake.headroom.check()
+        self.checks.check_request(request)
+        self.headroom.check()
         if opens:
-            self.intake.batches.check_batches()
+            self.batches.check_batches()
 
     async def hint(self, request: pb.HintNextBatchRequest) -> int:
-        """Keep a hint, checked like the batch that it announces; return how many samples may be pre-generated.
+        """Keep a hint, checked like the batch that it announces; return the number of samples to pre-generate.
 
-        0, and no error, if the step has begun, is too far ahead, or there is no room.
+        Returns 0, and raises no error, if the step has begun, is too far ahead, or there is no room.
         """
         announced = await asyncio.to_thread(hinted_batch, request)
-        if violations := check_names(announced.run_id, announced.batch_id):
-            raise InvalidArgument(violations)
-        if violations := await asyncio.to_thread(check_submit, announced, self.intake.limits()):
+        check_batch_name((announced.run_id, announced.batch_id))
+        if violations := await asyncio.to_thread(check_submit, announced, self.checks.limits()):
             raise InvalidArgument(violations)
         return await self.hinting.hint(request)
 
     async def cancel(self, request: pb.CancelRolloutsRequest) -> int:
-        """End samples of a batch; return how many were not finished or cancelled before.
+        """End samples of a batch; return the number that were not finished or cancelled before.
 
-        Where none is named, an open batch is closed: a record of that cancels what is added later, too.
+        If none is named, an open batch is closed first, because its recorded cancellation would also cancel samples
+        that are added later.
         """
         key = (request.run_id, request.batch_id)
         record = await self.recovery.known(key)
         _check_samples(record, request)
         if record.open and not request.samples:
             await self.open_batches.close(key)
-        running = self.intake.batches.by_key.get(key)
+        running = self.batches.by_key.get(key)
         if running is None:
             return 0
         record.cancels.append(request)
-        # One that is gone is recorded anew, with its cancellations, by its next write.
+        # A batch that Redis has lost is recorded again by its next write, with its cancellations.
         with contextlib.suppress(BatchGone):
-            await self.intake.journal.cancel(request)
-        if self.intake.batches.by_key.get(key) is not running:
+            await self.journal.cancel(request)
+        if self.batches.by_key.get(key) is not running:
             return 0
         indexes = cancelled_indexes(record, request.samples)
-        cancelled = await self.intake.scheduler.cancel(running, indexes, request.keep_partial)
+        cancelled = await self.scheduler.cancel(running, indexes, request.keep_partial)
         log.info("cancelled", batch=key, samples=cancelled, keep_partial=request.keep_partial)
         return cancelled
 
 
-async def _walk(small: bool, function: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
-    """Return what a function finds that walks over a request. A large one is walked over in a thread."""
-    return function(*given, **named) if small else await asyncio.to_thread(function, *given, **named)
+async def _process(small: bool, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function that loops over a request: directly if the request is `small`, else in a thread."""
+    return function(*args, **kwargs) if small else await asyncio.to_thread(function, *args, **kwargs)
 
 
 async def _check_same(known: BatchRecord, request: pb.SubmitRolloutsRequest, fingerprint: str) -> None:
-    """Raise AlreadyExists, which names the first field that differs, for another batch of the same name."""
+    """Raise AlreadyExists, with the first field that differs, if another batch has the same name."""
     if known.head.fingerprint == fingerprint:
         return
     name, was_opened = "/".join(known.key), known.head.fingerprint.startswith(OPENED)
@@ -390,9 +394,9 @@ async def _check_same(known: BatchRecord, request: pb.SubmitRolloutsRequest, fin
         skipped = ["groups"] if was_opened else []
         differs, how = await asyncio.to_thread(first_difference, known.request, request, skipped)
         how = how or "it has another content"
-    message = f"batch {name} is there already, and not the same: {f'{differs} {how}'.strip()}"
+    message = f"batch {name} exists already, and differs: {f'{differs} {how}'.strip()}"
     message += (
-        "; ask for it as it was, under another step or batch id, or end the run (EndRun, run.end()) before"
+        "; submit it unchanged, under another step or batch id, or end the run first (EndRun, run.end())"
     )
     raise AlreadyExists("batch", name, message, field=differs)
 

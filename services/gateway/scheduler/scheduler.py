@@ -68,8 +68,8 @@ class Scheduler:
     ) -> RunningBatch:
         """Begin or resume a batch.
 
-        `events` of its samples are in the journal already. `coverage` has the existing drafts of its samples; None: its
-        step was not hinted.
+        `events` of its samples are in the journal already. `coverage` has the existing drafts of its samples; None:
+        its step was not hinted.
         """
         self._orders += _ORDER_STEP
         running = RunningBatch(batch, self._orders, private, events)

@@ -60,7 +60,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ContinueSamples(
         self, request: pb.ContinueSamplesRequest, context: Context
     ) -> pb.ContinueSamplesResponse:
-        return await self._term().tool_calls.go_on(request)
+        return await self._term().tool_calls.resume(request)
 
     async def StreamRollouts(
         self, request: pb.StreamRolloutsRequest, context: Context

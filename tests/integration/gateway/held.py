@@ -34,7 +34,7 @@ async def hold_on(gateway: RunningGateway, fake: FakeInstance, request: Request,
 
 async def journaled(gateway: RunningGateway, fake: FakeInstance, request: Request) -> int:
     """Wait until all samples that run are held, and the journal has the others; return their number."""
-    record = gateway.gateway.leadership.leading().recovery.intake.records.get(("run", request.batch_id))
+    record = gateway.gateway.leadership.leading().recovery.records.get(("run", request.batch_id))
     assert record is not None
     await until(lambda: len(fake.accepted) >= record.total, "all samples are placed")
     await until(

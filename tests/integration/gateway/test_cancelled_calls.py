@@ -185,7 +185,7 @@ def from_redis(prepare: Prepare) -> Prepare:
 
     async def prepare_and_forget(world: World) -> Any:
         request = await prepare(world)
-        world.term.recovery.intake.records.forget((request.run_id, request.batch_id))
+        world.term.recovery.records.forget((request.run_id, request.batch_id))
         return request
 
     return prepare_and_forget

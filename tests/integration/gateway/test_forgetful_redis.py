@@ -147,7 +147,7 @@ async def test_an_ended_sample_whose_chunks_vanish_is_generated_again(cluster: C
     await until(lambda: _chunked(redis, cluster, request, 5, running), "the journal has five tokens of each")
     fake.hold_at = None
     # All that ended after their sixth token have chunks, and nothing of them is in memory.
-    record = gateway.gateway.leadership.leading().recovery.intake.records.get(("run", request.batch_id))
+    record = gateway.gateway.leadership.leading().recovery.records.get(("run", request.batch_id))
     assert record is not None
     await until(lambda: record.is_complete, "all have ended")
     chunked = [value for value in await redis.hvals(keys.done) if not value.endswith(b":0:0")]
@@ -377,7 +377,7 @@ async def test_a_former_leader_that_wakes_can_neither_take_a_batch_nor_write_to_
     term = gateway.gateway.leadership.leading()
     key = ("run", request.batch_id)
     former = Journal(redis, cluster.namespace, term.journal.term - 1, 60, 60)
-    record = term.recovery.intake.records.get(key)
+    record = term.recovery.records.get(key)
     assert record is not None
     cancel = rollout_pb2.CancelRolloutsRequest(run_id="run", batch_id=request.batch_id)
     for call in (

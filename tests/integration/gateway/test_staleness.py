@@ -136,7 +136,7 @@ async def test_the_next_gateway_renews_what_is_too_old_by_what_was_published(clu
     gateway, fake = await opened(cluster, request, max_staleness=0, stale=REGENERATE)
     await add(gateway, request, 0)
     await reached(gateway, request, 5, 4)
-    journal = gateway.gateway.leadership.leading().recovery.intake.records.get(("run", request.batch_id))
+    journal = gateway.gateway.leadership.leading().recovery.records.get(("run", request.batch_id))
     assert journal is not None
     await until(lambda: gateway.metric("journal_chunks_total") == 4, "the journal has their tokens")
     # Past the point of no return: the next gateway goes forward.

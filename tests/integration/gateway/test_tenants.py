@@ -155,7 +155,7 @@ async def test_every_method_is_for_the_runs_of_its_token_and_no_others(
     # What bob has in work, under the name that the requests ask for.
     theirs = requests("b-1")["SubmitRollouts"]
     await submit(gateway, "bob", theirs)
-    kept = gateway.gateway.leadership.leading().recovery.intake.records.all()
+    kept = gateway.gateway.leadership.leading().recovery.records.all()
     assert [record.key for record in kept] == [("b-1", "step")]
 
     told: dict[str, list[str]] = {}
