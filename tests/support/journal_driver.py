@@ -142,12 +142,14 @@ class JournalDriver:
             await self.look()
         else:
             settle(self.batch, self.record, write, [int(index) for index in reply])
-            self.records.keep(write)
+            for ended in write.ended:
+                if ended.payload:
+                    self.records.keep(write.key, ended.index, ended.payload)
 
     async def look(self) -> None:
         """Compare what is known with what Redis has; what is lost is generated again."""
         there = await self.journal.look(self.record) or StoredBatch()
-        for index in self.record.reconcile(there, lambda index: self.records.results.get(KEY, index)):
+        for index in self.record.reconcile(there, lambda index: self.records.kept(KEY, index)):
             self.batch.reopen(index)
 
     async def restart(self) -> None:
@@ -202,7 +204,7 @@ class JournalDriver:
         indexes = self.record.acknowledge(self.cursor)
         await self.journal.acknowledge(self.record, indexes)
         self.record.trimmed(self.record.acked)
-        self.records.results.drop(KEY, indexes)
+        self.records.drop(KEY, indexes)
 
     async def end(self) -> None:
         """Go on until everything is delivered."""

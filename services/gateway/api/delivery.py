@@ -125,7 +125,7 @@ class Delivery:
         reached = record.acked
         trimmed = await self.journal.acknowledge(record, indexes)
         record.trimmed(reached)
-        self.records.results.drop(key, indexes)
+        self.records.drop(key, indexes)
         return trimmed
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:

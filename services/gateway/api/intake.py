@@ -246,7 +246,7 @@ class BatchRecovery:
             lost: list[int] = []
         else:
             there = await self.journal.look(record) or StoredBatch()
-            lost = record.reconcile(there, lambda index: self.records.results.get(key, index))
+            lost = record.reconcile(there, lambda index: self.records.kept(key, index))
         self.records.add(record)
         if key in self.batches.by_key:
             self.scheduler.reopen(key, lost)

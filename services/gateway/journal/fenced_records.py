@@ -4,10 +4,10 @@ Each reported batch moves the l of its run once (`services.gateway.state.lenienc
 and to whichever gateway it is reported.
 """
 
+from __future__ import annotations
+
 import asyncio
-import json
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -19,7 +19,7 @@ from services.contracts.errors import Unavailable
 from services.contracts.gateway_keys import BatchKey, GatewayKeys
 from services.gateway.journal import scripts
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.state.lenience import FLOOR, next_lenience
+from services.gateway.state.lenience import FLOOR, RunLenience
 from services.gateway.state.update_book import PublishedVersion, UpdateBook, WeightUpdate
 from services.platform.tasks import ExponentialBackoff
 
@@ -27,8 +27,6 @@ log = structlog.get_logger(__name__)
 
 # Seconds after which the lenience of a run without reports is forgotten.
 _KEPT_SECONDS = 30 * 86400
-# Reported batches to remember: far more than a trainer has in flight.
-_REMEMBERED = 64
 _SAVE_DELAY, _LONGEST_SAVE_DELAY = 0.1, 2.0
 
 
@@ -85,31 +83,6 @@ async def save_until_stored(store: VersionStore, book: UpdateBook) -> None:
             delay = backoff.failed()
             log.warning("version_not_saved", error=str(error), retry_in=delay)
             await asyncio.sleep(delay)
-
-
-@dataclass(frozen=True, slots=True)
-class RunLenience:
-    """The l of a run's next batch, and the batches whose reports it includes, the latest last. Pure."""
-
-    lenience: float
-    reported: tuple[str, ...] = ()
-
-    def after(self, batch_id: str, kl: float, target: float) -> "RunLenience":
-        """Return the lenience after the report of another batch; itself if that batch was reported before."""
-        if batch_id in self.reported:
-            return self
-        reported = (*self.reported, batch_id)[-_REMEMBERED:]
-        return RunLenience(next_lenience(self.lenience, kl, target), reported)
-
-    def to_json(self) -> str:
-        """Serialise for Redis."""
-        return json.dumps({"lenience": self.lenience, "reported": self.reported})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "RunLenience":
-        """Parse the result of `to_json`."""
-        kept = json.loads(text)
-        return cls(float(kept["lenience"]), tuple(kept["reported"]))
 
 
 class Leniences:

@@ -35,17 +35,13 @@ class BatchGone(JournalHole):
     """Raised when Redis has nothing of a batch."""
 
 
-def typed_reply(reply: object) -> object:
-    """Return a reply, an error of a script as its type."""
-    return typed(reply) if isinstance(reply, ResponseError) else reply
-
-
-def typed(error: ResponseError) -> Exception:
-    """Return the error of a script as its type; any other as it is."""
-    for prefix, kind in (("FENCED", Fenced), ("GONE", BatchGone), ("HOLE", JournalHole)):
-        if str(error).startswith(prefix):
-            return kind(str(error))
-    return error
+def typed(reply: Any) -> Any:
+    """Return the error of a script as an exception of its type; any other reply as it is."""
+    if isinstance(reply, ResponseError):
+        for prefix, kind in (("FENCED", Fenced), ("GONE", BatchGone), ("HOLE", JournalHole)):
+            if str(reply).startswith(prefix):
+                return kind(str(reply))
+    return reply
 
 
 def text(value: bytes | str) -> str:
@@ -289,7 +285,7 @@ class Journal:
             again = await self._run_all([calls[at] for at in unknown], by_digest=False)
             for at, reply in zip(unknown, again, strict=True):
                 replies[at] = reply
-        return [typed_reply(reply) for reply in replies]
+        return [typed(reply) for reply in replies]
 
     async def events(self, key: BatchKey, indexes: Sequence[int]) -> list[bytes | None]:
         """Return the serialised samples with these indexes, None for a missing one."""

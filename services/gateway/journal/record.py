@@ -291,6 +291,7 @@ MOST_BYTES = 256 << 10
 """Bytes of one write; a larger part is written alone."""
 MOST_PARTS = 1024
 """Samples that one write extends, ends or forgets."""
+_MOST_FINISHED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,42 +420,18 @@ def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]
     return chunks + rest, Head(state.chunks, begin, len(chunks)) if begin else WHOLE
 
 
-class ResultCache:
-    """Serialised samples of all batches, at most `most_bytes`, above which the oldest are dropped. Pure."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._results: OrderedDict[tuple[BatchKey, int], bytes] = OrderedDict()
-        self.nbytes = 0
-        """Bytes of all samples that are kept."""
-
-    def put(self, key: BatchKey, index: int, payload: bytes) -> None:
-        """Keep a sample, if it fits."""
-        self.drop(key, (index,))
-        self._results[key, index] = payload
-        self.nbytes += len(payload)
-        while self.nbytes > self._most_bytes:
-            _, oldest = self._results.popitem(last=False)
-            self.nbytes -= len(oldest)
-
-    def get(self, key: BatchKey, index: int) -> bytes | None:
-        """Return a sample, if it is kept."""
-        return self._results.get((key, index))
-
-    def drop(self, key: BatchKey, indexes: Iterable[int]) -> None:
-        """Drop samples of a batch."""
-        for index in indexes:
-            self.nbytes -= len(self._results.pop((key, index), b""))
-
-
-_MOST_FINISHED = 16
-
-
 class RecordedBatches:
-    """Records by batch. Of finished batches the ones that were used last are kept. Pure."""
+    """Records by batch, and the finished samples of all batches that are kept in memory. Pure.
+
+    Of finished batches the most recently used ones are kept. Finished samples take at most `most_result_bytes`,
+    above which the oldest are dropped. They are delivered from here, and written again if Redis loses them.
+    """
 
     def __init__(self, most_result_bytes: int) -> None:
-        self.results = ResultCache(most_result_bytes)
+        self.nbytes = 0
+        """Bytes of all finished samples that are kept."""
+        self._most_bytes = most_result_bytes
+        self._results: OrderedDict[tuple[BatchKey, int], bytes] = OrderedDict()
         self._records: OrderedDict[BatchKey, BatchRecord] = OrderedDict()
 
     def get(self, key: BatchKey) -> BatchRecord | None:
@@ -476,19 +453,31 @@ class RecordedBatches:
             self.forget(key)
 
     def forget(self, key: BatchKey) -> None:
-        """Forget a batch, and its results."""
+        """Forget a batch, and its finished samples."""
         record = self._records.pop(key, None)
         if record is not None:
-            self.results.drop(key, record.ended())
+            self.drop(key, record.ended())
 
-    def keep(self, write: JournalWrite) -> None:
-        """Keep the samples of a write that the journal has, until they are acknowledged."""
-        for ended in write.ended:
-            if ended.payload:
-                self.results.put(write.key, ended.index, ended.payload)
+    def keep(self, key: BatchKey, index: int, payload: bytes) -> None:
+        """Keep a finished sample that the journal has, if it fits, until it is acknowledged."""
+        self.drop(key, (index,))
+        self._results[key, index] = payload
+        self.nbytes += len(payload)
+        while self.nbytes > self._most_bytes:
+            _, oldest = self._results.popitem(last=False)
+            self.nbytes -= len(oldest)
+
+    def kept(self, key: BatchKey, index: int) -> bytes | None:
+        """Return a finished sample that is kept."""
+        return self._results.get((key, index))
+
+    def drop(self, key: BatchKey, indexes: Iterable[int]) -> None:
+        """Drop finished samples of a batch."""
+        for index in indexes:
+            self.nbytes -= len(self._results.pop((key, index), b""))
 
     def payload(self, key: BatchKey, index: int) -> bytes | None:
-        """Return a finished sample that is in memory."""
+        """Return a finished sample that is in memory: not written yet, or kept."""
         record = self._records.get(key)
         waiting = record.unwritten.get(index) if record is not None else None
-        return waiting or self.results.get(key, index)
+        return waiting or self.kept(key, index)

@@ -297,7 +297,9 @@ class JournalWriter:
             torn = [int(index) for index in reply]
             settle(lane.batch, record, write, torn)
             reader.extended(write.key, _extended(write, torn))
-            self._records.keep(write)
+            for ended in write.ended:
+                if ended.payload:
+                    self._records.keep(write.key, ended.index, ended.payload)
             self._metrics.journal_chunks.inc(len(write.extensions))
             self._weigh(lane)
             if has_more(lane.batch, record):
@@ -326,7 +328,7 @@ class JournalWriter:
             return
         undo(lane.batch, write)
         lane.write = None
-        lost = record.reconcile(there, lambda index: self._records.results.get(write.key, index))
+        lost = record.reconcile(there, lambda index: self._records.kept(write.key, index))
         self._weigh(lane)
         self._make_due(write.key)
         if lost:

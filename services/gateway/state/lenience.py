@@ -13,6 +13,7 @@ least reuse that the rule allows.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ FLOOR = 1.0
 """The least l: the acceptance of standard speculative sampling."""
 CEILING = math.exp(2.0)
 """The most l: beyond it nearly everything is reused whatever the policy has become."""
+# Reported batches to remember: far more than a trainer has in flight.
+_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,28 @@ def next_lenience(
     if step > 0 and math.log(lenience) + step > rules.ceiling:
         return max(lenience, math.exp(rules.ceiling))
     return max(FLOOR, lenience * math.exp(step))
+
+
+@dataclass(frozen=True, slots=True)
+class RunLenience:
+    """The l of a run's next batch, and the batches whose reports it includes, the latest last."""
+
+    lenience: float
+    reported: tuple[str, ...] = ()
+
+    def after(self, batch_id: str, kl: float, target: float) -> RunLenience:
+        """Return the lenience after the report of another batch; itself if that batch was reported before."""
+        if batch_id in self.reported:
+            return self
+        reported = (*self.reported, batch_id)[-_REMEMBERED:]
+        return RunLenience(next_lenience(self.lenience, kl, target), reported)
+
+    def to_json(self) -> str:
+        """Serialise for Redis."""
+        return json.dumps({"lenience": self.lenience, "reported": self.reported})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunLenience:
+        """Parse the result of `to_json`."""
+        kept = json.loads(text)
+        return cls(float(kept["lenience"]), tuple(kept["reported"]))

@@ -39,6 +39,13 @@ from services.gateway.state.sample import (
     TopTokens,
 )
 
+_STATUS = {
+    sample_pb2.FINISH_REASON_STOP: sample_pb2.SAMPLE_STATUS_COMPLETED,
+    sample_pb2.FINISH_REASON_LENGTH: sample_pb2.SAMPLE_STATUS_TRUNCATED,
+    sample_pb2.FINISH_REASON_ABORTED: sample_pb2.SAMPLE_STATUS_ABORTED,
+    sample_pb2.FINISH_REASON_ABANDONED: sample_pb2.SAMPLE_STATUS_ABORTED,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Account:
@@ -75,13 +82,13 @@ class Account:
 
 
 @dataclass(slots=True)
-class BatchState:
-    """State of one batch. `max_attempts` fruitless attempts in a row make a sample FAILED.
+class RolloutBatch:
+    """State of one batch, and the events that change it.
 
-    `policy_version` is the requested version, `current_version` the version under which unfinished samples
-    continue: a later one after a weight update that lets samples continue. With `max_staleness` every update does;
-    samples whose first token is of an older version than that allows restart if the batch `regenerates`, and end
-    otherwise.
+    `max_attempts` fruitless attempts in a row make a sample FAILED. `policy_version` is the requested version,
+    `current_version` the version under which unfinished samples continue: a later one after a weight update that
+    lets samples continue. With `max_staleness` every update does; samples whose first token is of an older version
+    than that allows restart if the batch `regenerates`, and end otherwise.
     """
 
     key: BatchKey
@@ -201,19 +208,6 @@ class BatchState:
         self.samples[index] = old.restarted()
         self.ended -= 1
         self.most_tokens += self.groups[old.group].most_tokens
-
-
-_STATUS = {
-    sample_pb2.FINISH_REASON_STOP: sample_pb2.SAMPLE_STATUS_COMPLETED,
-    sample_pb2.FINISH_REASON_LENGTH: sample_pb2.SAMPLE_STATUS_TRUNCATED,
-    sample_pb2.FINISH_REASON_ABORTED: sample_pb2.SAMPLE_STATUS_ABORTED,
-    sample_pb2.FINISH_REASON_ABANDONED: sample_pb2.SAMPLE_STATUS_ABORTED,
-}
-
-
-@dataclass(slots=True)
-class RolloutBatch(BatchState):
-    """State of one batch, and the events that change it."""
 
     def assign(self, index: int, instance_id: str, now: float) -> int:
         """Assign a waiting sample to an instance; return the number of the attempt."""

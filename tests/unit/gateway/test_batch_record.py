@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from paceline.v1 import rollout_pb2
-from services.gateway.journal.record import BatchHead, BatchRecord, ResultCache, StoredBatch, first_cursor
+from services.gateway.journal.record import BatchHead, BatchRecord, RecordedBatches, StoredBatch, first_cursor
 from services.gateway.journal.writer import used_share
 
 SAMPLES = 6
@@ -65,7 +65,7 @@ class RecordMachine(RuleBasedStateMachine):
     @initialize(most_bytes=st.sampled_from([0, 20, 1000]))
     def begin(self, most_bytes: int) -> None:
         self.term, self.store, self.most_bytes = 1, Store(), most_bytes
-        self.record, self.cache = make(), ResultCache(most_bytes)
+        self.record, self.cache = make(), RecordedBatches(most_bytes)
         self.running = set(range(SAMPLES))
         self.snapshots = [deepcopy(self.store)]
         self.cursor, self.delivered = 0, list[tuple[int, int]]()
@@ -89,14 +89,14 @@ class RecordMachine(RuleBasedStateMachine):
         elif answered:
             for index in part:
                 if self.record.unwritten[index]:
-                    self.cache.put(KEY, index, self.record.unwritten[index])
+                    self.cache.keep(KEY, index, self.record.unwritten[index])
             self.record.forgotten.difference_update(forgotten)
             self.record.confirm(part)
         self.snapshots.append(deepcopy(self.store))
 
     def look(self) -> None:
         self.store.exists = True
-        lost = self.record.reconcile(self.store.look(), lambda index: self.cache.get(KEY, index))
+        lost = self.record.reconcile(self.store.look(), lambda index: self.cache.kept(KEY, index))
         assert not self.running & set(lost)
         self.running |= set(lost)
 
@@ -118,7 +118,7 @@ class RecordMachine(RuleBasedStateMachine):
     @rule()
     def restart_the_gateway(self) -> None:
         self.term += 1
-        self.record, self.cache = make(self.term), ResultCache(self.most_bytes)
+        self.record, self.cache = make(self.term), RecordedBatches(self.most_bytes)
         self.look()
         self.running = set(range(SAMPLES)) - set(self.record.ended())
 
@@ -126,7 +126,9 @@ class RecordMachine(RuleBasedStateMachine):
     def deliver(self, count: int) -> None:
         for cursor, index in self.record.after(self.cursor, count):
             found = (
-                self.record.unwritten.get(index) or self.cache.get(KEY, index) or self.store.events.get(index)
+                self.record.unwritten.get(index)
+                or self.cache.kept(KEY, index)
+                or self.store.events.get(index)
             )
             if found is None:
                 self.look()
@@ -208,13 +210,13 @@ def test_a_batch_is_acknowledged_with_its_last_sample_only() -> None:
 
 
 def test_a_cache_keeps_the_last_results_within_its_bytes() -> None:
-    cache = ResultCache(10)
+    cache = RecordedBatches(10)
     for index in range(3):
-        cache.put(KEY, index, b"12345")
-    assert [cache.get(KEY, index) for index in range(3)] == [None, b"12345", b"12345"]
+        cache.keep(KEY, index, b"12345")
+    assert [cache.kept(KEY, index) for index in range(3)] == [None, b"12345", b"12345"]
     cache.drop(KEY, (1, 0))
-    assert (cache.nbytes, cache.get(KEY, 1)) == (5, None)
-    cache.put(KEY, 3, b"more than ten")
+    assert (cache.nbytes, cache.kept(KEY, 1)) == (5, None)
+    cache.keep(KEY, 3, b"more than ten")
     assert cache.nbytes == 0
 
 

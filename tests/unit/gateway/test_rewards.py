@@ -7,8 +7,8 @@ from hypothesis import given
 
 from paceline.v1 import rollout_pb2
 from services.gateway.api.reports import known_rewards
-from services.gateway.journal.fenced_records import RunLenience
 from services.gateway.journal.record import BatchHead, BatchRecord
+from services.gateway.state.lenience import RunLenience
 
 
 def recorded(done: set[int]) -> BatchRecord:
