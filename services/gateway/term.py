@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 from redis.asyncio import Redis
 
+from services.contracts.learner import read_published
 from services.drafts.client import DraftStores
 from services.gateway.api.bubble_coordinator import BubbleLink, CoordinatorClient
 from services.gateway.api.delivery import Delivery
@@ -18,7 +19,7 @@ from services.gateway.api.submissions import OpenBatches, Submissions
 from services.gateway.api.tool_calls import ToolCalls
 from services.gateway.config import GatewayConfig
 from services.gateway.feeds.history import HistoryWriter
-from services.gateway.feeds.learner import EndedSingles, LearnerFeed, PublishedDrafterVersion
+from services.gateway.feeds.learner import EndedSingles, LearnerFeed
 from services.gateway.instances.roster import Roster
 from services.gateway.instances.updater import InFlightSamples, Updater
 from services.gateway.journal.fenced_records import Fenced, Leniences, VersionStore
@@ -39,9 +40,12 @@ from services.platform.memory import collect_between
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.registry import Registry
-from services.platform.tasks import end
+from services.platform.tasks import end, is_cancelled
 
 log = structlog.get_logger(__name__)
+
+# Seconds between two reads of the drafter's version.
+_VERSION_CHECK_SECONDS = 1.0
 
 
 class LeadershipTerm:
@@ -95,7 +99,8 @@ class LeadershipTerm:
         self._stores = DraftStores(config, self._registry)
         self._history = HistoryWriter(self._stores, metrics) if config.history else None
         self.feed = LearnerFeed(config, redis, self._registry, metrics) if config.learner_feed else None
-        self.drafter_version = PublishedDrafterVersion(redis, config.namespace)
+        self.drafter_version = 0
+        """Version of the published drafter, as last read; 0 if there is none."""
         self._singles = EndedSingles()
 
     def _create_scheduler(self) -> None:
@@ -241,7 +246,7 @@ class LeadershipTerm:
             "hints": self.hinting.run(),
             "coordinator": self.coordinator.run(),
             "bubbles": self._bubbles.run(),
-            "drafter-version": self.drafter_version.run(),
+            "drafter-version": self._follow_drafter_version(),
             "decisions": self.decisions.run(),
             "rewards": self.rewards.run(),
             "collection": collect_between(lambda: max(self.batches.held, self.batches.unfinished)),
@@ -275,6 +280,16 @@ class LeadershipTerm:
             self.placer.pump_soon()
             await self._paused(self._backlog.paused)
             await changed.wait()
+
+    async def _follow_drafter_version(self) -> None:
+        """Read the version of the published drafter, even without a learner; keep the last one in an outage."""
+        while not is_cancelled():
+            try:
+                published = await read_published(self._redis, self._config.namespace)
+                self.drafter_version = published.version if published is not None else 0
+            except OUTAGES as error:
+                log.debug("drafter_version_unreadable", error=str(error))
+            await asyncio.sleep(_VERSION_CHECK_SECONDS)
 
     async def _unlist(self) -> None:
         """Remove finished batches from the list of unfinished ones; if that fails, a later gateway does it."""

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
-from services.contracts.learner import DrafterKeys, Fed, FedBatchEnd, FedRewards, FedSample, read_published
+from services.contracts.learner import DrafterKeys, Fed, FedBatchEnd, FedRewards, FedSample
 from services.contracts.learner import encode_entry as encode
 from services.contracts.learner import entry_bytes as size_of
 from services.contracts.sampling import resolve
@@ -220,26 +220,3 @@ class EndedSingles:
     ) -> list[rollout_pb2.Reward]:
         """Return the rewards whose sample is remembered."""
         return [each for each in rewards if (run_id, step, each.prompt_id, each.slot) in self._names]
-
-
-# Seconds between readings.
-_VERSION_CHECK_SECONDS = 1.0
-
-
-class PublishedDrafterVersion:
-    """Version that Redis last had; 0 if none is published. `run` reads it, also where no learner is or is fed."""
-
-    def __init__(self, redis: Redis, namespace: str) -> None:
-        self.value = 0
-        self._redis = redis
-        self._namespace = namespace
-
-    async def run(self) -> None:
-        """Read until cancelled; in an outage of Redis what was read last stays."""
-        while not is_cancelled():
-            try:
-                published = await read_published(self._redis, self._namespace)
-                self.value = published.version if published is not None else 0
-            except OUTAGES as error:
-                log.debug("drafter_version_unreadable", error=str(error))
-            await asyncio.sleep(_VERSION_CHECK_SECONDS)

@@ -18,7 +18,6 @@ import structlog
 
 from paceline.errors import Violation
 from paceline.internal.v1 import weight_peer_pb2
-from paceline.v1 import weight_pb2
 from paceline.v1 import weight_pb2 as pb
 from services.contracts.errors import Aborted, DataLoss, InvalidArgument, ServiceError, Unavailable
 from services.gateway.instances.connection import (
@@ -126,43 +125,28 @@ def _without_result(connection: Connection, left_out: Mapping[str, str]) -> Serv
     return Unavailable("another instance refused the weights before this one had them")
 
 
-class StreamStaging(InstanceStaging):
-    """Staging of weights that are pushed, on all instances of an update from its start on."""
+def peer_sources(
+    update: WeightUpdate, connections: Sequence[Connection], rendezvous: pb.CollectiveRendezvous | None = None
+) -> dict[Connection, WeightSource]:
+    """Return sources of pushed weights, in order: each instance fetches from its predecessors in the chain.
 
-    def __init__(
-        self,
-        update: WeightUpdate,
-        connections: Sequence[Connection],
-        pace: Pace,
-        rendezvous: weight_pb2.CollectiveRendezvous | None = None,
-    ) -> None:
-        """Have instances receive weights from one another; with a `rendezvous`, from the broadcast there."""
-        self.update_id = update.update_id
-        self.rendezvous = rendezvous
-        self._ticket = update.ticket
-        by_id = {each.instance_id: each for each in connections}
-        order = chain(
-            ChainLink(each.instance_id, each.member.record.address, each.member.state is MemberState.STALE)
-            for each in connections
+    With a `rendezvous` they receive the broadcast there.
+    """
+    by_id = {each.instance_id: each for each in connections}
+    order = chain(
+        ChainLink(each.instance_id, each.member.record.address, each.member.state is MemberState.STALE)
+        for each in connections
+    )
+    return {
+        by_id[link.instance_id]: weight_peer_pb2.PeerWeights(
+            update_id=update.update_id,
+            ticket=update.ticket,
+            peers=predecessors(order, place),
+            has_successor=place + 1 < len(order),
+            collective=rendezvous,
         )
-        sources = {
-            by_id[link.instance_id]: weight_peer_pb2.PeerWeights(
-                update_id=update.update_id,
-                ticket=update.ticket,
-                peers=predecessors(order, place),
-                has_successor=place + 1 < len(order),
-                collective=rendezvous,
-            )
-            for place, link in enumerate(order)
-        }
-        super().__init__(update.version, sources, pace)
-
-    def target(self) -> weight_pb2.StreamTarget:
-        """Return the first instance that is alive and has not failed. ServiceError: see `taking_part`."""
-        first = self.taking_part()[0]
-        return weight_pb2.StreamTarget(
-            instance_id=first.instance_id, address=first.member.record.address, ticket=self._ticket
-        )
+        for place, link in enumerate(order)
+    }
 
 
 log = structlog.get_logger(__name__)
@@ -230,15 +214,6 @@ def verdict_on_staging(
 _FOLDER_REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS})
 
 
-@dataclass(frozen=True, slots=True)
-class StagingOutcome:
-    """Outcome of staging: folder (empty for pushed weights), checksum, and the report of each instance."""
-
-    path: str
-    checksum: str
-    instances: list[pb.InstanceUpdate]
-
-
 @dataclass(eq=False)
 class UpdateStaging:
     """Staging of one update at a time. Calls must not overlap, except for `results`, which waits."""
@@ -247,8 +222,10 @@ class UpdateStaging:
     metrics: GatewayMetrics
     # Instance id -> result of the last staging.
     _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
-    # The staging in progress.
+    # The staging in progress. If its weights are pushed: the id of their update, and the rendezvous if broadcast.
     _current: InstanceStaging | None = field(init=False, default=None)
+    _pushed: str = field(init=False, default="")
+    _rendezvous: pb.CollectiveRendezvous | None = field(init=False, default=None)
 
     @property
     def running(self) -> bool:
@@ -258,11 +235,14 @@ class UpdateStaging:
     async def stream_target(self, update: WeightUpdate) -> pb.StreamTarget:
         """Return the instance to push the weights to. ServiceError: no instance can take them."""
         try:
-            return (await self._stream(update)).target()
+            first = (await self._stream(update)).taking_part()[0]
         except ServiceError:
             # If the update is started again, it finds other instances, or the same ones recovered.
             self.end()
             raise
+        return pb.StreamTarget(
+            instance_id=first.instance_id, address=first.member.record.address, ticket=update.ticket
+        )
 
     async def collective_ranks(
         self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous
@@ -271,7 +251,7 @@ class UpdateStaging:
 
         Another rendezvous replaces the previous one. ServiceError: no instance can take part.
         """
-        if isinstance(self._current, StreamStaging) and self._current.rendezvous != rendezvous:
+        if self._pushed and self._rendezvous != rendezvous:
             self.end()
         try:
             streaming = await self._stream(update, rendezvous)
@@ -321,10 +301,11 @@ class UpdateStaging:
         staging: InstanceStaging,
         source: pb.DiskWeights | pb.StreamedWeights,
         results: list[InstanceResult],
-    ) -> StagingOutcome:
-        """Return the outcome of a staging, and end it, so that another call stages again.
+    ) -> tuple[str, str]:
+        """Return the folder (empty for pushed weights) and the checksum, and end the staging.
 
-        Raises the errors of `verdict_on_staging`; wrong weights are discarded on all instances.
+        Another call stages again. Raises the errors of `verdict_on_staging`; wrong weights are discarded on all
+        instances.
         """
         if staging is self._current:
             self.end()
@@ -339,7 +320,7 @@ class UpdateStaging:
             if not isinstance(error, Unavailable):
                 await self.discard(update.version)
             raise
-        return StagingOutcome(path, checksum, [result.update for result in results])
+        return path, checksum
 
     async def instances_with(self, update: WeightUpdate) -> list[Connection]:
         """Return the live instances that have staged the weights."""
@@ -366,27 +347,28 @@ class UpdateStaging:
         """End the staging in progress; a wait for its results fails with Aborted."""
         if self._current is not None:
             self._current.end()
-            self._current = None
+        self._current, self._pushed, self._rendezvous = None, "", None
 
     def _instances_with(self, update: WeightUpdate) -> list[Connection]:
         return [each for each in self.roster.live() if each.staged_version == update.version]
 
     async def _stream(
         self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous | None = None
-    ) -> StreamStaging:
+    ) -> InstanceStaging:
         """Return the staging of pushed weights, which begins with the first call.
 
         A gateway that did not begin it does not know the rendezvous: instances keep the one that they know.
         """
-        current = self._current
-        if isinstance(current, StreamStaging) and current.update_id == update.update_id:
-            return current
+        if self._current is not None and self._pushed == update.update_id:
+            return self._current
         self.end()
         await self.roster.settled()
         if rendezvous is None and update.collective:
             rendezvous = pb.CollectiveRendezvous()
-        self._current = started = StreamStaging(update, self.roster.live(), self.roster.pace, rendezvous)
-        return started
+        sources = peer_sources(update, self.roster.live(), rendezvous)
+        self._current = InstanceStaging(update.version, sources, self.roster.pace)
+        self._pushed, self._rendezvous = update.update_id, rendezvous
+        return self._current
 
 
 def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:

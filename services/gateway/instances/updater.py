@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -33,30 +33,6 @@ from services.platform.tasks import to_the_end
 
 UPDATE_KIND = "weights"
 """Kind of a decision-log entry about a published version."""
-
-
-class UpdateTimes:
-    """Unix times at which the phases of the update in progress began, if this process has seen them."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, float] = {}
-
-    def start(self, now: float) -> None:
-        """Record that another update has started."""
-        self._times = {"started": now}
-
-    def reach(self, phase: str, now: float) -> None:
-        """Record that a phase began: staged or applying."""
-        self._times[phase] = now
-
-    def published(self, version: int, run_id: str, now: float) -> DecisionRecord:
-        """Return the decision-log entry of the published update, and forget its times."""
-        times, self._times = {**self._times, "published": now}, {}
-        seconds = now - min(times.values())
-        details = {"version": version, **{phase: round(time, 4) for phase, time in times.items()}}
-        return DecisionRecord(
-            UPDATE_KIND, f"version {version} after {seconds:.1f} s", 0.0, details, now, run_id
-        )
 
 
 @dataclass(eq=False)
@@ -164,7 +140,8 @@ class Updater:
     samples: InFlightSamples
     metrics: GatewayMetrics
     record: Callable[[DecisionRecord], None]
-    _times: UpdateTimes = field(init=False, default_factory=UpdateTimes)
+    # Phase -> unix time at which it began, of the update in progress, if this process has seen it.
+    _times: dict[str, float] = field(init=False, default_factory=dict)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _last: FinishedUpdate = field(init=False, default_factory=FinishedUpdate)
     # The update that was aborted last.
@@ -277,7 +254,7 @@ class Updater:
                     self.book.drop()
                 raise
         if update.update_id == update_id:
-            self._times.start(time.time())
+            self._times = {"started": time.time()}
             log.info("update_started", update=update_id, version=version)
         return update
 
@@ -290,12 +267,12 @@ class Updater:
     ) -> list[pb.InstanceUpdate]:
         async with self._lock:
             self.book.open_for(update.update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            staged = await self._staging.conclude(update, staging, source, results)
-            self.book.staged(update.update_id, staged.path, staged.checksum, time.time())
-            self._times.reach("staged", time.time())
+            path, checksum = await self._staging.conclude(update, staging, source, results)
+            self.book.staged(update.update_id, path, checksum, time.time())
+            self._times["staged"] = time.time()
             await self.store.save(self.book)
-        log.info("update_staged", update=update.update_id, version=update.version, path=staged.path)
-        return staged.instances
+        log.info("update_staged", update=update.update_id, version=update.version, path=path)
+        return [result.update for result in results]
 
     async def _abort(self, update_id: str) -> None:
         async with self._lock:
@@ -330,7 +307,7 @@ class Updater:
                 )
             # No await between this check and the phase that keeps new samples out.
             self.book.applying(update_id, self.samples.unfinished, time.time(), in_flight)
-            self._times.reach("applying", time.time())
+            self._times["applying"] = time.time()
             with self.samples.held():
                 return await self._replace(update, staged)
 
@@ -366,7 +343,8 @@ class Updater:
         published = self.book.publish()
         # From here on GetVersions returns this version.
         self.metrics.updates.labels("published").inc()
-        self.record(self._times.published(published.version, run_id, time.time()))
+        self.record(update_record(self._times, published.version, run_id, time.time()))
+        self._times = {}
         await save_until_stored(self.store, self.book)
         self.fleet.publish(published.version, recorded=True, now=asyncio.get_running_loop().time())
         log.info("version_published", version=published.version, path=published.path)
@@ -415,3 +393,14 @@ class Updater:
         if self.roster.live():
             await self._staging.discard(update.version)
         self.roster.notify(changed=True)
+
+
+def update_record(times: Mapping[str, float], version: int, run_id: str, now: float) -> DecisionRecord:
+    """Return the decision-log entry of an update that is published now.
+
+    `times` are the unix times at which its phases began, if they are known.
+    """
+    times = {**times, "published": now}
+    seconds = now - min(times.values())
+    details = {"version": version, **{phase: round(at, 4) for phase, at in times.items()}}
+    return DecisionRecord(UPDATE_KIND, f"version {version} after {seconds:.1f} s", 0.0, details, now, run_id)

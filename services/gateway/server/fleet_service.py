@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -45,52 +44,14 @@ from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.security.caller import may_see
 from services.platform.service import LEADING
 
-
-@dataclass(eq=False)
-class LeaderClient:
-    """Client that finds the leader anew for each call, so for what is seldom called.
-
-    `service` is its name in the registry, `stub` makes a stub on a channel, and `without` says what goes on
-    while none leads.
-    """
-
-    config: GatewayConfig
-    registry: Registry
-    service: str
-    stub: Callable[[grpc.aio.Channel], Any]
-    without: str
-
-    async def call(self, method: str, request: Message, seconds: float) -> Any:
-        """Return the leader's answer.
-
-        Raises:
-            Unavailable: none leads, or it cannot be called.
-            ServiceError: it refused, with its code and details.
-        """
-        record = await self._find()
-        try:
-            async with open_channel(record.address, self.config) as channel:
-                return await getattr(self.stub(channel), method)(request, timeout=seconds)
-        except ValueError as error:
-            # The token may not go there.
-            raise Unavailable(f"the {self.service} service cannot be called: {error}") from error
-        except grpc.aio.AioRpcError as error:
-            raise received_error(error) from error
-
-    async def _find(self) -> InstanceRecord:
-        try:
-            records = await self.registry.list(self.service)
-        except OUTAGES as error:
-            raise Unavailable(f"the {self.service} service cannot be looked up: {error}") from error
-        leaders = [record for record in records.values() if record.state == LEADING]
-        if not leaders:
-            raise Unavailable(f"no {self.service} service is running; {self.without}")
-        return max(leaders, key=lambda each: (each.registered_at, each.instance_id))
-
-
 Context = grpc.aio.ServicerContext
 
 POLICY = "policy"
+# Service -> its stub, and the setting that instances keep while it has no leader.
+_LEADERS: dict[str, tuple[Callable[[grpc.aio.Channel], Any], str]] = {
+    POLICY: (policy_pb2_grpc.PolicyServiceStub, "knobs"),
+    LEARNER: (drafter_pb2_grpc.LearnerServiceStub, "drafter"),
+}
 # Fields of an instance, and counts of its load, that are shown as registered.
 _RECORDED = (
     *("instance_id", "epoch", "address", "max_running", "max_model_len", "vocab_size", "model", "device"),
@@ -191,14 +152,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
     def __init__(self, term: Callable[[], LeadershipTerm], config: GatewayConfig, redis: Redis) -> None:
         self._term = term
-        registry = Registry(redis, Keys(config.namespace))
-        goes_on = "instances go on with the {} that they have"
-        self._policy = LeaderClient(
-            config, registry, POLICY, policy_pb2_grpc.PolicyServiceStub, goes_on.format("knobs")
-        )
-        self._learner = LeaderClient(
-            config, registry, LEARNER, drafter_pb2_grpc.LearnerServiceStub, goes_on.format("drafter")
-        )
+        self._config = config
+        self._registry = Registry(redis, Keys(config.namespace))
         self._decisions = DecisionLog(redis, config.namespace)
 
     # Instances -----------------------------------------------------------------------------------------
@@ -260,7 +215,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
     async def GetKnobs(self, request: pb.GetKnobsRequest, context: Context) -> pb.GetKnobsResponse:
         query = policy_pb2.GetKnobsRequest(**fields_of(request, "run_id", "model", "pool"))
-        answer = await self._policy.call("GetKnobs", query, _CALL_SECONDS)
+        answer = await self._call_leader(POLICY, "GetKnobs", query, _CALL_SECONDS)
         return pb.GetKnobsResponse(
             **fields_of(answer, "revision", "knobs", "effective", "pending_instance_ids")
         )
@@ -268,7 +223,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def SetKnobs(self, request: pb.SetKnobsRequest, context: Context) -> pb.SetKnobsResponse:
         named = fields_of(request, "run_id", "model", "pool", "revision", "knobs")
         change = policy_pb2.SetKnobsRequest(**named)
-        answer = await self._policy.call("SetKnobs", change, _CALL_SECONDS)
+        answer = await self._call_leader(POLICY, "SetKnobs", change, _CALL_SECONDS)
         return pb.SetKnobsResponse(
             revision=answer.revision, applied_instance_ids=answer.applied, pending_instance_ids=answer.pending
         )
@@ -293,7 +248,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     # Online drafter ------------------------------------------------------------------------------------
 
     async def GetDrafter(self, request: pb.GetDrafterRequest, context: Context) -> pb.GetDrafterResponse:
-        answer = await self._learner.call("GetLearner", drafter_pb2.GetLearnerRequest(), _CALL_SECONDS)
+        query = drafter_pb2.GetLearnerRequest()
+        answer = await self._call_leader(LEARNER, "GetLearner", query, _CALL_SECONDS)
         response = pb.GetDrafterResponse(
             acceptance_length=answer.current_acceptance_length, **fields_of(answer, *_LEARNED)
         )
@@ -305,8 +261,38 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request: pb.RollBackDrafterRequest, context: Context
     ) -> pb.RollBackDrafterResponse:
         order = drafter_pb2.RollBackRequest(reason=request.reason, drafter_version=request.drafter_version)
-        answer = await self._learner.call("RollBack", order, _ROLLBACK_SECONDS)
+        answer = await self._call_leader(LEARNER, "RollBack", order, _ROLLBACK_SECONDS)
         return pb.RollBackDrafterResponse(drafter_version=answer.drafter_version)
+
+    # Leaders of other services -------------------------------------------------------------------------
+
+    async def _call_leader(self, service: str, method: str, request: Message, seconds: float) -> Any:
+        """Return the answer of a service's leader. It is looked up for each call, since such calls are rare.
+
+        Raises:
+            Unavailable: no leader is known, or it cannot be called.
+            ServiceError: it refused, with its code and details.
+        """
+        make_stub, setting = _LEADERS[service]
+        record = await self._find_leader(service, setting)
+        try:
+            async with open_channel(record.address, self._config) as channel:
+                return await getattr(make_stub(channel), method)(request, timeout=seconds)
+        except ValueError as error:
+            # The token must not be sent to this address.
+            raise Unavailable(f"the {service} service cannot be called: {error}") from error
+        except grpc.aio.AioRpcError as error:
+            raise received_error(error) from error
+
+    async def _find_leader(self, service: str, setting: str) -> InstanceRecord:
+        try:
+            records = await self._registry.list(service)
+        except OUTAGES as error:
+            raise Unavailable(f"the {service} service cannot be looked up: {error}") from error
+        leaders = [record for record in records.values() if record.state == LEADING]
+        if not leaders:
+            raise Unavailable(f"no {service} service is running; instances keep the {setting} that they have")
+        return max(leaders, key=lambda each: (each.registered_at, each.instance_id))
 
 
 def _instances(term: LeadershipTerm) -> list[pb.Instance]:

@@ -170,7 +170,7 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
         finished = await term.updater.finish(request.update_id, treatment)
         return weight_pb2.FinishUpdateResponse(
             policy_version=term.updater.book.version or 0,
-            drafter_version=term.drafter_version.value,
+            drafter_version=term.drafter_version,
             instances=finished.instances,
             aborted_samples=finished.aborted,
             continued_samples=finished.continued,
@@ -192,7 +192,7 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
             policy_version=published.version if published else 0,
             policy_path=published.path if published else "",
             policy_checksum=published.checksum if published else "",
-            drafter_version=term.drafter_version.value,
+            drafter_version=term.drafter_version,
             update_id=active.update_id if active else "",
             instances=[
                 weight_pb2.InstanceUpdate(

@@ -38,7 +38,7 @@ async def test_it_is_shown_and_rolled_back(
     async with AsyncClient(
         gateway.address, timeout=CALL, leaders_only=False, retry=RetryPolicy(seconds=0)
     ) as client:
-        with pytest.raises(UnavailableError, match="go on with the drafter"):
+        with pytest.raises(UnavailableError, match="keep the drafter"):
             await client.drafter()
         instance = await world.instance()
         await world.learner()

@@ -108,7 +108,7 @@ async def test_a_refusal_says_which_field_it_is_about(fleet: Fleet, client: Asyn
 
 
 async def test_without_a_policy_service_it_says_so(fleet: Fleet, client: AsyncClient) -> None:
-    with pytest.raises(UnavailableError, match="go on with the knobs"):
+    with pytest.raises(UnavailableError, match="keep the knobs"):
         await client.knobs()
 
 

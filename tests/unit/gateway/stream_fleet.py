@@ -196,7 +196,7 @@ class StreamFleet:
             self.parts.recorded.append,
         )
         term: Any = SimpleNamespace(
-            updater=self.updater, book=book, fleet=self.parts.fleet, drafter_version=SimpleNamespace(value=0)
+            updater=self.updater, book=book, fleet=self.parts.fleet, drafter_version=0
         )
         self._server = GrpcServer(ServiceConfig(), service="gateway", registry=CollectorRegistry())
         weight_pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(lambda: term), self._server.server)

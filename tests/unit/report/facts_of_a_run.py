@@ -9,7 +9,7 @@ from services.bubbles.service import FilledSpan, filled_records
 from services.contracts.knobs import Acceptance, StepTotals
 from services.gateway.api.reports import RewardBook
 from services.gateway.feeds.step_report import IdleTimeBook, TimedSample, step_record
-from services.gateway.instances.updater import UpdateTimes
+from services.gateway.instances.updater import update_record
 from services.gateway.state.sample import GatewaySample, GenerationSpan
 from services.platform.redis.decision_log import DecisionRecord
 from services.policy.steps import StepEnd, step_ended
@@ -53,9 +53,7 @@ def _step(number: int, instances: int, samples: int, run: str) -> Iterator[Decis
     yield DecisionRecord("migration", "one is above", 0.2, _move(instances), begin + 2)
     yield step_record(report, bubbles, number)
     yield from filled_records([FilledSpan("instance-0", begin + 5, begin + 7)])
-    times = UpdateTimes()
-    times.start(begin + 8)
-    yield times.published(number + 1, run, begin + 9)
+    yield update_record({"started": begin + 8}, number + 1, run, begin + 9)
     rewards: list[DecisionRecord] = []
     book_of_rewards = RewardBook(rewards.append)
     book_of_rewards.add(run, number, [0.0, 1.0, 0.5 + number / 100])
