@@ -21,149 +21,17 @@ from services.platform.grpc.channel import open_channel
 from services.platform.redis.registry import InstanceRecord, Registry
 from services.platform.tasks import ExponentialBackoff, is_cancelled
 
-FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0
-"""Seconds without calls to a peer: after its first failure, and at most. Each failure in a row doubles them."""
-
-
-class CircuitBreaker:
-    """Circuit breaker that admits calls to a peer until one fails, and then probes the peer.
-
-    A closed breaker admits every call. A failure opens it for a delay. After the delay it admits one probe at a
-    time: the outcome closes the breaker or opens it for twice the delay. If the outcome of a probe is never
-    reported (its caller was cancelled), another probe is admitted after the same delay.
-    """
-
-    def __init__(self, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY) -> None:
-        self._backoff = ExponentialBackoff(first, longest)
-        self._opened_at = 0.0
-        self._until = 0.0
-
-    @property
-    def closed(self) -> bool:
-        """True before the first call, and while the last call that counts has succeeded."""
-        return self._backoff.failures == 0
-
-    def ready(self, now: float) -> bool:
-        """Return True if a call would be admitted."""
-        return self.closed or now >= self._until
-
-    def admit(self, now: float) -> bool:
-        """Return True if a call may be made now; the caller reports its outcome with `began=now`."""
-        if not self.ready(now):
-            return False
-        self._until = now + self._backoff.delay
-        return True
-
-    def succeeded(self, began: float) -> None:
-        """Record the success of a call that was admitted at `began`."""
-        if self._counts(began):
-            self._backoff.succeeded()
-
-    def failed(self, began: float, now: float) -> None:
-        """Record the failure of a call that was admitted at `began`."""
-        if self._counts(began):
-            self._opened_at = now
-            self._until = now + self._backoff.failed()
-
-    def _counts(self, began: float) -> bool:
-        # A call that was in flight when the breaker opened says nothing about the peer since then. Of many calls
-        # that fail together, only the first doubles the delay.
-        return self.closed or began >= self._opened_at
-
-
 log = structlog.get_logger(__name__)
 
+FIRST_DELAY, LONGEST_DELAY = 0.5, 10.0
+"""Seconds without calls to a peer: after its first failure, and at most. Each failure in a row doubles them."""
 SERVICE = "drafts"
 """Name of the store's replicas in the registry."""
 POLL_SECONDS = 0.5
 """Time between two reads of the registry."""
 # Statuses of a replica that is alive.
 _FAULT_OF_THE_REQUEST = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Rollouts that arrived, and the prompts whose replica did not answer completely.
-
-    The store may have more rollouts of a `missed` prompt. All rollouts of every other prompt are here.
-    """
-
-    rollouts: list[StoredRollout]
-    missed: frozenset[str] = frozenset()
-
-
-class Replica:
-    """Calls to one store process. A failed call is logged and returns nothing."""
-
-    def __init__(self, replica_id: str, epoch: int, address: str, config: ServiceConfig) -> None:
-        """ValueError when the token would travel to `address` in plain text."""
-        self.replica_id = replica_id
-        self.epoch = epoch
-        self.address = address
-        self._channel = open_channel(address, config)
-        # Connect now, so that the first call need not wait.
-        self._channel.get_state(try_to_connect=True)
-        self._stub = rpc.DraftServiceStub(self._channel)
-        self._breaker = CircuitBreaker()
-        self._loop = asyncio.get_running_loop()
-
-    @property
-    def ready(self) -> bool:
-        """True if a call would be made: the circuit is closed, or a probe is due."""
-        return self._breaker.ready(self._loop.time())
-
-    async def put(self, rollouts: Sequence[StoredRollout], seconds: float) -> int:
-        """Store rollouts and return how many were taken; 0 after a failure. Takes at most `seconds`."""
-        stored, began = 0, self._loop.time()
-        if self._breaker.admit(began):
-            requests = (pb.PutRolloutsRequest(rollouts=batch) for batch in batches(rollouts))
-            with self._reported("put", began):
-                stored = (await self._stub.PutRollouts(requests, timeout=seconds)).stored
-        return stored
-
-    async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float, *, whole: bool) -> Fetched:
-        """Return the rollouts that arrived within `seconds`; all prompts are missed unless all arrived."""
-        found: list[StoredRollout] = []
-        missed, began = frozenset(prompt_ids), self._loop.time()
-        if self._breaker.admit(began):
-            request = pb.FetchRolloutsRequest(
-                run_id=run_id, prompt_ids=prompt_ids, omit_covered_history=not whole
-            )
-            with self._reported("fetch", began):
-                async for answer in self._stub.FetchRollouts(request, timeout=seconds):
-                    found += [from_proto(each) for each in answer.rollouts]
-                missed = frozenset()
-        return Fetched(found, missed)
-
-    async def connected(self) -> None:
-        """Wait for the connection, without a time limit."""
-        await self._channel.channel_ready()
-
-    async def close(self) -> None:
-        """End the connection; calls in flight fail."""
-        await self._channel.close()
-
-    @contextmanager
-    def _reported(self, call: str, began: float) -> Iterator[None]:
-        """Report the outcome of a call to the breaker; log a failure instead of raising it."""
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            code, reason = error.code(), error.details()
-        except InvalidArgument as error:
-            code, reason = grpc.StatusCode.DATA_LOSS, error.message
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            code, reason = grpc.StatusCode.CANCELLED, "the channel was closed"
-        else:
-            self._breaker.succeeded(began)
-            return
-        log.warning("draft_store_failed", replica=self.replica_id, call=call, code=code.name, error=reason)
-        if code in _FAULT_OF_THE_REQUEST:
-            self._breaker.succeeded(began)
-        else:
-            self._breaker.failed(began, self._loop.time())
+_PERSON = b"paceline-drafts"
 
 
 class DraftStores:
@@ -267,7 +135,135 @@ def _same(replica: Replica, record: InstanceRecord | None) -> bool:
     return record is not None and (record.epoch, record.address) == (replica.epoch, replica.address)
 
 
-_PERSON = b"paceline-drafts"
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Rollouts that arrived, and the prompts whose replica did not answer completely.
+
+    The store may have more rollouts of a `missed` prompt. All rollouts of every other prompt are here.
+    """
+
+    rollouts: list[StoredRollout]
+    missed: frozenset[str] = frozenset()
+
+
+class Replica:
+    """Calls to one store process. A failed call is logged and returns nothing."""
+
+    def __init__(self, replica_id: str, epoch: int, address: str, config: ServiceConfig) -> None:
+        """ValueError when the token would travel to `address` in plain text."""
+        self.replica_id = replica_id
+        self.epoch = epoch
+        self.address = address
+        self._channel = open_channel(address, config)
+        # Connect now, so that the first call need not wait.
+        self._channel.get_state(try_to_connect=True)
+        self._stub = rpc.DraftServiceStub(self._channel)
+        self._breaker = CircuitBreaker()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def ready(self) -> bool:
+        """True if a call would be made: the circuit is closed, or a probe is due."""
+        return self._breaker.ready(self._loop.time())
+
+    async def put(self, rollouts: Sequence[StoredRollout], seconds: float) -> int:
+        """Store rollouts and return how many were taken; 0 after a failure. Takes at most `seconds`."""
+        stored, began = 0, self._loop.time()
+        if self._breaker.admit(began):
+            requests = (pb.PutRolloutsRequest(rollouts=batch) for batch in batches(rollouts))
+            with self._reported("put", began):
+                stored = (await self._stub.PutRollouts(requests, timeout=seconds)).stored
+        return stored
+
+    async def fetch(self, run_id: str, prompt_ids: Sequence[str], seconds: float, *, whole: bool) -> Fetched:
+        """Return the rollouts that arrived within `seconds`; all prompts are missed unless all arrived."""
+        found: list[StoredRollout] = []
+        missed, began = frozenset(prompt_ids), self._loop.time()
+        if self._breaker.admit(began):
+            request = pb.FetchRolloutsRequest(
+                run_id=run_id, prompt_ids=prompt_ids, omit_covered_history=not whole
+            )
+            with self._reported("fetch", began):
+                async for answer in self._stub.FetchRollouts(request, timeout=seconds):
+                    found += [from_proto(each) for each in answer.rollouts]
+                missed = frozenset()
+        return Fetched(found, missed)
+
+    async def connected(self) -> None:
+        """Wait for the connection, without a time limit."""
+        await self._channel.channel_ready()
+
+    async def close(self) -> None:
+        """End the connection; calls in flight fail."""
+        await self._channel.close()
+
+    @contextmanager
+    def _reported(self, call: str, began: float) -> Iterator[None]:
+        """Report the outcome of a call to the breaker; log a failure instead of raising it."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            code, reason = error.code(), error.details()
+        except InvalidArgument as error:
+            code, reason = grpc.StatusCode.DATA_LOSS, error.message
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            code, reason = grpc.StatusCode.CANCELLED, "the channel was closed"
+        else:
+            self._breaker.succeeded(began)
+            return
+        log.warning("draft_store_failed", replica=self.replica_id, call=call, code=code.name, error=reason)
+        if code in _FAULT_OF_THE_REQUEST:
+            self._breaker.succeeded(began)
+        else:
+            self._breaker.failed(began, self._loop.time())
+
+
+class CircuitBreaker:
+    """Circuit breaker that admits calls to a peer until one fails, and then probes the peer.
+
+    A closed breaker admits every call. A failure opens it for a delay. After the delay it admits one probe at a
+    time: the outcome closes the breaker or opens it for twice the delay. If the outcome of a probe is never
+    reported (its caller was cancelled), another probe is admitted after the same delay.
+    """
+
+    def __init__(self, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY) -> None:
+        self._backoff = ExponentialBackoff(first, longest)
+        self._opened_at = 0.0
+        self._until = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """True before the first call, and while the last call that counts has succeeded."""
+        return self._backoff.failures == 0
+
+    def ready(self, now: float) -> bool:
+        """Return True if a call would be admitted."""
+        return self.closed or now >= self._until
+
+    def admit(self, now: float) -> bool:
+        """Return True if a call may be made now; the caller reports its outcome with `began=now`."""
+        if not self.ready(now):
+            return False
+        self._until = now + self._backoff.delay
+        return True
+
+    def succeeded(self, began: float) -> None:
+        """Record the success of a call that was admitted at `began`."""
+        if self._counts(began):
+            self._backoff.succeeded()
+
+    def failed(self, began: float, now: float) -> None:
+        """Record the failure of a call that was admitted at `began`."""
+        if self._counts(began):
+            self._opened_at = now
+            self._until = now + self._backoff.failed()
+
+    def _counts(self, began: float) -> bool:
+        # A call that was in flight when the breaker opened says nothing about the peer since then. Of many calls
+        # that fail together, only the first doubles the delay.
+        return self.closed or began >= self._opened_at
 
 
 def owner(run_id: str, prompt_id: str, replicas: Iterable[str]) -> str | None:

@@ -31,52 +31,6 @@ REWARD_KIND = "reward"
 _WRITE_SECONDS = 1.0
 
 
-@dataclass(slots=True)
-class _Sums:
-    count: int
-    total: float
-    low: float
-    high: float
-
-
-class RewardBook:
-    """Sums of rewards that are not in the decision log yet. `post` writes an entry; `run` calls it."""
-
-    def __init__(self, post: Callable[[DecisionRecord], None], seconds: float = _WRITE_SECONDS) -> None:
-        self._post = post
-        self._seconds = seconds
-        self._sums: dict[tuple[str, int], _Sums] = {}
-
-    def add(self, run_id: str, step: int, rewards: Sequence[float]) -> None:
-        """Add rewards of samples of a step."""
-        if not rewards:
-            return
-        sums = self._sums.setdefault((run_id, step), _Sums(0, 0.0, rewards[0], rewards[0]))
-        sums.count += len(rewards)
-        sums.total += sum(rewards)
-        sums.low, sums.high = min(sums.low, min(rewards)), max(sums.high, max(rewards))
-
-    async def run(self) -> NoReturn:
-        """Write the sums every `seconds` seconds until cancelled."""
-        while True:
-            await asyncio.sleep(self._seconds)
-            self.write()
-
-    def write(self) -> None:
-        """Post an entry for each step with new rewards."""
-        for (run_id, step), sums in self._sums.items():
-            words = f"step {step}: mean reward {sums.total / sums.count:.3g} over {sums.count} samples"
-            details = {
-                "step": step,
-                "count": sums.count,
-                "sum": sums.total,
-                "low": sums.low,
-                "high": sums.high,
-            }
-            self._post(DecisionRecord(REWARD_KIND, words, 0.0, details, run_id=run_id))
-        self._sums.clear()
-
-
 @dataclass(eq=False)
 class TrainerReports:
     """Handler of reports, which may come any number of times.
@@ -136,3 +90,49 @@ def known_rewards(record: BatchRecord, rewards: Iterable[pb.Reward]) -> list[pb.
         if index is not None and record.has_ended(index):
             found.append(reward)
     return found
+
+
+@dataclass(slots=True)
+class _Sums:
+    count: int
+    total: float
+    low: float
+    high: float
+
+
+class RewardBook:
+    """Sums of rewards that are not in the decision log yet. `post` writes an entry; `run` calls it."""
+
+    def __init__(self, post: Callable[[DecisionRecord], None], seconds: float = _WRITE_SECONDS) -> None:
+        self._post = post
+        self._seconds = seconds
+        self._sums: dict[tuple[str, int], _Sums] = {}
+
+    def add(self, run_id: str, step: int, rewards: Sequence[float]) -> None:
+        """Add rewards of samples of a step."""
+        if not rewards:
+            return
+        sums = self._sums.setdefault((run_id, step), _Sums(0, 0.0, rewards[0], rewards[0]))
+        sums.count += len(rewards)
+        sums.total += sum(rewards)
+        sums.low, sums.high = min(sums.low, min(rewards)), max(sums.high, max(rewards))
+
+    async def run(self) -> NoReturn:
+        """Write the sums every `seconds` seconds until cancelled."""
+        while True:
+            await asyncio.sleep(self._seconds)
+            self.write()
+
+    def write(self) -> None:
+        """Post an entry for each step with new rewards."""
+        for (run_id, step), sums in self._sums.items():
+            words = f"step {step}: mean reward {sums.total / sums.count:.3g} over {sums.count} samples"
+            details = {
+                "step": step,
+                "count": sums.count,
+                "sum": sums.total,
+                "low": sums.low,
+                "high": sums.high,
+            }
+            self._post(DecisionRecord(REWARD_KIND, words, 0.0, details, run_id=run_id))
+        self._sums.clear()

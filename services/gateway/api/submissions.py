@@ -64,6 +64,174 @@ _FEW_SAMPLES, _FEW_BYTES = 256, 64 << 10
 
 
 @dataclass(eq=False)
+class Submissions:
+    """Submitted and opened batches of all runs, for one term of leadership."""
+
+    checks: FleetChecks
+    journal: Journal
+    records: RecordedBatches
+    headroom: RedisHeadroom
+    batches: ActiveBatches
+    scheduler: Scheduler
+    leniences: Leniences
+    builder: BatchBuilder
+    recovery: BatchRecovery
+    hinting: Hinting
+    bubbles: BubbleLink
+    open_batches: OpenBatches
+
+    async def submit(self, request: pb.SubmitRolloutsRequest) -> pb.SubmitRolloutsResponse:
+        """Accept a batch. A repeated request gets the same answer, whatever has happened since."""
+        record, known = await self._accept(request)
+        return pb.SubmitRolloutsResponse(
+            batch_id=request.batch_id, samples=record.total, already_submitted=known
+        )
+
+    async def open(self, request: pb.OpenBatchRequest) -> pb.OpenBatchResponse:
+        """Open a batch. A repeated request gets the same answer, whatever has happened since."""
+        _, known = await self._accept(as_submission(request), opens=True)
+        return pb.OpenBatchResponse(batch_id=request.batch_id, already_opened=known)
+
+    async def _accept(
+        self, request: pb.SubmitRolloutsRequest, *, opens: bool = False
+    ) -> tuple[BatchRecord, bool]:
+        """Return the record of a batch, and True if it was known."""
+        key = (request.run_id, request.batch_id)
+        check_batch_name(key)
+        payload, fingerprint = await serialised(request)
+        if opens:
+            fingerprint = f"{OPENED}{fingerprint}"
+        async with self.recovery.lock(key):
+            known = await self.recovery.take_up(key)
+            if known is not None and not known.is_acknowledged:
+                await _check_same(known, request, fingerprint)
+                self.batches.use(key)
+                return known, True
+            total = sum(group.samples for group in request.groups)
+            small = total <= _FEW_SAMPLES and len(payload) <= _FEW_BYTES
+            await self._check(request, small=small, opens=opens)
+            account, most_tokens = self.checks.account(), 0
+            if account is not None:
+                most_tokens = await _process(small, account.tokens_of, request.groups, request.sampling)
+            with self.batches.reserve(total, account, most_tokens):
+                pause_collection(self.batches.unfinished)
+                accepted_at = time.time()
+                lenience = await self.leniences.choose(request.run_id, request.exactness)
+                head = BatchHead(fingerprint, accepted_at, total, lenience, opens, account)
+                record = await _process(small, BatchRecord, request, head, self.journal.term)
+                if known is not None:
+                    # Fully acknowledged before: a restarted trainer resubmits the batch.
+                    record.follow(known)
+                    await self.journal.discard(key)
+                    self.records.forget(key)
+                coverage, created = await asyncio.gather(
+                    self.bubbles.coverage(request.run_id, request.step), self.journal.create(record, payload)
+                )
+                if not created:
+                    raise Unavailable(f"batch {'/'.join(key)} was recorded by another gateway; try again")
+                batch = await _process(
+                    small,
+                    self.builder.from_submission,
+                    request,
+                    accepted_at,
+                    lenience,
+                    opened=opens,
+                    account=account,
+                )
+            self.records.add(record)
+            self.hinting.begin(batch)
+            self.recovery.begin(batch, coverage=coverage)
+        log.info("batch_accepted", batch=key, samples=total, version=request.policy_version, open=opens)
+        return record, False
+
+    async def _check(self, request: pb.SubmitRolloutsRequest, *, small: bool, opens: bool) -> None:
+        """Raise a ServiceError if a new batch is malformed, or has no room now."""
+        self.checks.check_request(request)
+        limits, most_calls = self.checks.limits(), self.builder.max_calls
+        if violations := await _process(
+            small, check_submit, request, limits, opens=opens, most_calls=most_calls
+        ):
+            raise InvalidArgument(violations)
+        # Another version may have been published since.
+        self.checks.check_request(request)
+        self.headroom.check()
+        if opens:
+            self.batches.check_batches()
+
+    async def hint(self, request: pb.HintNextBatchRequest) -> int:
+        """Keep a hint, checked like the batch that it announces; return the number of samples to pre-generate.
+
+        Returns 0, and raises no error, if the step has begun, is too far ahead, or there is no room.
+        """
+        announced = await asyncio.to_thread(hinted_batch, request)
+        check_batch_name((announced.run_id, announced.batch_id))
+        if violations := await asyncio.to_thread(check_submit, announced, self.checks.limits()):
+            raise InvalidArgument(violations)
+        return await self.hinting.hint(request)
+
+    async def cancel(self, request: pb.CancelRolloutsRequest) -> int:
+        """End samples of a batch; return the number that were not finished or cancelled before.
+
+        If none is named, an open batch is closed first, because its recorded cancellation would also cancel samples
+        that are added later.
+        """
+        key = (request.run_id, request.batch_id)
+        record = await self.recovery.known(key)
+        _check_samples(record, request)
+        if record.open and not request.samples:
+            await self.open_batches.close(key)
+        running = self.batches.by_key.get(key)
+        if running is None:
+            return 0
+        record.cancels.append(request)
+        # A batch that Redis has lost is recorded again by its next write, with its cancellations.
+        with contextlib.suppress(BatchGone):
+            await self.journal.cancel(request)
+        if self.batches.by_key.get(key) is not running:
+            return 0
+        indexes = cancelled_indexes(record, request.samples)
+        cancelled = await self.scheduler.cancel(running, indexes, request.keep_partial)
+        log.info("cancelled", batch=key, samples=cancelled, keep_partial=request.keep_partial)
+        return cancelled
+
+
+async def _check_same(known: BatchRecord, request: pb.SubmitRolloutsRequest, fingerprint: str) -> None:
+    """Raise AlreadyExists, with the first field that differs, if another batch has the same name."""
+    if known.head.fingerprint == fingerprint:
+        return
+    name, was_opened = "/".join(known.key), known.head.fingerprint.startswith(OPENED)
+    if was_opened != fingerprint.startswith(OPENED):
+        differs, how = "", "it was opened" if was_opened else "it was submitted whole"
+    elif known.request is None:
+        differs, how = "", "it has another content"
+    else:
+        # Groups of an open batch are added after it was opened.
+        skipped = ["groups"] if was_opened else []
+        differs, how = await asyncio.to_thread(first_difference, known.request, request, skipped)
+        how = how or "it has another content"
+    message = f"batch {name} exists already, and differs: {f'{differs} {how}'.strip()}"
+    message += (
+        "; submit it unchanged, under another step or batch id, or end the run first (EndRun, run.end())"
+    )
+    raise AlreadyExists("batch", name, message, field=differs)
+
+
+def _check_samples(record: BatchRecord, request: pb.CancelRolloutsRequest) -> None:
+    unknown = (
+        Violation(f"samples[{number}]", f"prompt {each.prompt_id!r} slot {each.slot} is not in the batch")
+        for number, each in enumerate(request.samples)
+        if record.index_of(each.prompt_id, each.slot) is None
+    )
+    if violations := list(islice(unknown, ENOUGH)):
+        raise InvalidArgument(violations)
+
+
+async def _process(small: bool, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function that loops over a request: directly if the request is `small`, else in a thread."""
+    return function(*args, **kwargs) if small else await asyncio.to_thread(function, *args, **kwargs)
+
+
+@dataclass(eq=False)
 class OpenBatches:
     """Additions to open batches, and their end, for one term of leadership.
 
@@ -241,171 +409,3 @@ def _batch_closed(key: BatchKey) -> FailedPrecondition:
     run_id, batch_id = key
     message = f"batch {run_id}/{batch_id} is closed; open another to add groups"
     return FailedPrecondition("BATCH_CLOSED", message, run_id=run_id, batch_id=batch_id)
-
-
-@dataclass(eq=False)
-class Submissions:
-    """Submitted and opened batches of all runs, for one term of leadership."""
-
-    checks: FleetChecks
-    journal: Journal
-    records: RecordedBatches
-    headroom: RedisHeadroom
-    batches: ActiveBatches
-    scheduler: Scheduler
-    leniences: Leniences
-    builder: BatchBuilder
-    recovery: BatchRecovery
-    hinting: Hinting
-    bubbles: BubbleLink
-    open_batches: OpenBatches
-
-    async def submit(self, request: pb.SubmitRolloutsRequest) -> pb.SubmitRolloutsResponse:
-        """Accept a batch. A repeated request gets the same answer, whatever has happened since."""
-        record, known = await self._accept(request)
-        return pb.SubmitRolloutsResponse(
-            batch_id=request.batch_id, samples=record.total, already_submitted=known
-        )
-
-    async def open(self, request: pb.OpenBatchRequest) -> pb.OpenBatchResponse:
-        """Open a batch. A repeated request gets the same answer, whatever has happened since."""
-        _, known = await self._accept(as_submission(request), opens=True)
-        return pb.OpenBatchResponse(batch_id=request.batch_id, already_opened=known)
-
-    async def _accept(
-        self, request: pb.SubmitRolloutsRequest, *, opens: bool = False
-    ) -> tuple[BatchRecord, bool]:
-        """Return the record of a batch, and True if it was known."""
-        key = (request.run_id, request.batch_id)
-        check_batch_name(key)
-        payload, fingerprint = await serialised(request)
-        if opens:
-            fingerprint = f"{OPENED}{fingerprint}"
-        async with self.recovery.lock(key):
-            known = await self.recovery.take_up(key)
-            if known is not None and not known.is_acknowledged:
-                await _check_same(known, request, fingerprint)
-                self.batches.use(key)
-                return known, True
-            total = sum(group.samples for group in request.groups)
-            small = total <= _FEW_SAMPLES and len(payload) <= _FEW_BYTES
-            await self._check(request, small=small, opens=opens)
-            account, most_tokens = self.checks.account(), 0
-            if account is not None:
-                most_tokens = await _process(small, account.tokens_of, request.groups, request.sampling)
-            with self.batches.reserve(total, account, most_tokens):
-                pause_collection(self.batches.unfinished)
-                accepted_at = time.time()
-                lenience = await self.leniences.choose(request.run_id, request.exactness)
-                head = BatchHead(fingerprint, accepted_at, total, lenience, opens, account)
-                record = await _process(small, BatchRecord, request, head, self.journal.term)
-                if known is not None:
-                    # Fully acknowledged before: a restarted trainer resubmits the batch.
-                    record.follow(known)
-                    await self.journal.discard(key)
-                    self.records.forget(key)
-                coverage, created = await asyncio.gather(
-                    self.bubbles.coverage(request.run_id, request.step), self.journal.create(record, payload)
-                )
-                if not created:
-                    raise Unavailable(f"batch {'/'.join(key)} was recorded by another gateway; try again")
-                batch = await _process(
-                    small,
-                    self.builder.from_submission,
-                    request,
-                    accepted_at,
-                    lenience,
-                    opened=opens,
-                    account=account,
-                )
-            self.records.add(record)
-            self.hinting.begin(batch)
-            self.recovery.begin(batch, coverage=coverage)
-        log.info("batch_accepted", batch=key, samples=total, version=request.policy_version, open=opens)
-        return record, False
-
-    async def _check(self, request: pb.SubmitRolloutsRequest, *, small: bool, opens: bool) -> None:
-        """Raise a ServiceError if a new batch is malformed, or has no room now."""
-        self.checks.check_request(request)
-        limits, most_calls = self.checks.limits(), self.builder.max_calls
-        if violations := await _process(
-            small, check_submit, request, limits, opens=opens, most_calls=most_calls
-        ):
-            raise InvalidArgument(violations)
-        # Another version may have been published since.
-        self.checks.check_request(request)
-        self.headroom.check()
-        if opens:
-            self.batches.check_batches()
-
-    async def hint(self, request: pb.HintNextBatchRequest) -> int:
-        """Keep a hint, checked like the batch that it announces; return the number of samples to pre-generate.
-
-        Returns 0, and raises no error, if the step has begun, is too far ahead, or there is no room.
-        """
-        announced = await asyncio.to_thread(hinted_batch, request)
-        check_batch_name((announced.run_id, announced.batch_id))
-        if violations := await asyncio.to_thread(check_submit, announced, self.checks.limits()):
-            raise InvalidArgument(violations)
-        return await self.hinting.hint(request)
-
-    async def cancel(self, request: pb.CancelRolloutsRequest) -> int:
-        """End samples of a batch; return the number that were not finished or cancelled before.
-
-        If none is named, an open batch is closed first, because its recorded cancellation would also cancel samples
-        that are added later.
-        """
-        key = (request.run_id, request.batch_id)
-        record = await self.recovery.known(key)
-        _check_samples(record, request)
-        if record.open and not request.samples:
-            await self.open_batches.close(key)
-        running = self.batches.by_key.get(key)
-        if running is None:
-            return 0
-        record.cancels.append(request)
-        # A batch that Redis has lost is recorded again by its next write, with its cancellations.
-        with contextlib.suppress(BatchGone):
-            await self.journal.cancel(request)
-        if self.batches.by_key.get(key) is not running:
-            return 0
-        indexes = cancelled_indexes(record, request.samples)
-        cancelled = await self.scheduler.cancel(running, indexes, request.keep_partial)
-        log.info("cancelled", batch=key, samples=cancelled, keep_partial=request.keep_partial)
-        return cancelled
-
-
-async def _process(small: bool, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function that loops over a request: directly if the request is `small`, else in a thread."""
-    return function(*args, **kwargs) if small else await asyncio.to_thread(function, *args, **kwargs)
-
-
-async def _check_same(known: BatchRecord, request: pb.SubmitRolloutsRequest, fingerprint: str) -> None:
-    """Raise AlreadyExists, with the first field that differs, if another batch has the same name."""
-    if known.head.fingerprint == fingerprint:
-        return
-    name, was_opened = "/".join(known.key), known.head.fingerprint.startswith(OPENED)
-    if was_opened != fingerprint.startswith(OPENED):
-        differs, how = "", "it was opened" if was_opened else "it was submitted whole"
-    elif known.request is None:
-        differs, how = "", "it has another content"
-    else:
-        # Groups of an open batch are added after it was opened.
-        skipped = ["groups"] if was_opened else []
-        differs, how = await asyncio.to_thread(first_difference, known.request, request, skipped)
-        how = how or "it has another content"
-    message = f"batch {name} exists already, and differs: {f'{differs} {how}'.strip()}"
-    message += (
-        "; submit it unchanged, under another step or batch id, or end the run first (EndRun, run.end())"
-    )
-    raise AlreadyExists("batch", name, message, field=differs)
-
-
-def _check_samples(record: BatchRecord, request: pb.CancelRolloutsRequest) -> None:
-    unknown = (
-        Violation(f"samples[{number}]", f"prompt {each.prompt_id!r} slot {each.slot} is not in the batch")
-        for number, each in enumerate(request.samples)
-        if record.index_of(each.prompt_id, each.slot) is None
-    )
-    if violations := list(islice(unknown, ENOUGH)):
-        raise InvalidArgument(violations)

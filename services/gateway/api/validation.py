@@ -29,6 +29,42 @@ from services.gateway.state.calls import with_calls
 from services.gateway.state.lenience import CEILING, FLOOR
 
 _TOOL_FIELDS = {"tools.stop_token_ids": "tools.call_token_ids", "tools.stop": "tools.call_strings"}
+_BATCH_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# Names of prompts become part of seeds, logs and history: long ones are a mistake.
+_LONGEST_PROMPT_ID = 256
+ENOUGH = 64
+"""Number of violations after which a check stops: nobody reads more."""
+_UNKNOWN_LEVEL = "is not an exactness level; allowed are EXACT, COUPLED_HISTORY, LENIENT and REJECTION"
+# Fields of Exactness that only LENIENT has.
+_LENIENT_FIELDS = ("lenience", "kl_target", "diversity_floor")
+# Range of a Timestamp, in seconds since the Unix epoch.
+_YEAR_1, _YEAR_10000 = -62_135_596_800, 253_402_300_800
+_UNSET = "unset"
+
+
+def check_submit(
+    request: rollout_pb2.SubmitRolloutsRequest,
+    limits: ModelLimits,
+    *,
+    opens: bool = False,
+    most_calls: int = sys.maxsize,
+) -> list[Violation]:
+    """Return the violations in a batch. With `opens`, its groups are not checked: it has none yet.
+
+    A batch may allow its samples at most `most_calls` tool calls.
+    """
+    violations = check_names(request.run_id, request.batch_id)
+    violations += check_exactness(request.exactness)
+    tools = check_tools(request, limits, most_calls) if request.HasField("tools") else []
+    sampling = request.sampling if tools else with_calls(request.sampling, request.tools)
+    violations += [*check_sampling(resolve(sampling), limits, "sampling"), *tools]
+    in_time = not request.HasField("deadline") or seconds_of(request.deadline) > 0
+    violations += _unless(in_time, "deadline", "must be above 0; leave it unset for the gateway's limit")
+    violations += _check_stale(request)
+    if opens:
+        return violations
+    return violations + check_groups(request.groups, request, limits)
 
 
 def check_tools(
@@ -83,48 +119,10 @@ def _as_tool_field(violation: Violation) -> Violation:
     return violation
 
 
-_BATCH_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# Names of prompts become part of seeds, logs and history: long ones are a mistake.
-_LONGEST_PROMPT_ID = 256
-ENOUGH = 64
-"""Number of violations after which a check stops: nobody reads more."""
-_UNKNOWN_LEVEL = "is not an exactness level; allowed are EXACT, COUPLED_HISTORY, LENIENT and REJECTION"
-# Fields of Exactness that only LENIENT has.
-_LENIENT_FIELDS = ("lenience", "kl_target", "diversity_floor")
-
-# Range of a Timestamp, in seconds since the Unix epoch.
-_YEAR_1, _YEAR_10000 = -62_135_596_800, 253_402_300_800
-
-
 def check_names(run_id: str, batch_id: str) -> list[Violation]:
     """Return the violations in the names of a run and a batch."""
     allowed = f"is {batch_id[:140]!r}; must be 1 to 128 of A-Z a-z 0-9 . _ : -"
     return check_run(run_id) + _unless(bool(_BATCH_ID.fullmatch(batch_id)), "batch_id", allowed)
-
-
-def check_submit(
-    request: rollout_pb2.SubmitRolloutsRequest,
-    limits: ModelLimits,
-    *,
-    opens: bool = False,
-    most_calls: int = sys.maxsize,
-) -> list[Violation]:
-    """Return the violations in a batch. With `opens`, its groups are not checked: it has none yet.
-
-    A batch may allow its samples at most `most_calls` tool calls.
-    """
-    violations = check_names(request.run_id, request.batch_id)
-    violations += check_exactness(request.exactness)
-    tools = check_tools(request, limits, most_calls) if request.HasField("tools") else []
-    sampling = request.sampling if tools else with_calls(request.sampling, request.tools)
-    violations += [*check_sampling(resolve(sampling), limits, "sampling"), *tools]
-    in_time = not request.HasField("deadline") or seconds_of(request.deadline) > 0
-    violations += _unless(in_time, "deadline", "must be above 0; leave it unset for the gateway's limit")
-    violations += _check_stale(request)
-    if opens:
-        return violations
-    return violations + check_groups(request.groups, request, limits)
 
 
 def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRolloutsRequest:
@@ -294,9 +292,6 @@ def _check_group(
     violations += check_tokens(group.prompt_token_ids, limits, f"{field}.prompt_token_ids")
     violations += check_lengths(len(group.prompt_token_ids), 0, sampling, limits, f"{field}.prompt_token_ids")
     return violations
-
-
-_UNSET = "unset"
 
 
 def first_difference(known: Message, requested: Message, skipped: Sequence[str] = ()) -> tuple[str, str]:

@@ -33,31 +33,10 @@ from services.platform.grpc.channel import open_channel
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 from services.platform.tasks import ExponentialBackoff, Notifier, end
 
-MOST_PEERS = 16
-"""Most instances that one may fetch from. If all of them die at once, their successor misses this update."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChainLink:
-    """An instance and its address; a `busy` one is loading other weights just now."""
-
-    instance_id: str
-    address: str
-    busy: bool = False
-
-
-def chain(links: Iterable[ChainLink]) -> list[ChainLink]:
-    """Return instances in the order in which weights pass through them, busy ones last."""
-    return sorted(links, key=lambda each: (each.busy, each.address.rpartition(":")[0], each.instance_id))
-
-
-def predecessors(order: Sequence[ChainLink], place: int) -> list[str]:
-    """Return the addresses from which the instance at `place` fetches, the nearest first."""
-    return [each.address for each in reversed(order[max(0, place - MOST_PEERS) : place])]
-
-
 log = structlog.get_logger(__name__)
 
+MOST_PEERS = 16
+"""Most instances that one may fetch from. If all of them die at once, their successor misses this update."""
 # Seconds until an instance tries again to load weights, after the first failure and at most.
 _LOAD_DELAY, _LONGEST_LOAD_DELAY = 1.0, 30.0
 _GOODBYE = "the instance ended the work stream"
@@ -321,3 +300,22 @@ class Roster:
         for connection in list(self.connections.values()):
             self._close(connection, "the gateway stops")
         await end(tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """An instance and its address; a `busy` one is loading other weights just now."""
+
+    instance_id: str
+    address: str
+    busy: bool = False
+
+
+def chain(links: Iterable[ChainLink]) -> list[ChainLink]:
+    """Return instances in the order in which weights pass through them, busy ones last."""
+    return sorted(links, key=lambda each: (each.busy, each.address.rpartition(":")[0], each.instance_id))
+
+
+def predecessors(order: Sequence[ChainLink], place: int) -> list[str]:
+    """Return the addresses from which the instance at `place` fetches, the nearest first."""
+    return [each.address for each in reversed(order[max(0, place - MOST_PEERS) : place])]

@@ -34,121 +34,6 @@ from services.gateway.scheduler.turns import Pace
 from services.gateway.state.fleet_health import MemberState
 from services.gateway.state.update_book import WeightUpdate
 
-
-class InstanceStaging:
-    """One task for each instance, which receives or reads weights and checks them.
-
-    The tasks belong to the update, not to the call that waits for them: if the wait is cancelled they continue, and
-    another wait may begin.
-    """
-
-    def __init__(
-        self,
-        version: int,
-        sources: Mapping[Connection, WeightSource],
-        pace: Pace,
-        refusals: frozenset[grpc.StatusCode] = frozenset({grpc.StatusCode.INVALID_ARGUMENT}),
-    ) -> None:
-        """Begin to stage a version. An error with a code of `refusals` is a verdict for all instances."""
-        self._refusals = refusals
-        self._tasks = {
-            connection: asyncio.create_task(
-                _stage_on(connection, version, source, pace), name=f"stage-{connection.instance_id}"
-            )
-            for connection, source in sources.items()
-        }
-
-    @property
-    def running(self) -> bool:
-        """True while an instance stages."""
-        return any(not task.done() for task in self._tasks.values())
-
-    @property
-    def refusal(self) -> ServiceError | None:
-        """Error with which an instance refused the weights for all instances; None if there is none."""
-        errors = (self._error(each) for each in self._tasks)
-        return next((error for error in errors if error and error.code in self._refusals), None)
-
-    def taking_part(self) -> list[Connection]:
-        """Return the instances that are alive and have not failed, at least one.
-
-        ServiceError: the weights were refused, or there is no such instance, with the error of the last to fail.
-        """
-        if refusal := self.refusal:
-            raise refusal
-        living = [each for each in self._tasks if not each.gone.is_set() and not self._error(each)]
-        if living:
-            return living
-        for connection in reversed(self._tasks):
-            if error := self._error(connection):
-                raise error
-        raise Unavailable("every instance that the weights were pushed to is gone", retry_after=2.0)
-
-    async def results(self, left_out: Mapping[str, str] = MappingProxyType({})) -> list[InstanceResult]:
-        """Return the result of each instance, once all are done except those `left_out` (instance id -> reason).
-
-        A refusal ends the wait, since no other result would change it. Aborted: `end` was called.
-        """
-        pending = {
-            task
-            for connection, task in self._tasks.items()
-            if not task.done() and connection.instance_id not in left_out
-        }
-        while pending and not self.refusal:
-            # `gather` would cancel the tasks together with the call that waits.
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if any(task.cancelled() for task in self._tasks.values()):
-            text = "these weights are no longer being staged: the update was aborted, or its staging was restarted"
-            raise Aborted("STAGING_ENDED", text)
-        return [
-            task.result() if task.done() else failed(connection, _without_result(connection, left_out))
-            for connection, task in self._tasks.items()
-        ]
-
-    def end(self) -> None:
-        """Cancel the staging on all instances; a wait for results fails with Aborted."""
-        for task in self._tasks.values():
-            task.cancel()
-
-    def _error(self, connection: Connection) -> ServiceError | None:
-        task = self._tasks[connection]
-        return task.result().error if task.done() and not task.cancelled() else None
-
-
-async def _stage_on(connection: Connection, version: int, source: WeightSource, pace: Pace) -> InstanceResult:
-    return await attempt(connection, lambda each: each.stage(version, source), pace)
-
-
-def _without_result(connection: Connection, left_out: Mapping[str, str]) -> ServiceError:
-    if reason := left_out.get(connection.instance_id):
-        return Unavailable(f"left out of the broadcast: {reason}")
-    return Unavailable("another instance refused the weights before this one had them")
-
-
-def peer_sources(
-    update: WeightUpdate, connections: Sequence[Connection], rendezvous: pb.CollectiveRendezvous | None = None
-) -> dict[Connection, WeightSource]:
-    """Return sources of pushed weights, in order: each instance fetches from its predecessors in the chain.
-
-    With a `rendezvous` they receive the broadcast there.
-    """
-    by_id = {each.instance_id: each for each in connections}
-    order = chain(
-        ChainLink(each.instance_id, each.member.record.address, each.member.state is MemberState.STALE)
-        for each in connections
-    )
-    return {
-        by_id[link.instance_id]: weight_peer_pb2.PeerWeights(
-            update_id=update.update_id,
-            ticket=update.ticket,
-            peers=predecessors(order, place),
-            has_successor=place + 1 < len(order),
-            collective=rendezvous,
-        )
-        for place, link in enumerate(order)
-    }
-
-
 log = structlog.get_logger(__name__)
 
 # Codes with which an instance says that it has a problem, rather than that the weights are wrong.
@@ -171,45 +56,6 @@ _UNABLE = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-
-
-def verdict_on_staging(
-    results: Sequence[InstanceResult], *, streamed: bool, announced: str = ""
-) -> tuple[dict[str, pb.InstanceUpdate], str]:
-    """Return the report of each instance that has staged the weights, and the checksum on which they agree.
-
-    An instance that finds them wrong ends the attempt everywhere, with its error; one that does not answer does not
-    count. Weights that were `streamed` may have been damaged on the way to one instance, or its disk may be full:
-    such an error counts only if no instance has staged them.
-
-    Raises:
-        Unavailable: no instance could stage the weights, but none of them found the weights wrong.
-        ServiceError: the weights are wrong, or differ from the checksum that the sender `announced`.
-    """
-    own = _UNWELL
-    if streamed and any(result.error is None for result in results):
-        own = _UNWELL | _UNABLE
-    staged = {}
-    for result in results:
-        instance_id, error = result.connection.instance_id, result.error
-        if error is None:
-            staged[instance_id] = result.update
-        elif error.code in own:
-            # It serves the old version while that is published, and loads the new one afterwards.
-            log.warning("not_staged", instance=instance_id, error=error.message)
-        else:
-            raise ServiceError(f"{instance_id}: {error.message}", *error.details, code=error.code)
-    if not staged:
-        raise Unavailable("no instance could stage the weights", retry_after=2.0)
-    checksums = {instance_id: update.checksum for instance_id, update in staged.items()}
-    if len(set(checksums.values())) > 1:
-        raise DataLoss(f"instances read different weights from the same path: {checksums}")
-    checksum = next(iter(checksums.values()))
-    if announced not in ("", checksum):
-        raise DataLoss(f"checksum of what was pushed is {checksum}, the sender has {announced}")
-    return staged, checksum
-
-
 # All instances read the same folder, so damage is a verdict for all. Pushed weights may be damaged on one instance.
 _FOLDER_REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS})
 
@@ -369,6 +215,157 @@ class UpdateStaging:
         self._current = InstanceStaging(update.version, sources, self.roster.pace)
         self._pushed, self._rendezvous = update.update_id, rendezvous
         return self._current
+
+
+class InstanceStaging:
+    """One task for each instance, which receives or reads weights and checks them.
+
+    The tasks belong to the update, not to the call that waits for them: if the wait is cancelled they continue, and
+    another wait may begin.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        sources: Mapping[Connection, WeightSource],
+        pace: Pace,
+        refusals: frozenset[grpc.StatusCode] = frozenset({grpc.StatusCode.INVALID_ARGUMENT}),
+    ) -> None:
+        """Begin to stage a version. An error with a code of `refusals` is a verdict for all instances."""
+        self._refusals = refusals
+        self._tasks = {
+            connection: asyncio.create_task(
+                _stage_on(connection, version, source, pace), name=f"stage-{connection.instance_id}"
+            )
+            for connection, source in sources.items()
+        }
+
+    @property
+    def running(self) -> bool:
+        """True while an instance stages."""
+        return any(not task.done() for task in self._tasks.values())
+
+    @property
+    def refusal(self) -> ServiceError | None:
+        """Error with which an instance refused the weights for all instances; None if there is none."""
+        errors = (self._error(each) for each in self._tasks)
+        return next((error for error in errors if error and error.code in self._refusals), None)
+
+    def taking_part(self) -> list[Connection]:
+        """Return the instances that are alive and have not failed, at least one.
+
+        ServiceError: the weights were refused, or there is no such instance, with the error of the last to fail.
+        """
+        if refusal := self.refusal:
+            raise refusal
+        living = [each for each in self._tasks if not each.gone.is_set() and not self._error(each)]
+        if living:
+            return living
+        for connection in reversed(self._tasks):
+            if error := self._error(connection):
+                raise error
+        raise Unavailable("every instance that the weights were pushed to is gone", retry_after=2.0)
+
+    async def results(self, left_out: Mapping[str, str] = MappingProxyType({})) -> list[InstanceResult]:
+        """Return the result of each instance, once all are done except those `left_out` (instance id -> reason).
+
+        A refusal ends the wait, since no other result would change it. Aborted: `end` was called.
+        """
+        pending = {
+            task
+            for connection, task in self._tasks.items()
+            if not task.done() and connection.instance_id not in left_out
+        }
+        while pending and not self.refusal:
+            # `gather` would cancel the tasks together with the call that waits.
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if any(task.cancelled() for task in self._tasks.values()):
+            text = "these weights are no longer being staged: the update was aborted, or its staging was restarted"
+            raise Aborted("STAGING_ENDED", text)
+        return [
+            task.result() if task.done() else failed(connection, _without_result(connection, left_out))
+            for connection, task in self._tasks.items()
+        ]
+
+    def end(self) -> None:
+        """Cancel the staging on all instances; a wait for results fails with Aborted."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _error(self, connection: Connection) -> ServiceError | None:
+        task = self._tasks[connection]
+        return task.result().error if task.done() and not task.cancelled() else None
+
+
+async def _stage_on(connection: Connection, version: int, source: WeightSource, pace: Pace) -> InstanceResult:
+    return await attempt(connection, lambda each: each.stage(version, source), pace)
+
+
+def _without_result(connection: Connection, left_out: Mapping[str, str]) -> ServiceError:
+    if reason := left_out.get(connection.instance_id):
+        return Unavailable(f"left out of the broadcast: {reason}")
+    return Unavailable("another instance refused the weights before this one had them")
+
+
+def peer_sources(
+    update: WeightUpdate, connections: Sequence[Connection], rendezvous: pb.CollectiveRendezvous | None = None
+) -> dict[Connection, WeightSource]:
+    """Return sources of pushed weights, in order: each instance fetches from its predecessors in the chain.
+
+    With a `rendezvous` they receive the broadcast there.
+    """
+    by_id = {each.instance_id: each for each in connections}
+    order = chain(
+        ChainLink(each.instance_id, each.member.record.address, each.member.state is MemberState.STALE)
+        for each in connections
+    )
+    return {
+        by_id[link.instance_id]: weight_peer_pb2.PeerWeights(
+            update_id=update.update_id,
+            ticket=update.ticket,
+            peers=predecessors(order, place),
+            has_successor=place + 1 < len(order),
+            collective=rendezvous,
+        )
+        for place, link in enumerate(order)
+    }
+
+
+def verdict_on_staging(
+    results: Sequence[InstanceResult], *, streamed: bool, announced: str = ""
+) -> tuple[dict[str, pb.InstanceUpdate], str]:
+    """Return the report of each instance that has staged the weights, and the checksum on which they agree.
+
+    An instance that finds them wrong ends the attempt everywhere, with its error; one that does not answer does not
+    count. Weights that were `streamed` may have been damaged on the way to one instance, or its disk may be full:
+    such an error counts only if no instance has staged them.
+
+    Raises:
+        Unavailable: no instance could stage the weights, but none of them found the weights wrong.
+        ServiceError: the weights are wrong, or differ from the checksum that the sender `announced`.
+    """
+    own = _UNWELL
+    if streamed and any(result.error is None for result in results):
+        own = _UNWELL | _UNABLE
+    staged = {}
+    for result in results:
+        instance_id, error = result.connection.instance_id, result.error
+        if error is None:
+            staged[instance_id] = result.update
+        elif error.code in own:
+            # It serves the old version while that is published, and loads the new one afterwards.
+            log.warning("not_staged", instance=instance_id, error=error.message)
+        else:
+            raise ServiceError(f"{instance_id}: {error.message}", *error.details, code=error.code)
+    if not staged:
+        raise Unavailable("no instance could stage the weights", retry_after=2.0)
+    checksums = {instance_id: update.checksum for instance_id, update in staged.items()}
+    if len(set(checksums.values())) > 1:
+        raise DataLoss(f"instances read different weights from the same path: {checksums}")
+    checksum = next(iter(checksums.values()))
+    if announced not in ("", checksum):
+        raise DataLoss(f"checksum of what was pushed is {checksum}, the sender has {announced}")
+    return staged, checksum
 
 
 def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:

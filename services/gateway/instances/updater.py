@@ -31,66 +31,10 @@ from services.gateway.state.update_book import InFlightTreatment, UpdateBook, Up
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import to_the_end
 
+log = structlog.get_logger(__name__)
+
 UPDATE_KIND = "weights"
 """Kind of a decision-log entry about a published version."""
-
-
-@dataclass(eq=False)
-class InFlightSamples:
-    """Treatment of the unfinished samples of all batches by a weight update."""
-
-    book: UpdateBook
-    scheduler: Scheduler
-    metrics: GatewayMetrics
-
-    def __post_init__(self) -> None:
-        # A former gateway may have left an update half applied, which is finished as soon as the term begins.
-        self.scheduler.placer.held = self.book.is_applying()
-
-    @property
-    def unfinished(self) -> int:
-        """Number of samples that have not ended or are about to be accepted."""
-        return self.scheduler.batches.unfinished
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Place nothing while weights are applied: an instance may have either version."""
-        placer = self.scheduler.placer
-        placer.held = True
-        # Report to the bubble coordinator that nothing is to be pre-generated now.
-        self.scheduler.batches.progress.set()
-        try:
-            yield
-        finally:
-            placer.held = False
-            placer.pump_soon()
-
-    async def prepare(self, treatment: InFlightTreatment) -> tuple[int, int]:
-        """Abort or continue samples before weights are applied; return the numbers of aborted and continued ones.
-
-        An aborted sample ends when its instance has answered; the instance applies no weights before.
-        """
-        aborted = continued = 0
-        if treatment is InFlightTreatment.ABORT:
-            batches = list(self.scheduler.batches.by_key.values())
-            cancelling = [
-                self.scheduler.cancel(running, range(len(running.batch.samples)), keep_partial=True)
-                for running in batches
-            ]
-            aborted = sum(await asyncio.gather(*cancelling))
-        elif treatment is InFlightTreatment.CONTINUE:
-            continued = self.unfinished
-        self.metrics.in_flight_samples.labels("aborted").inc(aborted)
-        self.metrics.in_flight_samples.labels("continued").inc(continued)
-        return aborted, continued
-
-    def follow(self) -> None:
-        """Let every batch continue under the published version, or end if its version is no longer served."""
-        for running in list(self.scheduler.batches.by_key.values()):
-            batch = running.batch
-            self.scheduler.continue_under(
-                running, self.book.version_for(batch.policy_version, batch.max_staleness)
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,29 +44,6 @@ class FinishedUpdate:
     instances: list[pb.InstanceUpdate] = field(default_factory=list)
     aborted: int = 0
     continued: int = 0
-
-
-async def apply_on_all(
-    connections: Sequence[Connection], update: WeightUpdate, roster: Roster, staging: UpdateStaging
-) -> list[InstanceResult]:
-    """Have instances replace their weights by the staged ones; quarantine those that fail."""
-    begin = time.perf_counter()
-    in_flight = update.in_flight is InFlightTreatment.CONTINUE
-    results = await on_all(
-        connections, lambda each: each.apply(update.version, in_flight=in_flight), roster.pace
-    )
-    staging.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
-    for result in results:
-        connection = result.connection
-        connection.staged_version = 0
-        if result.error is not None:
-            roster.quarantine(connection, f"did not apply {update.version}: {result.error.message}")
-        else:
-            staging.describe(result)
-    return results
-
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -393,6 +314,84 @@ class Updater:
         if self.roster.live():
             await self._staging.discard(update.version)
         self.roster.notify(changed=True)
+
+
+@dataclass(eq=False)
+class InFlightSamples:
+    """Treatment of the unfinished samples of all batches by a weight update."""
+
+    book: UpdateBook
+    scheduler: Scheduler
+    metrics: GatewayMetrics
+
+    def __post_init__(self) -> None:
+        # A former gateway may have left an update half applied, which is finished as soon as the term begins.
+        self.scheduler.placer.held = self.book.is_applying()
+
+    @property
+    def unfinished(self) -> int:
+        """Number of samples that have not ended or are about to be accepted."""
+        return self.scheduler.batches.unfinished
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Place nothing while weights are applied: an instance may have either version."""
+        placer = self.scheduler.placer
+        placer.held = True
+        # Report to the bubble coordinator that nothing is to be pre-generated now.
+        self.scheduler.batches.progress.set()
+        try:
+            yield
+        finally:
+            placer.held = False
+            placer.pump_soon()
+
+    async def prepare(self, treatment: InFlightTreatment) -> tuple[int, int]:
+        """Abort or continue samples before weights are applied; return the numbers of aborted and continued ones.
+
+        An aborted sample ends when its instance has answered; the instance applies no weights before.
+        """
+        aborted = continued = 0
+        if treatment is InFlightTreatment.ABORT:
+            batches = list(self.scheduler.batches.by_key.values())
+            cancelling = [
+                self.scheduler.cancel(running, range(len(running.batch.samples)), keep_partial=True)
+                for running in batches
+            ]
+            aborted = sum(await asyncio.gather(*cancelling))
+        elif treatment is InFlightTreatment.CONTINUE:
+            continued = self.unfinished
+        self.metrics.in_flight_samples.labels("aborted").inc(aborted)
+        self.metrics.in_flight_samples.labels("continued").inc(continued)
+        return aborted, continued
+
+    def follow(self) -> None:
+        """Let every batch continue under the published version, or end if its version is no longer served."""
+        for running in list(self.scheduler.batches.by_key.values()):
+            batch = running.batch
+            self.scheduler.continue_under(
+                running, self.book.version_for(batch.policy_version, batch.max_staleness)
+            )
+
+
+async def apply_on_all(
+    connections: Sequence[Connection], update: WeightUpdate, roster: Roster, staging: UpdateStaging
+) -> list[InstanceResult]:
+    """Have instances replace their weights by the staged ones; quarantine those that fail."""
+    begin = time.perf_counter()
+    in_flight = update.in_flight is InFlightTreatment.CONTINUE
+    results = await on_all(
+        connections, lambda each: each.apply(update.version, in_flight=in_flight), roster.pace
+    )
+    staging.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
+    for result in results:
+        connection = result.connection
+        connection.staged_version = 0
+        if result.error is not None:
+            roster.quarantine(connection, f"did not apply {update.version}: {result.error.message}")
+        else:
+            staging.describe(result)
+    return results
 
 
 def update_record(times: Mapping[str, float], version: int, run_id: str, now: float) -> DecisionRecord:

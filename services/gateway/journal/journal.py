@@ -26,6 +26,14 @@ from services.gateway.journal.fenced_records import Fenced
 from services.gateway.journal.record import MOST_PARTS, BatchHead, BatchRecord, JournalWrite, StoredBatch
 from services.gateway.state.rollout_batch import Account
 
+# Requests above this are serialised in a thread.
+_LARGE_BYTES = 1 << 20
+# Most fields, and most tokens of chunks, that are read in one round trip.
+_READ_FIELDS, _READ_TOKENS = 1024, 1 << 19
+FORMAT = "4"
+"""Version of the journal's format."""
+_WRITE_DIGEST = hashlib.sha1(scripts.WRITE.encode(), usedforsecurity=False).hexdigest()
+
 
 class JournalHole(Exception):
     """Raised when Redis has less of a batch than it acknowledged, or data whose write it never acknowledged."""
@@ -33,131 +41,6 @@ class JournalHole(Exception):
 
 class BatchGone(JournalHole):
     """Raised when Redis has nothing of a batch."""
-
-
-def typed(reply: Any) -> Any:
-    """Return the error of a script as an exception of its type; any other reply as it is."""
-    if isinstance(reply, ResponseError):
-        for prefix, kind in (("FENCED", Fenced), ("GONE", BatchGone), ("HOLE", JournalHole)):
-            if str(reply).startswith(prefix):
-                return kind(str(reply))
-    return reply
-
-
-def text(value: bytes | str) -> str:
-    """Return a text of Redis."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def number(value: bytes | str | None) -> float | None:
-    """Return a number of Redis; None if there is none."""
-    return float(value) if value else None
-
-
-# Requests above this are serialised in a thread.
-_LARGE_BYTES = 1 << 20
-
-
-async def serialised(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
-    """Return a request as bytes, and a digest of all its fields, which identifies repetitions of the request."""
-    if request.ByteSize() < _LARGE_BYTES:
-        return _serialise(request)
-    return await asyncio.to_thread(_serialise, request)
-
-
-def _serialise(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
-    payload = request.SerializeToString(deterministic=True)
-    return payload, hashlib.sha256(payload).hexdigest()
-
-
-def merged(request: bytes, additions: list[bytes]) -> pb.SubmitRolloutsRequest:
-    """Return a recorded request with the groups that were added to it."""
-    # Protobuf appends repeated fields.
-    return pb.SubmitRolloutsRequest.FromString(b"".join((request, *additions)))
-
-
-# Most fields, and most tokens of chunks, that are read in one round trip.
-_READ_FIELDS, _READ_TOKENS = 1024, 1 << 19
-
-
-async def read_heads(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> dict[int, Head]:
-    """Return the heads of the samples that have chunks."""
-    found = {}
-    for begin in range(0, len(indexes), _READ_FIELDS):
-        part = indexes[begin : begin + _READ_FIELDS]
-        for index, head in zip(part, await redis.hmget(names.chunks, part), strict=True):
-            if head is not None:
-                found[index] = Head.parse(head.decode())
-    return found
-
-
-async def read_chunks(redis: Any, names: BatchKeys, heads: Mapping[int, Head]) -> list[PartialSample]:
-    """Return the samples with their chunks; leave out those with a missing chunk."""
-    found = []
-    for part in _read_parts(heads):
-        fields = [f"{index}:{number}" for index, head in part for number in range(head.chunks)]
-        values = iter(await redis.hmget(names.chunks, fields))
-        for index, head in part:
-            chunks = [next(values) for _ in range(head.chunks)]
-            if None not in chunks:
-                found.append(PartialSample(index, head, b"".join(chunks)))
-    return found
-
-
-async def read_ended(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> list[bytes | None]:
-    """Return the serialised samples with these indexes, None for an incomplete one."""
-    pipe = redis.pipeline(transaction=False)
-    for name in (names.events, names.done, names.chunks):
-        pipe.hmget(name, indexes)
-    payloads, done, chunked = await pipe.execute()
-    heads = {}
-    for place, index in enumerate(indexes):
-        _, head = cursor_and_head(done[place]) if done[place] else (0, WHOLE)
-        if head.chunks and chunked[place] == str(head).encode():
-            heads[index] = head
-        elif head.chunks or not done[place]:
-            payloads[place] = None
-    chunks = {each.index: each.payload for each in await read_chunks(redis, names, heads)}
-    for place, index in enumerate(indexes):
-        if payloads[place] is not None and index in heads:
-            payloads[place] = chunks[index] + payloads[place] if index in chunks else None
-    return list(payloads)
-
-
-def cursor_and_head(value: bytes) -> tuple[int, Head]:
-    """Parse the cursor and the head of a sample that has ended."""
-    cursor, head = value.decode().split(":", 1)
-    return int(cursor), Head.parse(head)
-
-
-def parse_ended(done: bytes, events: bytes) -> tuple[dict[int, int], dict[int, Head], list[int]]:
-    """Parse the entries of all ended samples (`done`) and the indexes that have an event (`events`).
-
-    Returns the cursors, the heads, and the ended samples with an event.
-    """
-    values, cursors, heads = done.split(), {}, {}
-    for index, value in zip(map(int, values[::2]), values[1::2], strict=True):
-        cursors[index], heads[index] = cursor_and_head(value)
-    return cursors, heads, [index for index in map(int, events.split()) if index in heads]
-
-
-def _read_parts(heads: Mapping[int, Head]) -> Iterator[list[tuple[int, Head]]]:
-    """Yield parts of at most `_READ_TOKENS` tokens, or of one longer sample."""
-    part: list[tuple[int, Head]] = []
-    tokens = 0
-    for index, head in heads.items():
-        if part and tokens + head.tokens > _READ_TOKENS:
-            yield part
-            part, tokens = [], 0
-        part.append((index, head))
-        tokens += head.tokens
-    if part:
-        yield part
-
-
-FORMAT = "4"
-"""Version of the journal's format."""
-_WRITE_DIGEST = hashlib.sha1(scripts.WRITE.encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +296,118 @@ class Journal:
         for each in write.ended:
             args += (each.index, each.cursor, each.head.chunks, each.head.tokens, each.rest)
         return keys, args
+
+
+def typed(reply: Any) -> Any:
+    """Return the error of a script as an exception of its type; any other reply as it is."""
+    if isinstance(reply, ResponseError):
+        for prefix, kind in (("FENCED", Fenced), ("GONE", BatchGone), ("HOLE", JournalHole)):
+            if str(reply).startswith(prefix):
+                return kind(str(reply))
+    return reply
+
+
+def text(value: bytes | str) -> str:
+    """Return a text of Redis."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def number(value: bytes | str | None) -> float | None:
+    """Return a number of Redis; None if there is none."""
+    return float(value) if value else None
+
+
+async def serialised(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
+    """Return a request as bytes, and a digest of all its fields, which identifies repetitions of the request."""
+    if request.ByteSize() < _LARGE_BYTES:
+        return _serialise(request)
+    return await asyncio.to_thread(_serialise, request)
+
+
+def _serialise(request: pb.SubmitRolloutsRequest) -> tuple[bytes, str]:
+    payload = request.SerializeToString(deterministic=True)
+    return payload, hashlib.sha256(payload).hexdigest()
+
+
+def merged(request: bytes, additions: list[bytes]) -> pb.SubmitRolloutsRequest:
+    """Return a recorded request with the groups that were added to it."""
+    # Protobuf appends repeated fields.
+    return pb.SubmitRolloutsRequest.FromString(b"".join((request, *additions)))
+
+
+async def read_heads(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> dict[int, Head]:
+    """Return the heads of the samples that have chunks."""
+    found = {}
+    for begin in range(0, len(indexes), _READ_FIELDS):
+        part = indexes[begin : begin + _READ_FIELDS]
+        for index, head in zip(part, await redis.hmget(names.chunks, part), strict=True):
+            if head is not None:
+                found[index] = Head.parse(head.decode())
+    return found
+
+
+async def read_chunks(redis: Any, names: BatchKeys, heads: Mapping[int, Head]) -> list[PartialSample]:
+    """Return the samples with their chunks; leave out those with a missing chunk."""
+    found = []
+    for part in _read_parts(heads):
+        fields = [f"{index}:{number}" for index, head in part for number in range(head.chunks)]
+        values = iter(await redis.hmget(names.chunks, fields))
+        for index, head in part:
+            chunks = [next(values) for _ in range(head.chunks)]
+            if None not in chunks:
+                found.append(PartialSample(index, head, b"".join(chunks)))
+    return found
+
+
+async def read_ended(redis: Any, names: BatchKeys, indexes: Sequence[int]) -> list[bytes | None]:
+    """Return the serialised samples with these indexes, None for an incomplete one."""
+    pipe = redis.pipeline(transaction=False)
+    for name in (names.events, names.done, names.chunks):
+        pipe.hmget(name, indexes)
+    payloads, done, chunked = await pipe.execute()
+    heads = {}
+    for place, index in enumerate(indexes):
+        _, head = cursor_and_head(done[place]) if done[place] else (0, WHOLE)
+        if head.chunks and chunked[place] == str(head).encode():
+            heads[index] = head
+        elif head.chunks or not done[place]:
+            payloads[place] = None
+    chunks = {each.index: each.payload for each in await read_chunks(redis, names, heads)}
+    for place, index in enumerate(indexes):
+        if payloads[place] is not None and index in heads:
+            payloads[place] = chunks[index] + payloads[place] if index in chunks else None
+    return list(payloads)
+
+
+def cursor_and_head(value: bytes) -> tuple[int, Head]:
+    """Parse the cursor and the head of a sample that has ended."""
+    cursor, head = value.decode().split(":", 1)
+    return int(cursor), Head.parse(head)
+
+
+def parse_ended(done: bytes, events: bytes) -> tuple[dict[int, int], dict[int, Head], list[int]]:
+    """Parse the entries of all ended samples (`done`) and the indexes that have an event (`events`).
+
+    Returns the cursors, the heads, and the ended samples with an event.
+    """
+    values, cursors, heads = done.split(), {}, {}
+    for index, value in zip(map(int, values[::2]), values[1::2], strict=True):
+        cursors[index], heads[index] = cursor_and_head(value)
+    return cursors, heads, [index for index in map(int, events.split()) if index in heads]
+
+
+def _read_parts(heads: Mapping[int, Head]) -> Iterator[list[tuple[int, Head]]]:
+    """Yield parts of at most `_READ_TOKENS` tokens, or of one longer sample."""
+    part: list[tuple[int, Head]] = []
+    tokens = 0
+    for index, head in heads.items():
+        if part and tokens + head.tokens > _READ_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append((index, head))
+        tokens += head.tokens
+    if part:
+        yield part
 
 
 def cancelled_indexes(record: BatchRecord, keys: Iterable[pb.SampleKey]) -> list[int]:

@@ -43,102 +43,7 @@ from services.platform.tasks import ExponentialBackoff, Notifier, is_cancelled
 log = structlog.get_logger(__name__)
 
 _RETRY_AFTER = 5.0
-
-
-class JournalBacklog:
-    """Bytes of ended samples that are not in the journal, as its writer counts them.
-
-    Above `most_bytes` work is paused until at most half of that is left: the gateway sends instances nothing and
-    reads nothing from them. What they generate meanwhile stays with them.
-    """
-
-    def __init__(self, most_bytes: int, metrics: GatewayMetrics) -> None:
-        self.nbytes = 0
-        self.paused = False
-        self.changed = Notifier()
-        """Notified when a pause begins or ends."""
-        self._most_bytes = most_bytes
-        metrics.unwritten.set_function(lambda: self.nbytes / most_bytes)
-        metrics.paused.set_function(lambda: self.paused)
-
-    def add(self, nbytes: int) -> None:
-        """Add bytes, or subtract them if negative."""
-        if not nbytes:
-            return
-        self.nbytes += nbytes
-        paused = self.nbytes > (self._most_bytes // 2 if self.paused else self._most_bytes)
-        if paused != self.paused:
-            self.paused = paused
-            log.warning("instances_paused" if paused else "instances_resumed", unwritten_bytes=self.nbytes)
-            self.changed.notify()
-
-    def check(self) -> None:
-        """Check that work is not paused. ResourceExhausted in a pause."""
-        if self.paused:
-            raise ResourceExhausted(
-                "unwritten_bytes",
-                f"{self.nbytes} bytes of finished samples wait for Redis; new batches are accepted when half of "
-                f"{self._most_bytes} are left",
-                retry_after=_RETRY_AFTER,
-            )
-
-    def clear(self) -> None:
-        """Reset the count, since the term is over."""
-        self.add(-self.nbytes)
-
-
 _MEMORY_CHECK_SECONDS = 1.0
-
-
-def used_share(info: dict[str, Any]) -> float:
-    """Return used memory over `maxmemory` from the reply to INFO memory; 0 if there is no limit.
-
-    A cluster replies for each node: the result is then the share of the fullest node.
-    """
-    nodes = [each for each in info.values() if isinstance(each, dict)] or [info]
-    limited = [(int(node.get("used_memory", 0)), int(node.get("maxmemory", 0))) for node in nodes]
-    return max((used / most for used, most in limited if most), default=0.0)
-
-
-class RedisHeadroom:
-    """Used share of Redis' memory, read every second by `run`.
-
-    Batches are refused above `most`, and while `backlog` is paused.
-    """
-
-    def __init__(self, redis: Redis, most: float, backlog: JournalBacklog, metrics: GatewayMetrics) -> None:
-        self._redis: Any = redis
-        self._most = most
-        self._backlog = backlog
-        self._metrics = metrics
-        self._share = 0.0
-
-    def check(self) -> None:
-        """Check that there is room for another batch. ResourceExhausted if there is none."""
-        self._backlog.check()
-        if self._share > self._most:
-            raise ResourceExhausted(
-                "redis_memory",
-                f"Redis uses {self._share:.0%} of its memory; new batches are accepted below {self._most:.0%}. "
-                "Acknowledged samples leave it",
-                retry_after=_RETRY_AFTER,
-            )
-
-    async def look(self) -> None:
-        """Read the used share once. Raises the errors of Redis."""
-        self._share = used_share(await self._redis.info("memory"))
-        self._metrics.redis_memory.set(self._share)
-
-    async def run(self) -> None:
-        """Read until cancelled."""
-        while not is_cancelled():
-            try:
-                await self.look()
-            except RedisError as error:
-                log.debug("memory_unknown", error=str(error))
-            await asyncio.sleep(_MEMORY_CHECK_SECONDS)
-
-
 FIRST_DELAY, LONGEST_DELAY = 0.05, 2.0
 # Bytes of a token and its log-probability in memory.
 _TOKEN_BYTES = 8
@@ -146,35 +51,6 @@ _TOKEN_BYTES = 8
 _MOST_BYTES, _TURN_BYTES = 1 << 20, 32 << 10
 # Seconds from one round trip to the next: each costs as much as several samples in it.
 _PAUSE = 0.02
-
-
-class JournalReader(Protocol):
-    """Receiver of the writer's progress."""
-
-    def journaled(self, key: BatchKey, events: int) -> None:
-        """Record that `events` finished samples of the batch are durable."""
-
-    def extended(self, key: BatchKey, tokens: Iterable[tuple[int, float]]) -> None:
-        """Record the number of durable tokens of samples, as (index, tokens); inf: all, with the end."""
-
-    def reopen(self, key: BatchKey, indexes: list[int]) -> None:
-        """Generate ended samples again, since the journal has lost them."""
-
-    def taken(self, key: BatchKey) -> None:
-        """Drop a batch that a successor has taken over."""
-
-
-@dataclass(eq=False, slots=True)
-class _Lane:
-    """One batch on its way into the journal, with the write that Redis has not answered yet."""
-
-    batch: RolloutBatch
-    write: JournalWrite | None = None
-    # Bytes of the batch that are counted in the backlog.
-    nbytes: int = 0
-    backoff: ExponentialBackoff = field(
-        default_factory=lambda: ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
-    )
 
 
 class JournalWriter:
@@ -388,7 +264,127 @@ class JournalWriter:
                 return replies
 
 
+class JournalReader(Protocol):
+    """Receiver of the writer's progress."""
+
+    def journaled(self, key: BatchKey, events: int) -> None:
+        """Record that `events` finished samples of the batch are durable."""
+
+    def extended(self, key: BatchKey, tokens: Iterable[tuple[int, float]]) -> None:
+        """Record the number of durable tokens of samples, as (index, tokens); inf: all, with the end."""
+
+    def reopen(self, key: BatchKey, indexes: list[int]) -> None:
+        """Generate ended samples again, since the journal has lost them."""
+
+    def taken(self, key: BatchKey) -> None:
+        """Drop a batch that a successor has taken over."""
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """One batch on its way into the journal, with the write that Redis has not answered yet."""
+
+    batch: RolloutBatch
+    write: JournalWrite | None = None
+    # Bytes of the batch that are counted in the backlog.
+    nbytes: int = 0
+    backoff: ExponentialBackoff = field(
+        default_factory=lambda: ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
+    )
+
+
 def _extended(write: JournalWrite, torn: list[int]) -> list[tuple[int, float]]:
     """Return the samples of a write that are not torn, with the number of their tokens in the journal."""
     extended = [(chunk.index, float(chunk.end)) for chunk in write.extensions if chunk.index not in torn]
     return extended + [(ended.index, math.inf) for ended in write.ended]
+
+
+class JournalBacklog:
+    """Bytes of ended samples that are not in the journal, as its writer counts them.
+
+    Above `most_bytes` work is paused until at most half of that is left: the gateway sends instances nothing and
+    reads nothing from them. What they generate meanwhile stays with them.
+    """
+
+    def __init__(self, most_bytes: int, metrics: GatewayMetrics) -> None:
+        self.nbytes = 0
+        self.paused = False
+        self.changed = Notifier()
+        """Notified when a pause begins or ends."""
+        self._most_bytes = most_bytes
+        metrics.unwritten.set_function(lambda: self.nbytes / most_bytes)
+        metrics.paused.set_function(lambda: self.paused)
+
+    def add(self, nbytes: int) -> None:
+        """Add bytes, or subtract them if negative."""
+        if not nbytes:
+            return
+        self.nbytes += nbytes
+        paused = self.nbytes > (self._most_bytes // 2 if self.paused else self._most_bytes)
+        if paused != self.paused:
+            self.paused = paused
+            log.warning("instances_paused" if paused else "instances_resumed", unwritten_bytes=self.nbytes)
+            self.changed.notify()
+
+    def check(self) -> None:
+        """Check that work is not paused. ResourceExhausted in a pause."""
+        if self.paused:
+            raise ResourceExhausted(
+                "unwritten_bytes",
+                f"{self.nbytes} bytes of finished samples wait for Redis; new batches are accepted when half of "
+                f"{self._most_bytes} are left",
+                retry_after=_RETRY_AFTER,
+            )
+
+    def clear(self) -> None:
+        """Reset the count, since the term is over."""
+        self.add(-self.nbytes)
+
+
+class RedisHeadroom:
+    """Used share of Redis' memory, read every second by `run`.
+
+    Batches are refused above `most`, and while `backlog` is paused.
+    """
+
+    def __init__(self, redis: Redis, most: float, backlog: JournalBacklog, metrics: GatewayMetrics) -> None:
+        self._redis: Any = redis
+        self._most = most
+        self._backlog = backlog
+        self._metrics = metrics
+        self._share = 0.0
+
+    def check(self) -> None:
+        """Check that there is room for another batch. ResourceExhausted if there is none."""
+        self._backlog.check()
+        if self._share > self._most:
+            raise ResourceExhausted(
+                "redis_memory",
+                f"Redis uses {self._share:.0%} of its memory; new batches are accepted below {self._most:.0%}. "
+                "Acknowledged samples leave it",
+                retry_after=_RETRY_AFTER,
+            )
+
+    async def look(self) -> None:
+        """Read the used share once. Raises the errors of Redis."""
+        self._share = used_share(await self._redis.info("memory"))
+        self._metrics.redis_memory.set(self._share)
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while not is_cancelled():
+            try:
+                await self.look()
+            except RedisError as error:
+                log.debug("memory_unknown", error=str(error))
+            await asyncio.sleep(_MEMORY_CHECK_SECONDS)
+
+
+def used_share(info: dict[str, Any]) -> float:
+    """Return used memory over `maxmemory` from the reply to INFO memory; 0 if there is no limit.
+
+    A cluster replies for each node: the result is then the share of the fullest node.
+    """
+    nodes = [each for each in info.values() if isinstance(each, dict)] or [info]
+    limited = [(int(node.get("used_memory", 0)), int(node.get("maxmemory", 0))) for node in nodes]
+    return max((used / most for used, most in limited if most), default=0.0)
