@@ -54,7 +54,7 @@ class Delivery:
         """Yield the finished samples after the request's cursor, as they end, until all have been sent.
 
         Samples that are ready at once share events, if the caller accepts several. If none is ready, the first
-        event is empty and tells the caller that its batch is in work. The last event is empty if the caller does
+        event is empty, a sign that the batch is in work. The last event is empty if the caller does
         not know yet that the batch is closed. Tool calls are sent as they are made, waiting ones first.
         """
         key, cursor, most = (request.run_id, request.batch_id), request.cursor, max(1, request.most_samples)

@@ -34,7 +34,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Names of prompts become part of seeds, logs and history: long ones are a mistake.
 _LONGEST_PROMPT_ID = 256
 ENOUGH = 64
-"""Number of violations after which a check stops: nobody reads more."""
+"""Number of violations after which a check stops: a reader needs no more."""
 _UNKNOWN_LEVEL = "is not an exactness level; allowed are EXACT, COUPLED_HISTORY, LENIENT and REJECTION"
 # Fields of Exactness that only LENIENT has.
 _LENIENT_FIELDS = ("lenience", "kl_target", "diversity_floor")
@@ -147,7 +147,7 @@ def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRo
 def check_groups(
     groups: Sequence[rollout_pb2.Group], batch: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits
 ) -> list[Violation]:
-    """Return the violations in groups of a batch. A group without parameters has those of the batch."""
+    """Return the violations in groups of a batch. The batch has the parameters of groups without any."""
     violations = _unless(bool(groups), "groups", "is empty; a batch has at least one group")
     seen: dict[str, int] = {}
     for number, group in enumerate(groups):

@@ -262,7 +262,7 @@ class Updater:
     async def _publish(self) -> None:
         run_id = self.book.active.run_id if self.book.active is not None else ""
         published = self.book.publish()
-        # From here on GetVersions returns this version.
+        # GetVersions returns this version from here on.
         self.metrics.updates.labels("published").inc()
         self.record(update_record(self._times, published.version, run_id, time.time()))
         self._times = {}
