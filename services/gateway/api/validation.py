@@ -147,7 +147,7 @@ def as_submission(request: rollout_pb2.OpenBatchRequest) -> rollout_pb2.SubmitRo
 def check_groups(
     groups: Sequence[rollout_pb2.Group], batch: rollout_pb2.SubmitRolloutsRequest, limits: ModelLimits
 ) -> list[Violation]:
-    """Return the violations in groups of a batch. The batch has the parameters of groups without any."""
+    """Return the violations in groups of a batch, whose parameters apply to groups without any."""
     violations = _unless(bool(groups), "groups", "is empty; a batch has at least one group")
     seen: dict[str, int] = {}
     for number, group in enumerate(groups):
