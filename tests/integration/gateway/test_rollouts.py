@@ -291,7 +291,7 @@ async def test_a_wrong_policy_version_is_refused_with_both_versions_and_the_way_
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     found = dict(details(error.value)["ErrorInfo"].metadata)
     assert found == {"current": "0", "requested": "4", "model": "fake"}
-    assert "a pool of its own with version 4" in (error.value.details() or "")
+    assert "another pool with version 4" in (error.value.details() or "")
 
 
 async def test_without_an_instance_a_batch_is_refused_for_now(cluster: Cluster) -> None:

@@ -365,12 +365,12 @@ async def test_other_weights_that_an_instance_has_staged_are_not_those_of_the_up
     assert fake.applied == [1]
 
 
-async def test_drafters_from_trainers_are_not_there_yet(cluster: Cluster) -> None:
+async def test_drafters_from_trainers_are_not_supported_yet(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
     error = await refused(start(gateway.trainer, target=weight_pb2.WEIGHT_TARGET_DRAFTER), "UNIMPLEMENTED")
-    assert "not there yet" in (error.details() or "")
+    assert "not supported yet" in (error.details() or "")
 
 
 async def test_a_rendezvous_that_cannot_be_meant_is_refused_by_field(cluster: Cluster) -> None:
