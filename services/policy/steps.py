@@ -10,6 +10,7 @@ from typing import Any
 from paceline.internal.v1 import policy_pb2 as pb
 from services.contracts.knob_store import Rung
 from services.contracts.knobs import Acceptance, KnobScope, LadderKnobs, Setting, StepKey, StepTotals, changes
+from services.contracts.plan_reasons import PlanReason
 from services.platform.redis.decision_log import DecisionRecord
 
 MAX_STEPS = 64
@@ -149,25 +150,6 @@ def _side(knobs: LadderKnobs, rung: Rung, step: Acceptance) -> int:
 
 KNOBS, SPECULATION, DRAFT_CAP, TOGGLE = "knobs", "speculation", "draft_cap", "toggle"
 """Kinds of decision of this service."""
-DRAFTED = ("drafts", "fixed", "adaptive", "toggled_on", "table", "explored")
-"""Reasons of engine steps that verified drafts."""
-WORDS = {
-    "drafts": "drafts paid",
-    "backoff": "drafters were not queried, because drafting had not paid for its overhead",
-    "plain_is_best": "no draft would have paid",
-    "within_margin": "the gain was within the margin",
-    "explored": "exploration: drafts that were predicted not to pay were measured",
-    "explored_plain": "exploration: a plain step was measured",
-    "no_proposals": "no drafter proposed a token",
-    "fixed": "drafts of fixed length",
-    "adaptive": "drafts of the length that acceptance suggests",
-    "toggled_on": "drafts of the given length paid",
-    "toggled_off": "drafts of the given length would not have paid",
-    "table": "the table has drafts for the batch",
-    "table_plain": "the table has none for the batch",
-    "off": "speculation is switched off",
-}
-"""Reasons of engine steps in words."""
 
 
 def knobs_set(
@@ -190,12 +172,13 @@ def step_ended(end: StepEnd, now: float) -> DecisionRecord:
     """Explain the speculation of a step. The gain is the mean predicted gain over plain decoding."""
     totals = end.totals
     steps, acceptance = totals.engine_steps, totals.acceptance
-    drafted = sum(totals.reasons[reason] for reason in DRAFTED)
-    others = [
-        f"{WORDS.get(reason, reason)} in {count}"
-        for reason, count in totals.reasons.most_common()
-        if reason not in DRAFTED
-    ]
+    drafted, others = 0, list[str]()
+    for name, count in totals.reasons.most_common():
+        reason = PlanReason.known(name)
+        if reason is not None and reason.drafted:
+            drafted += count
+        else:
+            others.append(f"{name if reason is None else reason.words} in {count}")
     words = f"step {end.step}: {drafted} of {steps} engine steps verified drafts"
     if acceptance.verifications:
         words += f", {acceptance.block_efficiency:.2f} tokens a verification"

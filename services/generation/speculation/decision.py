@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import inf
 from typing import ClassVar
 
 from services.contracts.knobs import Knobs
+from services.contracts.plan_reasons import PlanReason
 from services.generation.speculation.drafter import ProposalsByName, Samples
 from services.generation.speculation.plan import (
     UNBOUNDED,
@@ -95,29 +95,6 @@ class Exploration:
         count.drafted = 0 if drafted else count.drafted + 1
         count.fewer += drafted
         count.tried |= drafted
-
-
-class PlanReason(StrEnum):
-    """Reason of a decision, as metrics and reports have it."""
-
-    NO_PROPOSALS = "no_proposals"
-    BACKOFF = "backoff"
-    """Drafting is skipped (see `backoff`)."""
-    OFF = "off"
-    """The kill switch is set."""
-    PLAIN_IS_BEST = "plain_is_best"
-    WITHIN_MARGIN = "within_margin"
-    DRAFTS = "drafts"
-    EXPLORED = "explored"
-    """Drafts were verified to measure the step (see `exploration`)."""
-    EXPLORED_PLAIN = "explored_plain"
-    """The step was done plainly to measure it."""
-    FIXED = "fixed"
-    ADAPTIVE = "adaptive"
-    TOGGLED_ON = "toggled_on"
-    TOGGLED_OFF = "toggled_off"
-    TABLE = "table"
-    TABLE_PLAIN = "table_plain"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.generation.speculation.decision import Mode, PlanReason
+from services.contracts.plan_reasons import PlanReason
+from services.generation.speculation.decision import Mode
 from services.generation.speculation.drafter import ProposalsByName, Samples
 from services.generation.speculation.plan import (
     UNBOUNDED,

@@ -29,8 +29,9 @@ from services.contracts.knobs import (
     capped,
     resolved,
 )
+from services.contracts.plan_reasons import PlanReason
 from services.generation.draft_cache.origin import Origin
-from services.generation.speculation.decision import Exploration, Mode, PlanDecision, PlanReason
+from services.generation.speculation.decision import Exploration, Mode, PlanDecision
 from services.generation.speculation.drafter import ProposalsByName, Samples
 from services.generation.speculation.modes import AdaptiveMode, FixedMode, PlannerMode, SolverMode, ToggleMode
 from services.generation.speculation.plan import (

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
+from services.contracts.plan_reasons import PlanReason
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.decision import PlanDecision, PlanReason
+from services.generation.speculation.decision import PlanDecision
 from services.generation.speculation.drafter import Proposal
 from services.generation.speculation.modes import PlannerMode
 from services.generation.speculation.plan import Drafts, StepShape

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs, tallies, tally_message
+from services.contracts.plan_reasons import PlanReason
 from services.generation.draft_cache.origin import Origin
 from services.generation.engine.types import EngineSampleState, SampleStep
-from services.generation.speculation.decision import PlanReason
 from services.generation.speculation.drafter import (
     DraftContext,
     Proposal,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
+from services.contracts.plan_reasons import PlanReason
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.decision import PlanReason
 from services.generation.speculation.drafter import Proposal, Proposals
 from services.generation.speculation.modes import SolverMode, solve
 from services.generation.speculation.plan import DraftableBatch
