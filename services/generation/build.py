@@ -111,7 +111,9 @@ def _speculation(
     drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
     drafters += [
         DraftModelDrafter(
-            model, planner, metrics=metrics.quantized if model.name == QUANTIZED else metrics.eagle3
+            model,
+            planner.draft_lengths,
+            metrics=metrics.quantized if model.name == QUANTIZED else metrics.eagle3,
         )
         for model in engine.model_drafts.values()
     ]

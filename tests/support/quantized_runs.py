@@ -124,7 +124,7 @@ def speculate(engine: Any, requests: Sequence[EngineRequest], window: int) -> Ro
             raise AssertionError(f"{drafter} is at fault")
 
     terms = KnobDrivenPlanner(Knobs(mode="fixed"), StepTimeEstimator(), lambda _: None)
-    own = [DraftModelDrafter(drafts, terms) for drafts in engine.model_drafts.values()]
+    own = [DraftModelDrafter(drafts, terms.draft_lengths) for drafts in engine.model_drafts.values()]
     drafters = [*own, ReferenceDrafter(), SuffixDrafter()]
     speculation = Speculation(drafters, FixedLengthPlanner(window), engine.limits.vocab_size, Uncounted())
     prefix, found = f"{next(_serials)}/", Rolled()

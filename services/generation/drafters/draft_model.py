@@ -18,20 +18,17 @@ from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from services.generation.engine.types import EngineSampleState, ModelProposal
 from services.generation.speculation.acceptance.table import AcceptanceTable
 from services.generation.speculation.drafter import Proposal, Proposals, ProposalsByName, TokenDrafter
-from services.generation.speculation.plan import DraftableBatch, DraftLengths, context_of
+from services.generation.speculation.plan import LengthChooser, context_of
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.step_time.estimator import StepTimeEstimator
 
 if TYPE_CHECKING:
     from services.generation.engine.draft_models.interface import ModelDrafts
-    from services.generation.speculation.planner import KnobDrivenPlanner
-
 
 _REFRESH_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
@@ -149,7 +146,7 @@ class DraftModelDrafter(TokenDrafter):
     def __init__(
         self,
         engine: ModelDrafts,
-        planner: KnobDrivenPlanner,
+        worth: LengthChooser,
         *,
         metrics: DraftModelMetrics | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -158,7 +155,7 @@ class DraftModelDrafter(TokenDrafter):
 
         Args:
             engine: runs the draft model.
-            planner: has step times and mode, and says for which samples the drafter is wanted.
+            worth: says how many tokens are worth drafting for each sample; 0 where the drafter is not wanted.
             metrics: of the cost.
             clock: seconds.
         """
@@ -166,7 +163,7 @@ class DraftModelDrafter(TokenDrafter):
         # Since the weights in use were swapped in.
         self.compared = AcceptanceCounts()
         self._engine = engine
-        self._planner = planner
+        self._worth = worth
         self.pass_time = StepTimeEstimator()
         """Times of the draft model's passes."""
         self._metrics = metrics or DraftModelMetrics(CollectorRegistry())
@@ -207,19 +204,18 @@ class DraftModelDrafter(TokenDrafter):
             window: most tokens of a proposal.
             others: proposals of the other drafters, by name.
         """
-        wanted = self._planner.wants(self.name, samples)
-        if wanted is False or not samples or not self._prepared(_STEP_SLICE):
+        if not samples or not self._prepared(_STEP_SLICE):
             return None
         unverified: list[Proposal | None] = [None] * len(samples)
         if self._drafts:
             unverified = [self._unverified(sample, window) for sample in samples]
             others = {**others, self.name: Proposals.of(unverified)}
-        chosen = self._decide(samples, window, list(others.values()))
-        lengths = chosen.tokens if wanted is True else np.where(wanted, chosen.tokens, 0)
+        acceptance = self._by_position.probabilities[: min(window, self._engine.most_tokens)]
+        chosen = self._worth(self.name, samples, list(others.values()), window, acceptance, self.pass_time)
         self._metrics.decided(chosen.gain)
         requested = {
             sample.sample_id: length
-            for sample, length in zip(samples, lengths.tolist(), strict=True)
+            for sample, length in zip(samples, chosen.tokens.tolist(), strict=True)
             if length
         }
         if not requested and not any(unverified):
@@ -251,15 +247,6 @@ class DraftModelDrafter(TokenDrafter):
         """Move acceptance halfway to the priors, so that new weights are tried where the old ones did not pay."""
         self._by_position = _half_known(self._by_position, [_PRIOR] * self._engine.most_tokens)
         self._by_probability = _half_known(self._by_probability, _PRIORS)
-
-    def _decide(
-        self, samples: Sequence[EngineSampleState], window: int, others: Sequence[Proposals]
-    ) -> DraftLengths:
-        """Return how many tokens to draft for each sample."""
-        most = min(window, self._engine.most_tokens)
-        acceptance = self._by_position.probabilities[:most]
-        batch = DraftableBatch.of(samples, others, window, most, self._planner.step_time)
-        return self._planner.mode_of(samples).passes(batch, acceptance, self.pass_time)
 
     def _run(
         self, samples: Sequence[EngineSampleState], lengths: Mapping[str, int]

@@ -17,7 +17,7 @@ from services.contracts.knob_store import KnobStore
 from services.contracts.knobs import Knobs, check, setting_of, tally_message
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
-from services.generation.speculation.planner import KnobDrivenPlanner, SpeculationSwitch
+from services.generation.speculation.planner import KnobDrivenPlanner
 from services.platform.redis.registry import Registration
 
 _log = structlog.get_logger(__name__)
@@ -55,8 +55,8 @@ class KnobService(rpc.KnobServiceServicer):
         planner = self._planner
         if planner is not None and known.revision:
             shared, runs = known.settings_for(self._config.model, self._config.pool)
-            prepared = planner.active.prepare(known.revision, shared, runs, known.caps())
-            await self._loop.execute(lambda: planner.apply(prepared))
+            knobs = planner.resolve(known.revision, shared, runs, known.caps())
+            await self._loop.execute(lambda: planner.apply(knobs))
 
     async def ApplyKnobs(self, request: pb.ApplyKnobsRequest, context: Context) -> pb.ApplyKnobsResponse:
         """Apply knobs from the next engine step on."""
@@ -66,8 +66,8 @@ class KnobService(rpc.KnobServiceServicer):
         if planner is None:
             self._revision = max(self._revision, request.revision)
             return pb.ApplyKnobsResponse(revision=self._revision, speculates=False)
-        prepared = planner.active.prepare(request.revision, shared, runs, dict(request.run_caps))
-        revision = await self._loop.execute(lambda: planner.apply(prepared))
+        knobs = planner.resolve(request.revision, shared, runs, dict(request.run_caps))
+        revision = await self._loop.execute(lambda: planner.apply(knobs))
         return pb.ApplyKnobsResponse(revision=revision, speculates=True)
 
     async def GetSpeculationReport(
@@ -75,7 +75,7 @@ class KnobService(rpc.KnobServiceServicer):
     ) -> pb.GetSpeculationReportResponse:
         """Return the account of the latest steps."""
         planner = self._planner
-        own = Knobs(speculation=False) if planner is None else planner.active.base
+        own = Knobs(speculation=False) if planner is None else planner.base
         response = pb.GetSpeculationReportResponse(
             instance_id=self._config.instance_id,
             epoch=self._registration.record.epoch,
@@ -92,19 +92,6 @@ class KnobService(rpc.KnobServiceServicer):
 def _account(
     planner: KnobDrivenPlanner, after_switch: int, response: pb.GetSpeculationReportResponse
 ) -> None:
-    response.revision = planner.active.revision
+    response.revision = planner.knobs.revision
     response.steps.extend(tally_message(key, totals) for key, totals in planner.account.steps())
-    response.switches.extend(map(_switch, planner.account.switches(after_switch)))
-
-
-def _switch(switched: SpeculationSwitch) -> pb.Switch:
-    message = pb.Switch(
-        serial=switched.serial,
-        on=switched.on,
-        predicted_speedup=switched.speedup,
-        requests=switched.requests,
-        run_id=switched.run_id,
-        step=switched.step,
-    )
-    message.time.FromNanoseconds(int(switched.time * 1e9))
-    return message
+    response.switches.extend(planner.account.switches(after_switch))

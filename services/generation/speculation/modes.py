@@ -1,36 +1,6 @@
 """Modes of speculation: the mechanisms that choose how many draft tokens a step verifies.
 
-- `fixed`: for each sample its best proposal, up to the draft cap, in every step.
-- `toggle`: drafts of fixed length in the steps in which they are predicted to pay (EfficientRollout, section
-  4.2): where the predicted speedup over plain decoding is at least 1 + margin (the paper's tau), with the
-  passes of a draft model counted (equation 1). The paper keeps speculation on to the end of the rollout; see
-  `Mode.pays` for the latch that is used here.
-- `adaptive`: a draft length that follows the acceptance, whatever it costs. It rises to the next length of a
-  given set where most drafts were accepted whole, and falls where few drafts had any token accepted that the
-  length below does not have. Between the two shares it stays, so lengths do not alternate: where each token is
-  accepted with the same probability p, a length L that is left upwards has p^L of at least a half, and one that
-  is left downwards to L has p^(L + 1) below a quarter, which exclude each other. The rule needs no step times
-  and never decodes plainly. EfficientRollout moves its length in this way between the steps of a run (section
-  4.3, here the ladder of the policy service); serving engines do so between engine steps.
-- `solver`: a table of the best configuration by batch size, searched now and then (ReSpec, section 5.2).
-  ReSpec's configuration is (s, t, n): s passes of the drafter, t candidates for each position, n draft tokens
-  of a sample. The mode drafts chains, so t is 1 (decision 0010). A draft model makes a token a pass, so s is n
-  for it, and its passes are part of the time; drafters that look tokens up make none. The entry of a batch size
-  is searched when it is first needed.
-- `planner`: drafts over the whole batch that maximise the predicted tokens per second. For each sample the
-  proposal is picked whose tokens are worth most above the price of a verified token; then the tokens of all
-  samples are ranked by survival probability, and the number of them is verified for which
-
-      (samples + expected accepted tokens) / predicted step time
-
-  is greatest. This is RLHFSpec's search (section 5.3), for chains, and for trees where a drafter proposes
-  branches: survival falls along each path, so the best tokens are a tree. RLHFSpec stops when the rate begins
-  to fall; here all numbers of tokens that give a recurring step size (see `selection`) are evaluated at once.
-  That costs no more, and finds the maximum where the flat part of a roofline ends and the rate has several. The
-  price of a verified token is its step time multiplied by the best rate. Steps are much like the previous one,
-  so each begins with the price that was reached there (Dinkelbach's iteration for fractional programs, a round
-  a step): where step time is linear in verified tokens, plans of the same proposals come to the best choice of
-  them, within the buckets of survival.
+`MODES` has them by the names that knobs use.
 """
 
 from __future__ import annotations
@@ -68,10 +38,13 @@ from services.step_time.estimator import StepTimeEstimator
 
 @dataclass(slots=True)
 class FixedMode(Mode):
-    """Drafts of one length for all samples; the estimator only predicts what they gain."""
+    """Mode `fixed`: for each sample its best proposal, up to the draft cap, in every step.
+
+    The estimator only predicts what the drafts gain.
+    """
 
     def length(self, samples: int, context: float) -> int:
-        """Return the draft length for so many samples of this mean context: the draft cap."""
+        """Return the draft length of a batch with this mean context: the draft cap."""
         return self.knobs.draft_cap
 
     def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
@@ -93,7 +66,13 @@ class FixedMode(Mode):
 
 @dataclass(slots=True)
 class ToggleMode(FixedMode):
-    """Drafts of fixed length where the latch lets them pass, and in some other steps to measure them."""
+    """Mode `toggle`: drafts of fixed length in the steps in which they are predicted to pay.
+
+    They pay where the predicted speedup over plain decoding is at least 1 + margin (the tau of EfficientRollout,
+    section 4.2), with the passes of a draft model counted (equation 1). The paper keeps speculation on to the end
+    of the rollout; see `Mode.pays` for the latch that is used here. In some other steps drafts are verified to
+    measure them.
+    """
 
     REASONS = (PlanReason.TOGGLED_OFF, PlanReason.TOGGLED_ON)
 
@@ -120,10 +99,10 @@ class ToggleMode(FixedMode):
         return DraftLengths(np.zeros_like(made.tokens))
 
 
-# Drafts of the present length after which it is decided on.
+# Number of drafts of one length after which the length may change.
 _DRAFTS = 32
-# Share accepted whole from which the length rises, and share that used more than the length below under which it
-# falls.
+# The length rises if at least the first share of the drafts was accepted whole, and falls if less than the second
+# share had more tokens accepted than the next lower length has.
 _RISE, _FALL = 0.5, 0.25
 # Longest draft to begin with.
 _FIRST = 4
@@ -131,12 +110,22 @@ _FIRST = 4
 
 @dataclass(slots=True)
 class AdaptiveMode(FixedMode):
-    """Drafts of the length of the ladder that acceptance suggests."""
+    """Mode `adaptive`: a draft length that follows the acceptance, whatever it costs.
+
+    The length rises to the next one of the ladder where most drafts were accepted whole, and falls where few drafts
+    had a token accepted that the next lower length does not have. Between the two shares it stays, so lengths do
+    not alternate: where each token is accepted with the same probability p, a length L that is left upwards has p^L
+    of at least a half, and one that is left downwards to L has p^(L + 1) below a quarter, which exclude each other.
+    The rule needs no step times and never decodes plainly. EfficientRollout moves its length in this way between
+    the steps of a run (section 4.3, here the ladder of the policy service); serving engines do so between engine
+    steps.
+    """
 
     REASONS = (PlanReason.OFF, PlanReason.ADAPTIVE)
-    # Those of the ladder up to the draft cap, rising. Where there is none, the cap is the only one.
+    # Lengths of the ladder up to the draft cap, rising; only the cap if the ladder has none.
     _lengths: tuple[int, ...] = ()
-    # Place in the lengths; drafts that were counted at it, those accepted whole, and those beyond the length below.
+    # Place of the present length; drafts counted at it, of these the ones accepted whole, and the ones of which
+    # more tokens were accepted than the next lower length has.
     _place: int = 0
     _counted: int = 0
     _whole: int = 0
@@ -152,7 +141,7 @@ class AdaptiveMode(FixedMode):
         return self._lengths[self._place]
 
     def verified(self, drafted: int, accepted: int) -> None:
-        """Count the outcome of a draft; one that is shorter than the length, for lack of tokens, says nothing."""
+        """Count the outcome of a draft, unless it was shorter than the length for lack of tokens."""
         length = self._lengths[self._place]
         if drafted < length:
             return
@@ -171,7 +160,7 @@ class AdaptiveMode(FixedMode):
 
 # Acceptance assumed before any draft was verified, and its weight in verified tokens.
 _PRIOR, _PRIOR_TOKENS = 0.6, 16.0
-# Lengths that are taken from a table before it is emptied within a step of a run.
+# Number of lengths taken from a table before it is emptied within a step of a run.
 _SOLVED_FOR = 256
 
 
@@ -204,19 +193,24 @@ def solve(
 
 @dataclass(slots=True)
 class SolverMode(FixedMode):
-    """Drafts of the length that the table has for the batch size.
+    """Mode `solver`: a table of the best draft length by batch size, after ReSpec (section 5.2).
 
-    The table is emptied when a step of a run begins, and now and then within it, and solved by the acceptance
-    measured until then. Counts are halved each time, so that a length that did not pay is tried again.
+    ReSpec's configuration is (s, t, n): s passes of the drafter, t candidates for each position, n draft tokens of
+    a sample. The mode drafts chains, so t is 1 (decision 0010). A draft model makes one token per pass, so s is n
+    for it, and its passes are part of the time; drafters that look tokens up make none.
+
+    The entry of a batch size is searched when it is first needed. The table is emptied when a step of a run begins,
+    and at intervals within it, and solved by the acceptance measured until then. Counts are halved each time, so
+    that a length that did not pay is tried again.
     """
 
     REASONS = (PlanReason.TABLE_PLAIN, PlanReason.TABLE)
     # Draft length by batch size.
     _table: dict[int, int] = field(init=False, default_factory=dict)
-    # Of each position of a draft: tokens that were reached, those of them that were kept, and their share.
+    # Tokens that were reached and tokens that were kept [2, positions of a draft], and the share that is kept.
     _counts: Floats = field(init=False)
     _acceptance: Floats = field(init=False)
-    # Lengths taken from the table.
+    # Number of lengths taken from the table.
     _age: int = 0
     _pass_time: StepTimeEstimator | None = None
 
@@ -238,12 +232,12 @@ class SolverMode(FixedMode):
         self._counts[1, :accepted] += 1
 
     def length(self, samples: int, context: float) -> int:
-        """Return the length that the table has for so many samples; 0 where none gains the margin."""
+        """Return the length that the table has for a batch; 0 if none gains the margin."""
         if not self._age:
             self._table.clear()
             self._acceptance, before = np.empty(self.knobs.draft_cap), _PRIOR
             for k, (reached, kept) in enumerate(self._counts.T):
-                # Smoothed towards that of the position before.
+                # Smoothed towards the acceptance of the previous position.
                 before = (before * _PRIOR_TOKENS + kept) / (_PRIOR_TOKENS + reached)
                 self._acceptance[k] = before
             self._counts /= 2
@@ -256,11 +250,29 @@ class SolverMode(FixedMode):
 
 @dataclass(slots=True)
 class PlannerMode(Mode):
-    """Up to `draft_cap` draft tokens per sample, as many in all as pay; none if they gain less than the margin."""
+    """Mode `planner`: drafts over the whole batch that maximise the predicted tokens per second.
+
+    For each sample the proposal is picked whose tokens are worth most above the price of a verified token; then the
+    tokens of all samples, at most `draft_cap` each, are ranked by survival probability, and the number of them is
+    verified for which
+
+        (samples + expected accepted tokens) / predicted step time
+
+    is greatest; none if they gain less than the margin. This is RLHFSpec's search (section 5.3), for chains, and
+    for trees where a drafter proposes branches: survival falls along each path, so the best tokens are a tree.
+    RLHFSpec stops when the rate begins to fall; here all numbers of tokens that give a recurring step size (see
+    `draft_token_counts`) are evaluated at once. That costs no more, and finds the maximum where the flat part of a
+    roofline ends and the rate has several.
+
+    The price of a verified token is its step time multiplied by the best rate. Steps are much like the previous
+    one, so each begins with the price that was reached there (Dinkelbach's iteration for fractional programs, a
+    round a step): where step time is linear in verified tokens, plans of the same proposals come to the best choice
+    of them, within the buckets of survival.
+    """
 
     REASONS = (PlanReason.PLAIN_IS_BEST, PlanReason.DRAFTS)
     price: float = 0.0
-    """Of a draft token, in accepted tokens: the time of the last ones in the step before, at its rate."""
+    """Price of a draft token, in accepted tokens: the time of the last ones in the previous step, at its rate."""
 
     def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
         """Return the drafts of the next step; see `DraftPlanner`."""
@@ -272,7 +284,7 @@ class PlannerMode(Mode):
         branches = (
             branch_survival(made, room, survival) if any(each.branches is not None for each in made) else None
         )
-        # Between the sizes of two graphs all tokens that there are is a number as well.
+        # Between the sizes of two graphs the number of all proposed tokens is tried as well.
         proposed = int(survival.any(0).sum()) if self.graphs else survival[0].size
         if self.graphs and branches is not None:
             proposed += int(np.count_nonzero(branches.survival))
@@ -302,3 +314,13 @@ class PlannerMode(Mode):
         self.draft(reason, n, chosen, plain, found.seconds)
         chosen.saved = self.last.saved
         return chosen
+
+
+MODES: dict[str, type[Mode]] = {
+    "fixed": FixedMode,
+    "toggle": ToggleMode,
+    "adaptive": AdaptiveMode,
+    "solver": SolverMode,
+    "planner": PlannerMode,
+}
+"""Modes by name."""

@@ -14,7 +14,7 @@ EfficientRollout's speedup (equation 1) for a batch in which only some samples a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Self
@@ -226,6 +226,15 @@ class DraftLengths:
 
     tokens: Ints
     gain: float = 1.0
+
+
+LengthChooser = Callable[[str, Samples, Sequence[Proposals], int, Floats, StepTimeEstimator], DraftLengths]
+"""Returns how many tokens a draft model should draft for each sample of the next step.
+
+Args: the drafter's name, the samples, the proposals of other drafters, the window (most tokens of a proposal), the
+acceptance of a drafted token by position [K] if all before it were accepted, with K the most tokens to draft, and
+the times of the draft model's passes.
+"""
 
 
 def pass_seconds(pass_time: StepTimeEstimator, samples: int, context: float, plain: float) -> float:

@@ -1,13 +1,7 @@
 """Planner of an instance: chooses drafts in the mode that the knobs select, and follows changes of the knobs.
 
-`ActiveKnobs` holds the knobs in force. Mode, margin and latch belong to a whole step: if all of its samples are
-of one run, that run's knobs apply, else the knobs shared by all runs. Draft cap, drafters and kill switch apply
-to each sample by itself.
-
-`KnobDrivenPlanner` keeps one object per combination of knobs that a step worked by, shares exploration among the
-modes (a step is measured whatever decided it), and books decisions and outcomes in the metrics and in
-`SpeculationAccount`. An engine step is booked for the run and step of its first sample; batches of a synchronous
-run have no others.
+Mode, margin and latch belong to a whole step: if all of its samples are of one run, that run's knobs apply, else
+the knobs shared by all runs. Draft cap, drafters and kill switch apply to each sample by itself.
 """
 
 from __future__ import annotations
@@ -15,10 +9,12 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import numpy as np
 import structlog
 
+from paceline.internal.v1 import policy_pb2 as pb
 from services.contracts.knobs import (
     MOST_COUNTED,
     Acceptance,
@@ -32,19 +28,27 @@ from services.contracts.knobs import (
 from services.contracts.plan_reasons import PlanReason
 from services.generation.draft_cache.origin import Origin
 from services.generation.speculation.decision import Exploration, Mode, PlanDecision
-from services.generation.speculation.drafter import ProposalsByName, Samples
-from services.generation.speculation.modes import AdaptiveMode, FixedMode, PlannerMode, SolverMode, ToggleMode
+from services.generation.speculation.drafter import Proposals, ProposalsByName, Samples
+from services.generation.speculation.modes import MODES
 from services.generation.speculation.plan import (
     UNBOUNDED,
+    DraftableBatch,
+    DraftLengths,
     DraftPlanner,
     Drafts,
     FixedLengthPlanner,
     StepShape,
 )
+from services.generation.speculation.selection.selection import Floats
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.step_time.estimator import StepTimeEstimator
 
+OriginOf = Callable[[str], Origin | None]
+"""Returns the origin of a sample by id; None if it is not of the step that is rolled out."""
+
 _ERROR_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.12, 0.2, 0.35, 0.5, 1, 2, 5)
+_MAX_STEPS, _MAX_SWITCHES = 8, 64
+_log = structlog.get_logger(__name__)
 
 
 class PlannerMetrics(MetricSet, prefix="paceline_planner_"):
@@ -81,39 +85,26 @@ class PlannerMetrics(MetricSet, prefix="paceline_planner_"):
         self.error.observe(abs(predicted - measured) / measured)
 
 
-_MAX_STEPS, _MAX_SWITCHES = 8, 64
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationSwitch:
-    """Switch of the toggle within a step; `time` is in Unix seconds, `serial` counts switches."""
-
-    serial: int
-    time: float
-    on: bool
-    speedup: float
-    requests: int
-    run_id: str
-    step: int
-
-
 class SpeculationAccount:
-    """Totals of the latest steps, and the latest switches of the toggle. `begin` says which step is booked for."""
+    """Totals of the latest steps of runs, and the latest switches of the toggle.
+
+    All that is recorded counts for the step that `begin` named last.
+    """
 
     def __init__(self) -> None:
         self._steps: OrderedDict[StepKey, StepTotals] = OrderedDict()
-        self._switches: deque[SpeculationSwitch] = deque(maxlen=_MAX_SWITCHES)
+        self._switches: deque[pb.Switch] = deque(maxlen=_MAX_SWITCHES)
         self._serial = 0
         self._key: StepKey | None = None
-        # What is of no step of a run is booked on an account that nobody sees.
+        # Steps that belong to no run are counted here, and not reported.
         self._totals = StepTotals()
         # A step that begins with plain decoding did not switch speculation off.
         self._on = False
-        # By source, verifications by (drafted tokens, accepted tokens) not booked yet.
+        # Verifications by (drafted tokens, accepted tokens) that are not in the totals yet, by source.
         self._verified: dict[str, Counter[tuple[int, int]]] = {}
 
     def begin(self, key: StepKey | None) -> bool:
-        """Book what follows for this step of a run, or for none; return True if it is another than before."""
+        """Count for this step of a run, or for none; return True if it differs from the previous one."""
         if key == self._key:
             return False
         self._settle()
@@ -124,7 +115,7 @@ class SpeculationAccount:
         return True
 
     def planned(self, decision: PlanDecision, mode: str) -> None:
-        """Book the plan of an engine step."""
+        """Count the plan of an engine step."""
         totals = self._totals
         totals.reasons[decision.reason] += 1
         totals.planned_tokens += decision.tokens
@@ -133,19 +124,29 @@ class SpeculationAccount:
         totals.mode = mode
 
     def toggled(self, on: bool, speedup: float, requests: int, now: float) -> None:
-        """Book the state of the toggle; it is a switch if it changed within the step."""
+        """Record the state of the toggle at Unix time `now`; it is a switch if it changed within the step."""
         if on != self._on and self._key is not None:
             self._serial += 1
-            self._switches.append(SpeculationSwitch(self._serial, now, on, speedup, requests, *self._key))
+            run_id, step = self._key
+            switch = pb.Switch(
+                serial=self._serial,
+                on=on,
+                predicted_speedup=speedup,
+                requests=requests,
+                run_id=run_id,
+                step=step,
+            )
+            switch.time.FromNanoseconds(int(now * 1e9))
+            self._switches.append(switch)
         self._on = on
 
     def timed(self, predicted: float, measured: float) -> None:
-        """Book predicted and measured seconds of an engine step."""
+        """Add the predicted and the measured seconds of an engine step."""
         self._totals.predicted_seconds += predicted
         self._totals.measured_seconds += measured
 
     def verified(self, source: str, drafted: int, accepted: int) -> None:
-        """Book the outcome of one draft."""
+        """Count the outcome of one draft."""
         counted = self._verified.get(source)
         if counted is None:
             counted = self._verified[source] = Counter()
@@ -156,12 +157,12 @@ class SpeculationAccount:
         self._settle()
         return self._steps.items()
 
-    def switches(self, after: int) -> list[SpeculationSwitch]:
+    def switches(self, after: int) -> list[pb.Switch]:
         """Return the switches with a serial number above `after`."""
         return [each for each in self._switches if each.serial > after]
 
     def _settle(self) -> None:
-        """Book the counted outcomes: there is no time to build an `Acceptance` for each draft of each step."""
+        """Add the counted outcomes to the totals; one `Acceptance` per draft and step would take too long."""
         drafts = self._totals.drafts
         for source, counted in self._verified.items():
             drafts[source] = drafts.get(source, Acceptance()) + _acceptance(counted)
@@ -182,64 +183,25 @@ def _acceptance(counted: Counter[tuple[int, int]]) -> Acceptance:
     )
 
 
-OriginOf = Callable[[str], Origin | None]
-"""Returns the origin of a sample by id; None if it is not of the step that is rolled out."""
+class ResolvedKnobs:
+    """Knobs of a revision: those shared by all runs, and those of single runs; used by the engine thread."""
 
-
-@dataclass(frozen=True, slots=True)
-class PreparedKnobs:
-    """Resolved knobs of a revision: those shared by all runs, and those of runs."""
-
-    revision: int
-    shared: Knobs
-    runs: dict[str, Knobs]
-
-
-class ActiveKnobs:
-    """Knobs by which the next step works; used by the engine thread, except `prepare`."""
-
-    def __init__(self, base: Knobs, origin_of: OriginOf) -> None:
-        """Begin with `base`, the instance's own configuration, at revision 0."""
-        self.revision = 0
-        self._share(base)
-        self.base = base
+    def __init__(self, revision: int, shared: Knobs, runs: Mapping[str, Knobs], origin_of: OriginOf) -> None:
+        self.revision = revision
+        self.shared = shared
+        self.runs = runs
+        # Knobs of steps with samples of several runs, by whether any of them speculates; the same objects in
+        # every step.
+        self._mixed = [shared.model_copy(update={"speculation": on}) for on in (False, True)]
         self._origin_of = origin_of
-        self._runs: dict[str, Knobs] = {}
         # Samples of the last query, and the knobs of each.
         self._samples: Samples = ()
         self._of_samples: list[Knobs] = []
 
-    def prepare(
-        self, revision: int, shared: Setting, runs: Mapping[str, Setting], caps: Mapping[str, int]
-    ) -> PreparedKnobs:
-        """Return knobs resolved, on any thread: for many runs that takes longer than a step should wait.
-
-        Args:
-            revision: of the knobs.
-            shared: checked settings over the instance's own configuration.
-            runs: settings over those, by run.
-            caps: draft caps that the ladders of runs have reached, within their knobs' caps.
-        """
-        knobs = resolved(self.base, [shared])
-        own = {}
-        for run_id in {*runs, *caps}:
-            # The same object where nothing is its own, so that its samples share a mode with others.
-            own[run_id] = capped(resolved(knobs, [runs[run_id]] if run_id in runs else []), caps.get(run_id))
-        return PreparedKnobs(revision, knobs, own)
-
-    def apply(self, prepared: PreparedKnobs) -> bool:
-        """Put knobs in force; return False if later ones are in force already."""
-        if prepared.revision <= self.revision:
-            return False
-        self.revision, self._runs = prepared.revision, prepared.runs
-        self._share(prepared.shared)
-        self._samples, self._of_samples = (), []
-        return True
-
     @property
     def window(self) -> int:
         """Largest draft cap of any run."""
-        return max(each.draft_cap for each in (self.shared, *self._runs.values()))
+        return max(each.draft_cap for each in (self.shared, *self.runs.values()))
 
     def wants(self, drafter: str, samples: Samples) -> Sequence[bool] | bool:
         """Return True if a drafter may propose for all samples, False for none, or one value per sample."""
@@ -253,20 +215,15 @@ class ActiveKnobs:
 
     def limited(self, samples: Samples) -> Samples:
         """Return the samples with room for as many draft tokens as their own knobs allow."""
-        if not self._runs:
+        if not self.runs:
             return samples
         limits = [knobs.draft_cap if knobs.speculation else 0 for knobs in self._each(samples)]
         pairs = zip(samples, limits, strict=True)
         return [sample if sample.room <= limit else replace(sample, room=limit) for sample, limit in pairs]
 
-    def _share(self, knobs: Knobs) -> None:
-        self.shared = knobs
-        # Of steps of several runs, by whether any of them speculates; the same objects in every step.
-        self._mixed = [knobs.model_copy(update={"speculation": on}) for on in (False, True)]
-
     def _common(self, samples: Samples) -> Knobs | None:
         """Return the knobs of all samples, at least one; None if they differ."""
-        if not self._runs:
+        if not self.runs:
             return self.shared
         first, *others = self._each(samples)
         return first if all(each is first for each in others) else None
@@ -276,7 +233,7 @@ class ActiveKnobs:
         if self._samples is not samples:
             origins = [self._origin_of(sample.sample_id) for sample in samples]
             self._of_samples = [
-                self.shared if each is None else self._runs.get(each.run_id, self.shared) for each in origins
+                self.shared if each is None else self.runs.get(each.run_id, self.shared) for each in origins
             ]
             self._samples = samples
         return self._of_samples
@@ -287,18 +244,13 @@ def _wants(knobs: Knobs, drafter: str) -> bool:
     return knobs.speculation and getattr(knobs.drafters, drafter, True)
 
 
-_log = structlog.get_logger(__name__)
-_MODES: dict[str, type[Mode]] = {
-    "fixed": FixedMode,
-    "toggle": ToggleMode,
-    "adaptive": AdaptiveMode,
-    "solver": SolverMode,
-    "planner": PlannerMode,
-}
-
-
 class KnobDrivenPlanner(DraftPlanner):
-    """Planner by knobs, for the whole batch and for the samples of each run (see `active_knobs`)."""
+    """Planner that works by knobs, for the whole batch and for the samples of each run.
+
+    It keeps one mode object per combination of knobs that a step worked by. Modes share the exploration, because a
+    step is measured in whichever mode it was planned. Decisions and outcomes are recorded in the metrics and in
+    `account`, an engine step for the run and step of its first sample: batches of a synchronous run have no others.
+    """
 
     def __init__(
         self,
@@ -313,13 +265,23 @@ class KnobDrivenPlanner(DraftPlanner):
         graphs: Sequence[int] = (),
         learns: bool = True,
     ) -> None:
-        """Begin with the instance's own configuration, `base`; `fixed` has the floors of drafts of fixed length.
+        """Begin at revision 0, with the instance's own configuration.
 
-        The planner prefers steps of as many verified tokens as the engine has `graphs` for, rising. Unless it
-        `learns`, what steps really take changes nothing: `step_time` is another device's.
+        Args:
+            base: the instance's own configuration.
+            step_time: estimator that decisions are based on.
+            origin_of: returns the run and step of a sample.
+            fixed: has the floors of drafts of fixed length.
+            metrics: of decisions and predictions.
+            clock: Unix seconds.
+            exploration: schedule of explorations, shared by the modes.
+            graphs: numbers of verified tokens for which the engine has graphs, rising; steps of these sizes are
+                preferred.
+            learns: False if measured steps change nothing, because `step_time` is another device's.
         """
         self.account = SpeculationAccount()
-        self.active = ActiveKnobs(base, origin_of)
+        self.base = base
+        self.knobs = ResolvedKnobs(0, base, {}, origin_of)
         self.window = base.draft_cap
         self.step_time = step_time
         """Estimator that decisions are based on."""
@@ -333,18 +295,36 @@ class KnobDrivenPlanner(DraftPlanner):
         self._mode: Mode | None = None
         self._exploration = exploration or Exploration()
 
-    def apply(self, prepared: PreparedKnobs) -> int:
-        """Work by these knobs from the next step on, unless later ones are in force; return that revision."""
-        if self.active.apply(prepared):
-            self.window = self.active.window
+    def resolve(
+        self, revision: int, shared: Setting, runs: Mapping[str, Setting], caps: Mapping[str, int]
+    ) -> ResolvedKnobs:
+        """Return resolved knobs; on any thread, because for many runs a step should not wait for it.
+
+        Args:
+            revision: of the knobs.
+            shared: checked settings over the instance's own configuration.
+            runs: settings over those, by run.
+            caps: draft caps that the ladders of runs have reached, within their knobs' caps.
+        """
+        knobs = resolved(self.base, [shared])
+        own = {}
+        for run_id in {*runs, *caps}:
+            # The same object if a run has no own setting, so that its samples share a mode with others.
+            own[run_id] = capped(resolved(knobs, [runs[run_id]] if run_id in runs else []), caps.get(run_id))
+        return ResolvedKnobs(revision, knobs, own, self._origin_of)
+
+    def apply(self, knobs: ResolvedKnobs) -> int:
+        """Work by these knobs from the next step on, unless later ones apply; return the revision that applies."""
+        if knobs.revision > self.knobs.revision:
+            self.knobs, self.window = knobs, knobs.window
             self._modes.clear()
-            knobs = prepared.shared.model_dump()
-            _log.info("knobs_applied", revision=prepared.revision, knobs=knobs, runs=len(prepared.runs))
-        return self.active.revision
+            shared = knobs.shared.model_dump()
+            _log.info("knobs_applied", revision=knobs.revision, knobs=shared, runs=len(knobs.runs))
+        return self.knobs.revision
 
     def wants(self, drafter: str, samples: Samples) -> Sequence[bool] | bool:
         """Return True if a drafter may propose for all samples, False for none, or one value per sample."""
-        return self.active.wants(drafter, samples)
+        return self.knobs.wants(drafter, samples)
 
     def plain_seconds(self, samples: int, context: int) -> float:
         """Return the predicted time of a step without drafts; 0 before anything was measured."""
@@ -354,7 +334,7 @@ class KnobDrivenPlanner(DraftPlanner):
         """Return the drafts of the next step; see `DraftPlanner`."""
         mode = self._begin(samples)
         if mode.knobs.speculation:
-            drafts = mode.choose(self.active.limited(samples), proposals, rows)
+            drafts = mode.choose(self.knobs.limited(samples), proposals, rows)
         else:
             drafts = mode.plain(PlanReason.OFF)
         self._record(mode, len(samples))
@@ -381,18 +361,33 @@ class KnobDrivenPlanner(DraftPlanner):
         if self._mode is not None:
             self._mode.verified(drafted, accepted)
 
+    def draft_lengths(
+        self,
+        drafter: str,
+        samples: Samples,
+        others: Sequence[Proposals],
+        window: int,
+        acceptance: Floats,
+        pass_time: StepTimeEstimator,
+    ) -> DraftLengths:
+        """Return how many tokens a draft model should draft for each sample; see `LengthChooser`."""
+        batch = DraftableBatch.of(samples, others, window, len(acceptance), self.step_time)
+        lengths = self.mode_of(samples).passes(batch, acceptance, pass_time)
+        wanted = self.wants(drafter, samples)
+        return lengths if wanted is True else replace(lengths, tokens=np.where(wanted, lengths.tokens, 0))
+
     def mode_of(self, samples: Samples) -> Mode:
         """Return the mode of a step with these samples, at least one."""
-        knobs = self.active.of_step(samples)
+        knobs = self.knobs.of_step(samples)
         # By identity, because hashing the knobs takes longer than all else here. The mode keeps them alive.
         mode = self._modes.get(id(knobs))
         if mode is None:
-            given = (self.step_time, knobs, self._exploration, self._fixed, self._graphs)
-            mode = self._modes[id(knobs)] = _MODES[knobs.mode](*given)
+            arguments = (self.step_time, knobs, self._exploration, self._fixed, self._graphs)
+            mode = self._modes[id(knobs)] = MODES[knobs.mode](*arguments)
         return mode
 
     def _begin(self, samples: Samples) -> Mode:
-        """Return the mode of the next step, and book the step for the run of its first sample."""
+        """Return the mode of the next step, and count the step for the run of its first sample."""
         origin = self._origin_of(samples[0].sample_id)
         if self.account.begin((origin.run_id, origin.step) if origin is not None else None):
             for mode in self._modes.values():

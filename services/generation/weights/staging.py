@@ -170,7 +170,7 @@ _MOST_VIOLATIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A complete, checked set of weights on disk, and its checksum (see `paceline.weights.safetensors.checksum`)."""
+    """A complete, checked set of weights on disk, and its checksum (see `safetensors.checksum`)."""
 
     version: int
     checksum: str

@@ -116,7 +116,7 @@ def _tokens(proposals: Proposals | None, i: int) -> list[int] | None:
 
 def test_without_a_step_time_model_everybody_is_drafted_for() -> None:
     draft_model = FakeDraftModel()
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
     assert drafter.sequential
     samples = [
         _sample(draft_model, "a", []),
@@ -130,7 +130,7 @@ def test_without_a_step_time_model_everybody_is_drafted_for() -> None:
 
 def test_samples_with_better_proposals_are_not_drafted_for() -> None:
     draft_model = FakeDraftModel()
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
     samples = [_sample(draft_model, "a", []), _sample(draft_model, "b", [])]
     sure = Proposals.of([Proposal([5, 6, 7, 8], [0.99] * 4), Proposal([5], [0.2])])
     proposals = drafter.propose(samples, 8, {"reference": sure})
@@ -140,7 +140,7 @@ def test_samples_with_better_proposals_are_not_drafted_for() -> None:
 
 def test_what_was_not_verified_is_offered_again_while_it_is_right() -> None:
     draft_model = FakeDraftModel()
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
     drafter.propose([_sample(draft_model, "a", [])], 8, {})
     # One token further, as drafted: three are left, and more than what others have.
     proposals = drafter.propose([_sample(draft_model, "a", _truth(1))], 8, {})
@@ -154,7 +154,7 @@ def test_what_was_not_verified_is_offered_again_while_it_is_right() -> None:
 
 def test_acceptance_is_learned_from_tokens_that_were_never_verified() -> None:
     draft_model = FakeDraftModel(probability=0.01)
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
     prior = drafter.propose([_sample(draft_model, "a", [])], 8, {})
     assert prior is not None
     for i in range(40):
@@ -175,7 +175,7 @@ def test_acceptance_is_learned_from_tokens_that_were_never_verified() -> None:
 
 def test_a_stale_copy_is_built_in_slices_and_proposes_nothing_meanwhile() -> None:
     draft_model, metrics = FakeDraftModel(), Metrics()
-    drafter = DraftModelDrafter(draft_model, Terms(), metrics=metrics, clock=Clock())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths, metrics=metrics, clock=Clock())
     assert metrics.built_ == [(0.0, 0.0, 1234)]
     drafter.propose([_sample(draft_model, "a", [])], 8, {})
     draft_model.stale(3)
@@ -192,14 +192,14 @@ def test_a_stale_copy_is_built_in_slices_and_proposes_nothing_meanwhile() -> Non
 
 def test_a_draft_model_that_nobody_makes_does_not_keep_the_engine_awake() -> None:
     draft_model = FakeDraftModel(ready=False)
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
     assert drafter.idle_work() is False
     assert drafter.propose([_sample(draft_model, "a", [])], 8, {}) is None
 
 
 def test_new_weights_give_a_drafter_that_did_not_pay_another_chance() -> None:
     draft_model = FakeDraftModel()
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
     for i in range(400):
         drafter.propose([_sample(draft_model, f"s{i}", [])], 8, {})
         drafter.end(f"s{i}", [9])
@@ -215,7 +215,7 @@ def test_new_weights_give_a_drafter_that_did_not_pay_another_chance() -> None:
 @pytest.mark.parametrize("allowed", [False, [False, True]])
 def test_only_samples_that_want_it_are_drafted_for(allowed: Sequence[bool] | bool) -> None:
     draft_model = FakeDraftModel()
-    drafter = DraftModelDrafter(draft_model, Terms(allowed=allowed))
+    drafter = DraftModelDrafter(draft_model, Terms(allowed=allowed).draft_lengths)
     drafter.propose([_sample(draft_model, "a", []), _sample(draft_model, "b", [])], 8, {})
     assert draft_model.requests == ([] if allowed is False else [{"b": 4}])
 
@@ -223,7 +223,7 @@ def test_only_samples_that_want_it_are_drafted_for(allowed: Sequence[bool] | boo
 def test_draft_steps_that_do_not_pay_are_not_made() -> None:
     for seconds, mode, pays in ((2e-3, "planner", True), (1e-2, "planner", False), (1e-2, "fixed", True)):
         draft_model = FakeDraftModel()
-        drafter = DraftModelDrafter(draft_model, Terms(mode))
+        drafter = DraftModelDrafter(draft_model, Terms(mode).draft_lengths)
         for _ in range(4):
             drafter.pass_time.observe(4, 4, 8, seconds)
         drafter.propose([_sample(draft_model, f"s{i}", []) for i in range(4)], 8, {})
@@ -233,7 +233,7 @@ def test_draft_steps_that_do_not_pay_are_not_made() -> None:
 def test_measured_draft_steps_are_believed() -> None:
     """A clock by which every draft takes a second: that never pays again, whatever the model said."""
     draft_model, metrics = FakeDraftModel(), Metrics()
-    drafter = DraftModelDrafter(draft_model, Terms("planner"), metrics=metrics, clock=Clock())
+    drafter = DraftModelDrafter(draft_model, Terms("planner").draft_lengths, metrics=metrics, clock=Clock())
     for i in range(20):
         drafter.propose([_sample(draft_model, f"s{i}", [])], 8, {})
     assert 1 <= len(draft_model.requests) < 10
@@ -244,7 +244,7 @@ def test_measured_draft_steps_are_believed() -> None:
 
 def test_what_became_of_drafts_is_counted() -> None:
     draft_model = FakeDraftModel()
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
 
     def draft(name: str, response: list[int]) -> None:
         drafter.propose([_sample(draft_model, name, [])], 8, {})
@@ -261,7 +261,7 @@ def test_what_became_of_drafts_is_counted() -> None:
 
 def test_a_draft_that_another_follows_counts_as_far_as_it_was_compared() -> None:
     draft_model = FakeDraftModel()
-    drafter = DraftModelDrafter(draft_model, Terms())
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths)
     drafter.propose([_sample(draft_model, "a", [])], 8, {})
     drafter.propose([_sample(draft_model, "a", _truth(3))], 8, {})
     assert drafter.compared == AcceptanceCounts(drafts=1, tokens=3, accepted=3)
@@ -269,7 +269,7 @@ def test_a_draft_that_another_follows_counts_as_far_as_it_was_compared() -> None
 
 def test_other_weights_of_the_model_begin_a_new_count_and_forget_what_was_drafted() -> None:
     draft_model, metrics = FakeDraftModel(), Metrics()
-    drafter = DraftModelDrafter(draft_model, Terms(), metrics=metrics)
+    drafter = DraftModelDrafter(draft_model, Terms().draft_lengths, metrics=metrics)
     for i in range(400):
         drafter.propose([_sample(draft_model, f"s{i}", [])], 8, {})
         drafter.end(f"s{i}", [9])
@@ -287,7 +287,7 @@ def test_other_weights_of_the_model_begin_a_new_count_and_forget_what_was_drafte
 def test_a_step_in_which_samples_caught_up_teaches_no_times() -> None:
     """By its clock drafting never pays, but that was reading."""
     draft_model = FakeDraftModel(caught_up=1000)
-    drafter = DraftModelDrafter(draft_model, Terms("planner"), clock=Clock())
+    drafter = DraftModelDrafter(draft_model, Terms("planner").draft_lengths, clock=Clock())
     for i in range(20):
         drafter.propose([_sample(draft_model, f"s{i}", [])], 8, {})
     assert len(draft_model.requests) == 20

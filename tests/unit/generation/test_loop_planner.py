@@ -142,7 +142,7 @@ async def test_an_instance_plans_when_it_is_told_to(rigs: Callable[..., Rig], tm
     assert rig.drafts.speculation is not None
     plan = rig.drafts.speculation.plan
     assert isinstance(plan, KnobDrivenPlanner)
-    assert (plan.active.shared.mode, plan.active.shared.draft_cap, plan.active.shared.margin) == (
+    assert (plan.knobs.shared.mode, plan.knobs.shared.draft_cap, plan.knobs.shared.margin) == (
         "planner",
         5,
         0.1,

@@ -8,8 +8,9 @@ from paceline.convert.fleet import knobs_from_proto, knobs_to_proto
 from paceline.internal.v1 import policy_pb2 as pb
 from services.contracts.knob_store import KnobRecords, Rung, StoredSetting
 from services.contracts.knobs import Knobs, KnobScope
-from services.generation.speculation.planner import ActiveKnobs
+from services.generation.speculation.planner import KnobDrivenPlanner
 from services.policy.knobs_in_force import effective, in_scope
+from services.step_time.estimator import StepTimeEstimator
 
 FLEET = KnobScope()
 RUN = KnobScope("run", "r")
@@ -60,8 +61,8 @@ def test_instances_are_grouped_by_what_they_use() -> None:
 def test_a_run_s_are_what_an_instance_prepares_for_its_samples() -> None:
     known = records(fleet={"ladder": {"on": True}, "mode": "fixed"}, r={"draft_cap": 9, "latch": True})
     own = Knobs(draft_cap=32, margin=0.3)
-    active = ActiveKnobs(own, lambda _: None)
-    prepared = active.prepare(1, *known.settings_for("m", ""), known.caps())
+    planner = KnobDrivenPlanner(own, StepTimeEstimator(), lambda _: None)
+    prepared = planner.resolve(1, *known.settings_for("m", ""), known.caps())
     found, _ = effective(known, RUN, {"a": report(own.model_dump())})
     assert values(found) == {("a",): prepared.runs["r"].model_dump(mode="json")}
     assert prepared.runs["r"].draft_cap == 4, "the cap of the ladder"

@@ -54,7 +54,7 @@ def steered(mode: Any = "planner", *, step_time: Any = None, **knobs: Any) -> Kn
 
 def apply(plan: KnobDrivenPlanner, *knobs: Any) -> int:
     """Works knobs out and has them applied, as an instance does."""
-    return plan.apply(plan.active.prepare(*knobs))
+    return plan.apply(plan.resolve(*knobs))
 
 
 def lengths(plan: KnobDrivenPlanner, samples: Sequence[EngineSampleState], tokens: int = 8) -> dict[str, int]:
@@ -82,7 +82,7 @@ def test_older_knobs_than_those_in_force_change_nothing() -> None:
     assert apply(plan, 5, {"draft_cap": 3}, {}, {}) == 5
     for revision in (5, 4):
         assert apply(plan, revision, {"draft_cap": 9}, {}, {}) == 5
-    assert plan.active.shared.draft_cap == 3
+    assert plan.knobs.shared.draft_cap == 3
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from services.contracts.knobs import StepTotals
 from services.contracts.plan_reasons import PlanReason
-from services.generation.speculation import decision, modes
+from services.generation.speculation.modes import MODES
 from services.policy.steps import StepEnd, step_ended
 
 
@@ -21,8 +21,7 @@ def test_a_name_finds_its_reason() -> None:
 
 
 def test_the_reasons_of_each_mode_say_whether_drafts_were_verified() -> None:
-    kinds = (modes.FixedMode, modes.ToggleMode, modes.AdaptiveMode, modes.SolverMode, modes.PlannerMode)
-    for mode in (decision.Mode, *kinds):
+    for mode in MODES.values():
         assert [reason.drafted for reason in mode.REASONS] == [False, True]
 
 
