@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from services.generation.engine.types import EngineRequest, EngineSampleState, SampleStep
 
-# Origin of these drafts in results and metrics.
-SOURCE = "cached"
+CACHED_SOURCE = "cached"
+"""Origin of these drafts in results and metrics."""
 
 
 def guess_of(request: EngineRequest) -> tuple[tuple[int, ...], str]:
@@ -22,23 +22,15 @@ def guess_of(request: EngineRequest) -> tuple[tuple[int, ...], str]:
     """
     if request.given or not request.cached:
         return request.given, "reference"
-    return request.cached, SOURCE
-
-
-@dataclass(frozen=True, slots=True)
-class Reused:
-    """Verification of a chunk: tokens kept, and verified tokens (rows) that it took."""
-
-    tokens: int
-    rows: int
+    return request.cached, CACHED_SOURCE
 
 
 @dataclass(slots=True)
 class Reuse:
-    """Samples that follow a cached rollout, by at most `chunk` draft tokens per step; engine thread only."""
+    """Samples that follow a cached rollout, with at most `chunk` draft tokens per step; engine thread only."""
 
     chunk: int = 128
-    # Tokens of a sample's rollout that are not verified yet, at least one.
+    # For each sample, the tokens of its rollout that are not verified yet, at least one.
     _ahead: dict[str, Sequence[int]] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
@@ -64,13 +56,17 @@ class Reuse:
             room: most draft tokens of all samples together.
         """
         wanted = {sample.sample_id: self._wanted(sample) for sample in samples if sample.sample_id in self}
-        shares = share(wanted, max(room, 0))
+        shares = fair_shares(wanted, max(room, 0))
         return {
             sample_id: list(self._ahead[sample_id][:count]) for sample_id, count in shares.items() if count
         }
 
-    def learn(self, step: SampleStep) -> Reused | None:
-        """Return the verification of a sample's chunk, None if it has none; a rejection ends following."""
+    def learn(self, step: SampleStep) -> tuple[int, int] | None:
+        """Learn the verification of a sample's chunk; a rejection ends following.
+
+        Returns:
+            The tokens kept, and the verified tokens (rows) that it took; None for a sample that follows no rollout.
+        """
         ahead = self._ahead.get(step.sample_id)
         if ahead is None:
             return None
@@ -78,7 +74,7 @@ class Reuse:
             self._ahead[step.sample_id] = ahead[step.reused :]
         else:
             del self._ahead[step.sample_id]
-        return Reused(step.reused, step.drafted + 1)
+        return step.reused, step.drafted + 1
 
     def _wanted(self, sample: EngineSampleState) -> int:
         # The last token is not drafted: the row before it decides on it, and if it ends the sample, a row
@@ -86,8 +82,8 @@ class Reuse:
         return max(min(self.chunk, len(self._ahead[sample.sample_id]) - 1, sample.room), 0)
 
 
-def share(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
-    """Return the budget spread evenly, nobody getting more than wanted, and as much of it as is wanted."""
+def fair_shares(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
+    """Return the budget in even shares, none above what is wanted; what one does not want goes to the others."""
     shares: dict[str, int] = {}
     waiting = len(wanted)
     for name, count in sorted(wanted.items(), key=lambda item: item[1]):

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from services.contracts.rollout import RolloutKind, StoredRollout, Tokens
-from services.generation.draft_cache import lenient_reuse as reuse
 from services.generation.draft_cache.cache import DraftCache, Shards
-from services.generation.draft_cache.lenient_reuse import Reuse
+from services.generation.draft_cache.lenient_reuse import CACHED_SOURCE, Reuse, guess_of
 from services.generation.engine.types import EngineSampleState, SampleStep
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.samples import RunningSample
@@ -40,7 +39,7 @@ class SampleDrafts:
         self.speculation = speculation
         self.reuse = Reuse() if reuse is None else reuse
         self._metrics = metrics
-        # Shapes of the steps in flight; None where the time is not wanted.
+        # Shapes of the steps in flight; None if the time is not needed.
         self._shapes: deque[StepShape | None] = deque()
 
     def begin(self, sample: RunningSample, policy_version: int) -> None:
@@ -49,12 +48,12 @@ class SampleDrafts:
         self.resume(sample, policy_version, {})
 
     def resume(self, sample: RunningSample, policy_version: int, carried: Mapping[str, bytes]) -> None:
-        """Go on drafting for a sample of another engine, with the states of the drafters there."""
+        """Continue to draft for a sample of another engine, with the states of its drafters there."""
         if self.speculation is not None:
             self.speculation.begin(_context(sample, policy_version, carried, self._forks(sample)))
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
-        """Forget a sample that left the engine, with this response where it is known."""
+        """Forget a sample that left the engine, with this response if it is known."""
         self.reuse.end(sample_id)
         if self.speculation is not None:
             self.speculation.end(sample_id, response)
@@ -64,9 +63,9 @@ class SampleDrafts:
         return {} if self.speculation is None else self.speculation.carry(sample_id)
 
     def follow(self, sample: RunningSample) -> StoredRollout | None:
-        """Let a sample follow the cached rollout of its own seed and return it.
+        """Let a sample follow the cached rollout of its seed, and return it.
 
-        None when there is none, or when the sample follows one as good.
+        None if there is none, or if the sample follows one that is as good.
         """
         rollout = self.cache.same_seed(sample.origin, sample.request.seed)
         return rollout if rollout is not None and sample.follow(rollout) else None
@@ -97,7 +96,7 @@ class SampleDrafts:
             if fresh and (known := self._forks(sample)):
                 forks[sample_id] = known
         if self.speculation is not None:
-            # A fork says of other samples what the rollout says that it forks from.
+            # For other samples a fork adds nothing to the rollout that it forks from.
             texts = [rollout for rollout in rollouts if not rollout.fork]
             self.speculation.add_rollouts(NewRollouts(texts, followed, forks))
 
@@ -111,14 +110,14 @@ class SampleDrafts:
     # Each step -------------------------------------------------------------------------------------------
 
     def idle_work(self) -> bool:
-        """Do a slice of the work that drafters put off until the engine idles; True if there is more."""
+        """Do a slice of the drafters' deferred work while the engine idles; return True if there is more."""
         return self.speculation is not None and self.speculation.idle_work()
 
     def put(self, engine: Engine) -> StepShape | None:
-        """Give the engine the drafts of the coming step.
+        """Give the engine the drafts of the next step.
 
-        Returns the shape of the step if the planner wants its time and it only decodes: prefill takes time that
-        the decoding samples do not explain.
+        Return the shape of the step if the planner needs its time and it only decodes: prefill takes time that the
+        decoding samples do not explain.
         """
         self._shapes.append(shape := self._put(engine))
         return shape
@@ -137,7 +136,7 @@ class SampleDrafts:
     def _drafts(self, samples: Sequence[EngineSampleState], rows: int) -> dict[str, list[int]]:
         """Return the draft tokens by sample id: of cached rollouts for samples that take one over, else proposals.
 
-        `rows` is the most verified tokens that the samples may have together.
+        The samples may have at most `rows` verified tokens together.
         """
         made: dict[str, list[int]] = {}
         free = samples
@@ -161,21 +160,22 @@ class SampleDrafts:
         self._shapes.clear()
 
     def learn(self, step: SampleStep) -> str:
-        """Report the outcome of a sample's draft to its source; returns the source's name, "" without a draft."""
+        """Report the outcome of a sample's draft to its source; return the source's name, "" without a draft."""
         reused = self.reuse.learn(step)
         if reused is not None:
-            self._metrics.reused(reused.tokens, reused.rows)
-            return reuse.SOURCE
+            tokens, rows = reused
+            self._metrics.reused(tokens, rows)
+            return CACHED_SOURCE
         return "" if self.speculation is None else self.speculation.learn(step)
 
 
 def _context(
     sample: RunningSample, version: int, carried: Mapping[str, bytes], forks: Sequence[Tokens]
 ) -> DraftContext:
-    """Return the context of a sample for drafters. The caller's draft goes before the rollout of the same seed."""
+    """Return the context of a sample for drafters; the caller's draft precedes the rollout of the same seed."""
     request, origin, rollout = sample.request, sample.origin, sample.rollout
     given: Sequence[int]
-    given, source = reuse.guess_of(request)
+    given, source = guess_of(request)
     if rollout is not None and not request.given:
         given, source = rollout.tokens.tolist(), rollout.kind.value
     return DraftContext(

@@ -1,13 +1,13 @@
-"""Run pre-generation tasks as background samples of the engine loop.
+"""Pre-generation tasks as background samples of the engine loop.
 
-`TaskStarter` turns a lease into a work item and starts it. `BackgroundStream` is the stream of these samples: it
-carries reports from the engine thread to the event loop.
+`start_task` turns a lease into a work item and starts it. `BackgroundStream` is the stream of these samples: it
+passes reports from the engine thread to the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -26,7 +26,10 @@ from services.generation.pregeneration.leases import DraftLease
 POLL_STEPS = 50
 """Engine steps between two reports, until the coordinator says otherwise."""
 
+# Longest time that tasks wait for the rollouts that the draft store has of their prompts.
+_FETCH_SECONDS = 0.5
 _FINISHED = {sample_pb2.FINISH_REASON_STOP, sample_pb2.FINISH_REASON_LENGTH}
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,88 +157,52 @@ class BackgroundStream:
         self._events.call_soon_threadsafe(self.outbox.put_nowait, event)
 
 
-_log = structlog.get_logger(__name__)
+async def fetch_beginnings(fetcher: ShardFetcher, leases: Iterable[DraftLease], no_step: int) -> None:
+    """Fetch what the draft store has of these tasks; return after half a second at the latest.
 
-# How long tasks wait for the rollouts that the draft store has of their prompts.
-_FETCH_SECONDS = 0.5
+    Rollouts that were fetched for a step are not fetched for it again, but other instances meanwhile continue tasks
+    of these prompts. So `no_step` is a number that no sample has as its step, and that is used once: the next tasks
+    fetch again, and so do the samples of the real step.
+    """
+    origins = {Origin(each.task.run_id, each.task.prompt_id, step=no_step) for each in leases}
+    wanted = [fetcher.want(origin) for origin in origins]
+    if fetches := {each for each in wanted if each is not None}:
+        await asyncio.wait(fetches, timeout=_FETCH_SECONDS)
 
 
-class TaskStarter:
-    """Starts tasks on one stream, behind the tokens that the draft store has of them."""
+def start_task(
+    loop: EngineLoop, stream: BackgroundStream, terms: AdmissionTerms, lease: DraftLease, *, near_ties: bool
+) -> bool:
+    """Start a task, after the tokens that the same policy generated of it before; return False if it is refused.
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        stream: BackgroundStream,
-        terms: Callable[[], AdmissionTerms],
-        fetcher: ShardFetcher | None,
-        *,
-        near_ties: bool = False,
-    ) -> None:
-        """Start none yet.
+    Called in the engine thread.
 
-        Args:
-            loop: of the engine.
-            stream: of the tasks' samples.
-            terms: returns the terms on which samples are taken; called in the engine thread.
-            fetcher: brings the store's rollouts into the loop's cache.
-            near_ties: ask for the runner-up of each token of a task.
-        """
-        self._loop = loop
-        self._stream = stream
-        self._terms = terms
-        self._fetcher = fetcher
-        self._near_ties = near_ties
-        self._fetches = 0
-
-    async def fork(self, forks: Sequence[DraftLease]) -> list[int]:
-        """Start forks; returns the handles of those that the instance refuses."""
-        return await self._loop.execute(lambda: [each.handle for each in forks if not self._start(each)])
-
-    async def start(self, leases: Sequence[DraftLease]) -> list[int]:
-        """Start tasks; returns the handles of those that the instance refuses."""
-        if not leases:
-            return []
-        await self._fetch(leases)
-        return await self._loop.execute(lambda: [each.handle for each in leases if not self._start(each)])
-
-    async def _fetch(self, leases: Sequence[DraftLease]) -> None:
-        """Fetch earlier beginnings of the tasks, as far as they come in time.
-
-        Rollouts fetched for a step are not fetched for it again, but other instances go on with these prompts
-        meanwhile. So a step is named that no sample has: the next tasks fetch anew, and so do the samples of the
-        real step.
-        """
-        if self._fetcher is None:
-            return
-        self._fetches += 1
-        no_step = -self._fetches
-        origins = {Origin(each.task.run_id, each.task.prompt_id, step=no_step) for each in leases}
-        wanted = [self._fetcher.want(origin) for origin in origins]
-        if fetches := {each for each in wanted if each is not None}:
-            await asyncio.wait(fetches, timeout=_FETCH_SECONDS)
-
-    def _start(self, lease: DraftLease) -> bool:
-        """Start a task, behind what the same policy generated of it before; False when it is refused."""
-        loop, item = self._loop, work_item(lease)
-        origin = replace(Origin.of(item), fork=lease.fork)
-        if not lease.fork:
-            known = loop.drafts.cache.same_seed(origin, item.seed, lease.version)
-            if known is not None and len(known.logprobs):
-                lease.resume(known)
-        item.prefix_token_ids.extend(lease.tokens)
-        try:
-            request = check_item(item, self._terms(), self._stream.samples, loop.next_sample_id)
-            if self._near_ties and not lease.fork and request.verifier is Verifier.COUPLED:
-                request = replace(request, near_ties=True)
-            loop.start_sample(self._stream, lease.handle, request, origin)
-        except ServiceError as error:
-            _log.debug("task_refused", prompt=item.prompt_id, slot=item.slot, error=error.message)
-            return False
-        except Exception:
-            _log.exception("task_failed", prompt=item.prompt_id, slot=item.slot)
-            return False
-        return True
+    Args:
+        loop: of the engine.
+        stream: of the tasks' samples.
+        terms: on which samples are taken now.
+        lease: of the task, or a fork.
+        near_ties: request the runner-up of each token of a task.
+    """
+    item = work_item(lease)
+    origin = replace(Origin.of(item), fork=lease.fork)
+    if not lease.fork:
+        known = loop.drafts.cache.same_seed(origin, item.seed, lease.version)
+        if known is not None and len(known.logprobs):
+            lease.resume(known)
+    item.prefix_token_ids.extend(lease.tokens)
+    try:
+        request = check_item(item, terms, stream.samples, loop.next_sample_id)
+        if near_ties and not lease.fork and request.verifier is Verifier.COUPLED:
+            request = replace(request, near_ties=True)
+        loop.start_sample(stream, lease.handle, request, origin)
+    except ServiceError as error:
+        _log.debug("task_refused", prompt=item.prompt_id, slot=item.slot, error=error.message)
+        return False
+    except Exception:
+        _log.exception("task_failed", prompt=item.prompt_id, slot=item.slot)
+        return False
+    return True
 
 
 def work_item(lease: DraftLease) -> pb.WorkItem:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import grpc
@@ -31,7 +31,8 @@ from services.generation.pregeneration.background import (
     BackgroundStream,
     EngineAvailability,
     PollSituation,
-    TaskStarter,
+    fetch_beginnings,
+    start_task,
 )
 from services.generation.pregeneration.leases import DraftLease, DraftLeases, affordable
 from services.generation.pregeneration.upload_queue import UploadQueue
@@ -156,7 +157,9 @@ class Pregenerator:
         self._stream = BackgroundStream(
             asyncio.get_running_loop(), loop.samples, lambda: not loop.paused and not terms().closed
         )
-        self._starter = TaskStarter(loop, self._stream, terms, fetcher, near_ties=config.forks > 0)
+        self._terms = terms
+        self._fetcher = fetcher
+        self._fetches = 0
         self._leases = DraftLeases()
         self._engine = EngineAvailability()
         self._due = False
@@ -347,10 +350,27 @@ class Pregenerator:
             await self._loop.execute(lambda: self._abort(unwanted))
         await self._set_asleep(answer.sleep)
         room = 0 if answer.halt or answer.sleep else request.room
-        refused = await self._starter.start(leases.take(answer.tasks, request.policy_version, room))
-        self._end((handle, False) for handle in refused)
+        if tasks := leases.take(answer.tasks, request.policy_version, room):
+            if self._fetcher is not None:
+                self._fetches += 1
+                await fetch_beginnings(self._fetcher, tasks, -self._fetches)
+            await self._start(tasks)
         # There may be too many forks for the new tasks.
         self._grown.set()
+
+    async def _start(self, leases: Sequence[DraftLease]) -> None:
+        """Start tasks or forks; those that the instance refuses end at once."""
+        loop, near_ties = self._loop, self._config.forks > 0
+
+        def start() -> list[int]:
+            return [
+                each.handle
+                for each in leases
+                if not start_task(loop, self._stream, self._terms(), each, near_ties=near_ties)
+            ]
+
+        refused = await loop.execute(start)
+        self._end((handle, False) for handle in refused)
 
     # -- forks --------------------------------------------------------------------------------------------
 
@@ -384,7 +404,7 @@ class Pregenerator:
             await self._loop.execute(lambda: self._abort(farther))
         if forks:
             self.metrics.forks.inc(len(forks))
-            self._end((handle, False) for handle in await self._starter.fork(forks))
+            await self._start(forks)
 
     def _affordable(self) -> int:
         """Return how many forks more the engine may have by the time of its steps; less than 0: too many."""

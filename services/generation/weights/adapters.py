@@ -22,7 +22,7 @@ from paceline.errors import Violation
 from paceline.files import read_object
 from paceline.weights.adapters import BY_FLEET, CONFIG, refused
 from services.contracts.errors import DataLoss, InvalidArgument
-from services.generation.weights.files import MappedTensors, open_shards
+from services.generation.weights.files import MappedTensors, open_weight_files
 
 Floats = npt.NDArray[np.float32]
 
@@ -55,11 +55,11 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[A
     except (OSError, ValueError) as error:
         raise DataLoss(f"{folder / CONFIG} is corrupt: {error}") from error
     stored = {
-        name: shard
-        for shard in open_shards(folder, indexed=False, served=len(shapes))
-        for name in shard.tensors
+        name: file
+        for file in open_weight_files(folder, indexed=False, served=len(shapes))
+        for name in file.tensors
     }
-    found = {name: shard.tensors[name].shape for name, shard in stored.items()}
+    found = {name: file.tensors[name].shape for name, file in stored.items()}
     plan = plan_merge(config, found, shapes)
     matrices = MappedTensors(stored)
     wrong = [

@@ -15,7 +15,7 @@ from paceline.files import read_regular
 from paceline.weights import expansion, safetensors
 from paceline.weights.expansion import BaseWeights
 from services.contracts.errors import FailedPrecondition
-from services.generation.weights.files import Proceed, WeightShard, unhindered
+from services.generation.weights.files import Proceed, WeightFile, unhindered
 
 _COPY_BYTES = 64 << 20
 
@@ -31,7 +31,7 @@ class AdoptedWeights:
         self._root = root.absolute()
 
     def adopt(
-        self, shards: Sequence[WeightShard], version: int, checksum: str, proceed: Proceed = unhindered
+        self, files: Sequence[WeightFile], version: int, checksum: str, proceed: Proceed = unhindered
     ) -> Path:
         """Return the folder here of the weights of a version; its files, in one folder, are taken over if need be.
 
@@ -42,7 +42,7 @@ class AdoptedWeights:
             FailedPrecondition: the weights cannot be taken over; the disk is full, for example.
             DataLoss: a file changed since its header was read.
         """
-        return self.make(version, checksum, lambda unfinished: _take(shards, unfinished, proceed))
+        return self.make(version, checksum, lambda unfinished: _take(files, unfinished, proceed))
 
     def held(self, version: int, checksum: str) -> Path | None:
         """Return the folder here of the weights of a version, None if they are not here."""
@@ -171,13 +171,13 @@ class AdoptedWeights:
             raise
 
 
-def _take(shards: Sequence[WeightShard], target: Path, proceed: Proceed) -> None:
-    folder = shards[0].path.parent
+def _take(files: Sequence[WeightFile], target: Path, proceed: Proceed) -> None:
+    folder = files[0].path.parent
     written_once = _has_checksums(folder)
-    for shard in shards:
-        place = target / shard.path.name
-        if not (written_once and _link(shard.path.resolve(), place)):
-            _copy(shard, place, proceed)
+    for file in files:
+        place = target / file.path.name
+        if not (written_once and _link(file.path.resolve(), place)):
+            _copy(file, place, proceed)
     if (index := folder / safetensors.INDEX).is_file():
         (target / index.name).write_bytes(read_regular(index, safetensors.MOST_INDEX_BYTES))
 
@@ -211,13 +211,13 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def _copy(shard: WeightShard, target: Path, proceed: Proceed) -> None:
+def _copy(file: WeightFile, target: Path, proceed: Proceed) -> None:
     """Copy the bytes that a file had when its header was read."""
-    source = shard.open()
+    source = file.open()
     try:
         with target.open("xb", buffering=0) as sink:
             copied = 0
-            while count := os.sendfile(sink.fileno(), source, copied, min(_COPY_BYTES, shard.bytes - copied)):
+            while count := os.sendfile(sink.fileno(), source, copied, min(_COPY_BYTES, file.bytes - copied)):
                 copied += count
                 proceed()
     finally:

@@ -26,7 +26,7 @@ from services.contracts.files import check_weight_folder
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adapters import merged, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.files import Proceed, ShardContent, unhindered, weight_files
+from services.generation.weights.files import FileContent, Proceed, unhindered, weight_files
 from services.generation.weights.staging import StagedWeights, most_bytes, read_headers, stage
 
 _log = structlog.get_logger(__name__)
@@ -103,7 +103,7 @@ class WeightReader:
         version: int,
         place: Path,
         checksum: str,
-        read: Mapping[tuple[int, ...], ShardContent],
+        read: Mapping[tuple[int, ...], FileContent],
         proceed: Proceed = unhindered,
     ) -> StagedWeights:
         """Stage weights that came from a trainer or another instance and are kept here. Raises as `read`.
@@ -169,9 +169,7 @@ class WeightReader:
     def _adopt(
         self, adopted: AdoptedWeights, version: int, checksum: str, folder: Path, proceed: Proceed
     ) -> Path:
-        return adopted.adopt(
-            read_headers(folder, self._manifest, checksum).shards, version, checksum, proceed
-        )
+        return adopted.adopt(read_headers(folder, self._manifest, checksum).files, version, checksum, proceed)
 
     def _expand(
         self, adopted: AdoptedWeights, base: Path, version: int, checksum: str, change: Path, proceed: Proceed

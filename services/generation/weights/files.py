@@ -1,6 +1,6 @@
 """Safetensors files on disk: their headers, their tensors mapped one at a time, and their contents read once.
 
-`open_shards` finds the files of a folder and checks their headers. `read_content` reads a file once, for its
+`open_weight_files` finds the files of a folder and checks their headers. `read_content` reads a file once, for its
 SHA-256 and for the largest absolute value of each tensor.
 """
 
@@ -62,7 +62,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShard:
+class WeightFile:
     """A safetensors file as it was when its header was read. `sha256`: from the index, or "" without one."""
 
     path: Path
@@ -95,32 +95,32 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     parallel group maps the files itself, and touches the pages that it loads.
     """
 
-    def __init__(self, shards: Mapping[str, WeightShard]) -> None:
-        """Map tensors from the files that `shards` names for each."""
-        self._shards = dict(shards)
+    def __init__(self, files: Mapping[str, WeightFile]) -> None:
+        """Map tensors, each from its file."""
+        self._files = dict(files)
 
     def check_unchanged(self) -> None:
         """Raise DataLoss if a file was changed or removed since it was checked."""
-        for shard in {shard.path: shard for shard in self._shards.values()}.values():
-            os.close(shard.open())
+        for file in {file.path: file for file in self._files.values()}.values():
+            os.close(file.open())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._shards[name].tensors[name].shape
+        return self._files[name].tensors[name].shape
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self._files)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
+        return iter(self._files)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Map a tensor; DataLoss: its file was changed or removed."""
-        shard = self._shards[name]
-        stored = shard.tensors[name]
+        file = self._files[name]
+        stored = file.tensors[name]
         if not stored.size:
             return torch.empty(stored.shape, dtype=stored.torch_dtype)
-        descriptor = shard.open()
+        descriptor = file.open()
         try:
             lead = stored.begin % mmap.ALLOCATIONGRANULARITY
             # ACCESS_COPY because torch wants memory that may be written.
@@ -136,7 +136,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return flat.view(stored.torch_dtype).reshape(stored.shape)
 
 
-def open_shards(folder: Path, *, indexed: bool, served: int) -> list[WeightShard]:
+def open_weight_files(folder: Path, *, indexed: bool, served: int) -> list[WeightFile]:
     """Read the headers of a folder's weights, in the order of the file names.
 
     Args:
@@ -166,15 +166,15 @@ def open_shards(folder: Path, *, indexed: bool, served: int) -> list[WeightShard
     return _opened(((folder / name, checksum) for name, checksum in checksums.items()), most)
 
 
-def _opened(files: Iterable[tuple[Path, str]], most: int) -> list[WeightShard]:
-    shards, tensors = list[WeightShard](), 0
-    for file, checksum in files:
-        shards.append(open_shard(file, checksum, most))
-        tensors += len(shards[-1].tensors)
+def _opened(paths: Iterable[tuple[Path, str]], most: int) -> list[WeightFile]:
+    files, tensors = list[WeightFile](), 0
+    for path, checksum in paths:
+        files.append(open_weight_file(path, checksum, most))
+        tensors += len(files[-1].tensors)
         if tensors > most:
-            text = f"{file.parent} holds {tensors} tensors and more, allowed are {most}"
+            text = f"{path.parent} holds {tensors} tensors and more, allowed are {most}"
             raise InvalidArgument([_unusable(text)])
-    return shards
+    return files
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -215,8 +215,8 @@ def read_header(file: Path, most: int | None = None) -> tuple[int, dict[str, dic
     return 8 + size, header
 
 
-def open_shard(file: Path, sha256: str, most: int | None = None) -> WeightShard:
-    """Read the header of a file, of `most` tensors. Raises as `open_shards`; `sha256` is the index's."""
+def open_weight_file(file: Path, sha256: str, most: int | None = None) -> WeightFile:
+    """Read the header of a file, of `most` tensors. Raises as `open_weight_files`; `sha256` is the index's."""
     start, header = read_header(file, most)
     try:
         entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
@@ -233,7 +233,7 @@ def open_shard(file: Path, sha256: str, most: int | None = None) -> WeightShard:
         _check_spans([spans[name] for name in tensors], list(tensors.values()), stamp[-1] - start)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataLoss(f"{file} is truncated or corrupt: {error}") from error
-    return WeightShard(file, start, tensors, sha256, stamp)
+    return WeightFile(file, start, tensors, sha256, stamp)
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
@@ -293,7 +293,7 @@ def unhindered() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardContent:
+class FileContent:
     """Contents of a file as they were read: their SHA-256, and the largest value of each tensor of floats.
 
     `largest` is the bits of that value, shifted left by the sign.
@@ -304,23 +304,23 @@ class ShardContent:
 
 
 def read_content(
-    shard: WeightShard, whole: OverlappedSha256 | None = None, proceed: Proceed = unhindered
-) -> ShardContent:
+    file: WeightFile, whole: OverlappedSha256 | None = None, proceed: Proceed = unhindered
+) -> FileContent:
     """Read a file once. Its SHA-256 is of its tensors and then its header, as the index has it.
 
     Without an index the file is added to `whole` as it is. DataLoss: it changed since its header was read.
     """
     digest = OverlappedSha256() if whole is None else whole
     # One is filled and looked at while the other is hashed.
-    buffers = cycle([memoryview(bytearray(max(_CHUNK_BYTES, shard.header_bytes))) for _ in range(2)])
+    buffers = cycle([memoryview(bytearray(max(_CHUNK_BYTES, file.header_bytes))) for _ in range(2)])
     largest: dict[str, int] = {}
-    with os.fdopen(shard.open(), "rb", buffering=0) as file:
-        header = bytes(_filled(file, next(buffers)[: shard.header_bytes]))
+    with os.fdopen(file.open(), "rb", buffering=0) as stream:
+        header = bytes(_filled(stream, next(buffers)[: file.header_bytes]))
         if whole is not None:
             digest.update(header)
-        for name, stored in shard.tensors.items():
+        for name, stored in file.tensors.items():
             found = 0
-            for chunk in _chunks(file, stored, buffers):
+            for chunk in _chunks(stream, stored, buffers):
                 digest.update(chunk)
                 found = max(found, _largest(chunk, stored.dtype))
                 proceed()
@@ -328,22 +328,22 @@ def read_content(
                 largest[name] = found
     if whole is None:
         digest.update(header)
-    return ShardContent(digest.hexdigest(), largest)
+    return FileContent(digest.hexdigest(), largest)
 
 
-def fault_of(shard: WeightShard, name: str, largest: int, served: str) -> str:
+def fault_of(file: WeightFile, name: str, largest: int, served: str) -> str:
     """Return what is wrong with the values of a tensor that is served as another dtype; "" if nothing is.
 
     A tensor in which something is wrong is read again. DataLoss: its file changed since its header was read.
     """
-    dtype = shard.tensors[name].dtype
+    dtype = file.tensors[name].dtype
     nonfinite, overflow = least_infinite(dtype, dtype), least_infinite(dtype, served or dtype)
     if largest < overflow:
         return ""
     if largest >= nonfinite:
-        return f"has {_count(shard, name, nonfinite)} values that are NaN or infinite"
+        return f"has {_count(file, name, nonfinite)} values that are NaN or infinite"
     text = str(DTYPES[served]).removeprefix("torch.")
-    return f"has {_count(shard, name, overflow)} values that are infinite in the model's {text}"
+    return f"has {_count(file, name, overflow)} values that are infinite in the model's {text}"
 
 
 @cache
@@ -365,30 +365,30 @@ def least_infinite(dtype: str, served: str) -> int:
     return low
 
 
-def _count(shard: WeightShard, name: str, least: int) -> int:
+def _count(file: WeightFile, name: str, least: int) -> int:
     """Return how many values of a tensor are at least so large."""
-    stored = shard.tensors[name]
+    stored = file.tensors[name]
     buffers = cycle([memoryview(bytearray(_CHUNK_BYTES))])
-    with os.fdopen(shard.open(), "rb", buffering=0) as file:
-        file.seek(stored.begin)
+    with os.fdopen(file.open(), "rb", buffering=0) as stream:
+        stream.seek(stored.begin)
         return sum(
             int(np.count_nonzero(_without_sign(chunk, stored.dtype) >= least))
-            for chunk in _chunks(file, stored, buffers)
+            for chunk in _chunks(stream, stored, buffers)
         )
 
 
-def _chunks(file: FileIO, stored: StoredTensor, buffers: Iterator[memoryview]) -> Iterator[memoryview]:
+def _chunks(stream: FileIO, stored: StoredTensor, buffers: Iterator[memoryview]) -> Iterator[memoryview]:
     for start in range(0, stored.size, _CHUNK_BYTES):
-        yield _filled(file, next(buffers)[: min(_CHUNK_BYTES, stored.size - start)])
+        yield _filled(stream, next(buffers)[: min(_CHUNK_BYTES, stored.size - start)])
 
 
-def _filled(file: FileIO, view: memoryview) -> memoryview:
+def _filled(stream: FileIO, view: memoryview) -> memoryview:
     """Read as many bytes as the view has."""
     read = 0
     while read < len(view):
-        count = file.readinto(view[read:])
+        count = stream.readinto(view[read:])
         if not count:
-            raise DataLoss(f"{file.name} is truncated or corrupt: it ended while it was read")
+            raise DataLoss(f"{stream.name} is truncated or corrupt: it ended while it was read")
         read += count
     return view
 

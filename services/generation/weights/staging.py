@@ -25,13 +25,13 @@ from services.contracts.errors import DataLoss, InvalidArgument
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.files import (
     FLOATS,
+    FileContent,
     MappedTensors,
     Proceed,
-    ShardContent,
-    WeightShard,
+    WeightFile,
     fault_of,
-    open_shard,
-    open_shards,
+    open_weight_file,
+    open_weight_files,
     read_content,
     read_header,
     unhindered,
@@ -124,7 +124,9 @@ def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) 
     embedding = embedding_of(found)
     if ties_head and HEAD in found:
         names = (HEAD, embedding) if embedding else ()
-        if not names or same_tensor({name: open_shard(files[name], "") for name in names}, *names, served):
+        if not names or same_tensor(
+            {name: open_weight_file(files[name], "") for name in names}, *names, served
+        ):
             del found[HEAD]
     return found
 
@@ -150,7 +152,7 @@ def embedding_of(names: Collection[str]) -> str:
     return found[0] if len(found) == 1 else ""
 
 
-def same_tensor(placed: Mapping[str, WeightShard], one: str, other: str, served: str = "") -> bool:
+def same_tensor(placed: Mapping[str, WeightFile], one: str, other: str, served: str = "") -> bool:
     """Return True if two tensors are equal, as they are loaded."""
     tensors = MappedTensors(placed)
     left, right = tensors[one], tensors[other]
@@ -181,8 +183,8 @@ class StagedWeights:
 class WeightHeaders:
     """Headers of a folder's files, whose tensors are those of the model that is served."""
 
-    shards: Sequence[WeightShard]
-    placed: Mapping[str, WeightShard]
+    files: Sequence[WeightFile]
+    placed: Mapping[str, WeightFile]
     """The file of each tensor."""
     index: str
     """Checksum of the index; "" where that has none of the files, or another kind is given."""
@@ -197,12 +199,12 @@ def read_headers(folder: Path, expected: Mapping[str, TensorSpec], checksum: str
     index = "" if checksum.startswith("sha256:") else _index_checksum(folder)
     if index and checksum not in ("", index):
         raise DataLoss(f"checksum of the index in {folder} is {index}, the sender computed {checksum}")
-    shards = open_shards(folder, indexed=bool(index), served=len(expected))
-    placed = _placed(shards)
+    files = open_weight_files(folder, indexed=bool(index), served=len(expected))
+    placed = _placed(files)
     _drop_tied_head(placed, expected)
     if violations := _compare(placed, expected):
         raise InvalidArgument(violations)
-    return WeightHeaders(shards, placed, index)
+    return WeightHeaders(files, placed, index)
 
 
 def stage(
@@ -210,7 +212,7 @@ def stage(
     version: int,
     expected: Mapping[str, TensorSpec],
     checksum: str = "",
-    read: Mapping[tuple[int, ...], ShardContent] | None = None,
+    read: Mapping[tuple[int, ...], FileContent] | None = None,
     proceed: Proceed = unhindered,
 ) -> StagedWeights:
     """Read and check the weights of a policy version.
@@ -231,8 +233,8 @@ def stage(
     whole = OverlappedSha256()
     violations = [
         violation
-        for shard in headers.shards
-        for violation in _check_content(shard, whole, read or {}, expected, proceed)
+        for file in headers.files
+        for violation in _check_content(file, whole, read or {}, expected, proceed)
     ]
     computed = headers.index or f"sha256:{whole.hexdigest()}"
     if checksum not in ("", computed):
@@ -251,22 +253,22 @@ def _index_checksum(folder: Path) -> str:
         raise InvalidArgument([Violation("disk.path", f"{folder} cannot be read: {error}")]) from error
 
 
-def _placed(shards: Sequence[WeightShard]) -> dict[str, WeightShard]:
+def _placed(files: Sequence[WeightFile]) -> dict[str, WeightFile]:
     """Return the file of each tensor."""
-    placed: dict[str, WeightShard] = {}
+    placed: dict[str, WeightFile] = {}
     twice = []
-    for shard in shards:
+    for file in files:
         twice += [
-            _violation(name, f"is in more than one file, also in {placed[name].path.name}", shard)
-            for name in sorted(placed.keys() & shard.tensors.keys())
+            _violation(name, f"is in more than one file, also in {placed[name].path.name}", file)
+            for name in sorted(placed.keys() & file.tensors.keys())
         ]
-        placed |= dict.fromkeys(shard.tensors, shard)
+        placed |= dict.fromkeys(file.tensors, file)
     if twice:
         raise InvalidArgument(twice[:_MOST_VIOLATIONS])
     return placed
 
 
-def _drop_tied_head(placed: dict[str, WeightShard], expected: Mapping[str, TensorSpec]) -> None:
+def _drop_tied_head(placed: dict[str, WeightFile], expected: Mapping[str, TensorSpec]) -> None:
     """Drop the tied output head that a trainer's state dict names and the checkpoint leaves out."""
     embedding = embedding_of(expected)
     if HEAD in expected or HEAD not in placed or embedding not in placed:
@@ -278,7 +280,7 @@ def _drop_tied_head(placed: dict[str, WeightShard], expected: Mapping[str, Tenso
         del placed[HEAD]
 
 
-def _compare(placed: Mapping[str, WeightShard], expected: Mapping[str, TensorSpec]) -> list[Violation]:
+def _compare(placed: Mapping[str, WeightFile], expected: Mapping[str, TensorSpec]) -> list[Violation]:
     violations = _compare_names(placed, expected)
     for name in sorted(placed.keys() & expected.keys()):
         got, want = placed[name].tensors[name], expected[name]
@@ -294,7 +296,7 @@ def _compare(placed: Mapping[str, WeightShard], expected: Mapping[str, TensorSpe
     return violations[:_MOST_VIOLATIONS]
 
 
-def _compare_names(placed: Mapping[str, WeightShard], expected: Mapping[str, TensorSpec]) -> list[Violation]:
+def _compare_names(placed: Mapping[str, WeightFile], expected: Mapping[str, TensorSpec]) -> list[Violation]:
     """Return what is missing and what came instead, beside each other."""
     missing, surplus = expected.keys() - placed.keys(), placed.keys() - expected.keys()
     violations = []
@@ -320,9 +322,9 @@ def _not_served(name: str, expected: Mapping[str, TensorSpec]) -> str:
 
 
 def _check_content(
-    shard: WeightShard,
+    file: WeightFile,
     whole: OverlappedSha256,
-    read: Mapping[tuple[int, ...], ShardContent],
+    read: Mapping[tuple[int, ...], FileContent],
     expected: Mapping[str, TensorSpec],
     proceed: Proceed,
 ) -> list[Violation]:
@@ -331,20 +333,20 @@ def _check_content(
     Raises:
         DataLoss: its checksum differs from the index's, or it changed since its header was read.
     """
-    if shard.sha256:
-        content = read.get(shard.stamp) or read_content(shard, proceed=proceed)
-        if content.sha256 != shard.sha256:
-            text = f"{shard.path} is corrupt: its SHA-256 is {content.sha256}"
-            raise DataLoss(f"{text}, the index says {shard.sha256}")
+    if file.sha256:
+        content = read.get(file.stamp) or read_content(file, proceed=proceed)
+        if content.sha256 != file.sha256:
+            text = f"{file.path} is corrupt: its SHA-256 is {content.sha256}"
+            raise DataLoss(f"{text}, the index says {file.sha256}")
     else:
-        content = read_content(shard, whole, proceed)
+        content = read_content(file, whole, proceed)
     # A tied head that is left out is not expected.
     faults = {
-        name: fault_of(shard, name, largest, expected[name].served if name in expected else "")
+        name: fault_of(file, name, largest, expected[name].served if name in expected else "")
         for name, largest in content.largest.items()
     }
-    return [_violation(name, fault, shard) for name, fault in faults.items() if fault]
+    return [_violation(name, fault, file) for name, fault in faults.items() if fault]
 
 
-def _violation(name: str, text: str, shard: WeightShard) -> Violation:
-    return Violation(f"tensors[{name}]", f"{text} ({shard.path.name})")
+def _violation(name: str, text: str, file: WeightFile) -> Violation:
+    return Violation(f"tensors[{name}]", f"{text} ({file.path.name})")

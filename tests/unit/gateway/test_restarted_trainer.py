@@ -19,7 +19,7 @@ from paceline.weights import safetensors
 from paceline.weights.pieces import cut
 from paceline.weights.stream import WeightSender
 from services.generation.weights import staging
-from services.generation.weights.files import ShardContent, WeightShard
+from services.generation.weights.files import FileContent, WeightFile
 from services.generation.weights.stream.reception import Reception
 from services.generation.weights.stream.stored_stream import StoredStream
 from tests.unit.gateway.stream_fleet import NEW, STREAM, WAIT, StreamFleet, Tensors, stream_fleet, until
@@ -150,9 +150,9 @@ async def test_refused_weights_are_refused_everywhere_at_once(
 ) -> None:
     plain = staging.read_content
 
-    def damage(shard: WeightShard, *rest: Any, **named: Any) -> Any:
+    def damage(shard: WeightFile, *rest: Any, **named: Any) -> Any:
         found = plain(shard, *rest, **named)
-        return ShardContent("0" * 64, found.largest) if "i0" in shard.path.parts else found
+        return FileContent("0" * 64, found.largest) if "i0" in shard.path.parts else found
 
     async with stream_fleet(tmp_path, 3) as fleet:
         if damaged:

@@ -19,7 +19,7 @@ from paceline.weights.pieces import cut
 from paceline.weights.stream import WeightSender
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.files import WeightShard
+from services.generation.weights.files import WeightFile
 from services.generation.weights.stream import reception
 from services.generation.weights.stream.stored_stream import StoredStream
 from tests.unit.gateway.scheduler_parts import VERSION, a_batch
@@ -249,10 +249,10 @@ async def test_an_update_has_the_transport_that_it_was_started_with(tmp_path: Pa
 async def test_files_that_are_renamed_while_they_are_read_are_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(file: Path, sha256: str) -> WeightShard:
+    def opened(file: Path, sha256: str) -> WeightFile:
         raise FileNotFoundError(file)
 
-    monkeypatch.setattr(reception, "open_shard", opened)
+    monkeypatch.setattr(reception, "open_weight_file", opened)
     async with stream_fleet(tmp_path, 2) as fleet:
         await fleet.push(Tensors())
         fleet.check(fleet.nodes)
@@ -261,14 +261,14 @@ async def test_files_that_are_renamed_while_they_are_read_are_read_later(
 async def test_a_reception_that_breaks_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = reception.open_shard
+    plain = reception.open_weight_file
 
-    def opened(file: Path, sha256: str) -> WeightShard:
+    def opened(file: Path, sha256: str) -> WeightFile:
         if "i0" in file.parts:
             raise RuntimeError("broken")
         return plain(file, sha256)
 
-    monkeypatch.setattr(reception, "open_shard", opened)
+    monkeypatch.setattr(reception, "open_weight_file", opened)
     async with stream_fleet(tmp_path, 2) as fleet:
         finished = await fleet.push(Tensors())
         assert [each.instance_id for each in finished.instances] == ["i1"]

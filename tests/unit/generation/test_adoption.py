@@ -15,7 +15,7 @@ import pytest
 from paceline.weights import safetensors
 from services.contracts.errors import DataLoss, FailedPrecondition
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.files import WeightShard, open_shards
+from services.generation.weights.files import WeightFile, open_weight_files
 from tests.support.disks import largest_file
 
 
@@ -31,8 +31,8 @@ def given(folder: Path, value: float = 1.0) -> Path:
     return folder
 
 
-def shards(folder: Path) -> list[WeightShard]:
-    return open_shards(folder, indexed=False, served=10)
+def shards(folder: Path) -> list[WeightFile]:
+    return open_weight_files(folder, indexed=False, served=10)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

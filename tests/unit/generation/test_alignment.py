@@ -82,7 +82,7 @@ def test_compiled_alignments_are_those_of_the_rules(
     for name, follower in plain.items():
         fresh = Alignments(RAMP)
         fresh.follow(name, follower.given, 0)
-        fresh.go_on(name, alignments.state(name))
+        fresh.resume(name, alignments.state(name))
         assert fresh.state(name) == alignments.state(name)
 
 
@@ -112,5 +112,5 @@ def test_an_impossible_state_from_elsewhere_is_passed_over(state: tuple[int, ...
     alignments = Alignments(RAMP)
     alignments.follow("s", [1, 2, 3], 0)
     before = alignments.state("s")
-    alignments.go_on("s", struct.pack("<4q", *state))
+    alignments.resume("s", struct.pack("<4q", *state))
     assert alignments.state("s") == before

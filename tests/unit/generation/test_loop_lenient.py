@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.internal.v1 import generation_pb2 as pb
-from services.generation.draft_cache.lenient_reuse import SOURCE, Reuse
+from services.generation.draft_cache.lenient_reuse import CACHED_SOURCE, Reuse
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.engine.types import Verifier
 from services.generation.loop.metrics import EngineMetrics
@@ -124,7 +124,7 @@ async def test_a_rollout_is_taken_over_in_chunks_whatever_the_speculation(
     finished = rig.finished[1]
     assert (finished.reused_prefix, finished.cached_tokens) == (6, len(cached))
     # Two chunks of three drafts: all of the first is kept and its last row too, of the second two.
-    (source,) = (s for s in finished.draft_sources if s.drafter == SOURCE)
+    (source,) = (s for s in finished.draft_sources if s.drafter == CACHED_SOURCE)
     assert (source.drafted, source.accepted) == (6, 5)
     assert rig.value("paceline_reuse_tokens_total") == 6
     assert rig.value("paceline_reuse_verify_steps_total") == 2
@@ -139,11 +139,11 @@ async def test_a_sample_that_has_left_its_rollout_drafts_from_the_rest_of_it(rig
     await rig.run(1, lenient([40, REFUSED, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=10))
     assert rig.tokens[1] == [40, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     sources = {s.drafter: (s.drafted, s.accepted) for s in rig.finished[1].draft_sources}
-    assert sources[SOURCE][1] >= 1 + 4
+    assert sources[CACHED_SOURCE][1] >= 1 + 4
     assert rig.finished[1].decode_steps < 8
     # Only what was verified by the coupled rule is speculation.
     assert (
-        rig.value("paceline_speculation_verify_steps_total", drafter=SOURCE)
+        rig.value("paceline_speculation_verify_steps_total", drafter=CACHED_SOURCE)
         == rig.finished[1].verify_steps - 1
     )
     assert rig.value("paceline_reuse_verify_steps_total") == 1

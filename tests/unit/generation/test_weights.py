@@ -27,7 +27,7 @@ from paceline.weights import safetensors
 from paceline.weights.safetensors import INDEX
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument
 from services.generation.engine.types import TensorSpec
-from services.generation.weights import files as shards
+from services.generation.weights import files
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
 from services.generation.weights.files import least_infinite
@@ -526,7 +526,7 @@ import sys
 from pathlib import Path
 import numpy as np
 import torch
-from paceline import safetensors
+from paceline.weights import safetensors
 from services.generation.weights.staging import read_manifest
 from services.generation.weights.staging import stage
 
@@ -760,8 +760,8 @@ def test_a_hostile_folder_is_refused_or_harmless(
     adopts: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shards, "_MOST_HEADER_BYTES", 1 << 20)
-    monkeypatch.setattr(shards, "_MOST_TENSORS", 1000)
+    monkeypatch.setattr(files, "_MOST_HEADER_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "_MOST_TENSORS", 1000)
     folder = written(tmp_path / "sent", model=tensors())
     (folder / name).unlink(missing_ok=True)
     spoil(folder / name)

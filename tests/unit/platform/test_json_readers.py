@@ -131,10 +131,11 @@ READERS: dict[str, Reader] = {
     "index-of-delta": Reader(with_file(safetensors.INDEX, delta._files)),
     "header-of-delta": Reader(lambda _, content: delta._parse(content[:8].ljust(8) + content, 0)),
     "index-of-shards": Reader(
-        with_file(safetensors.INDEX, lambda folder: files.open_shards(folder, indexed=True, served=10)), TYPED
+        with_file(safetensors.INDEX, lambda folder: files.open_weight_files(folder, indexed=True, served=10)),
+        TYPED,
     ),
     "header": Reader(
-        with_header(lambda folder: files.open_shards(folder, indexed=False, served=1 << 18)), TYPED
+        with_header(lambda folder: files.open_weight_files(folder, indexed=False, served=1 << 18)), TYPED
     ),
     "adapter": Reader(with_file(adapters.CONFIG, lambda folder: adapters.read_adapter(folder, {})), TYPED),
     "manifest": Reader(with_file("config.json", model_without_header), TYPED),
@@ -206,15 +207,15 @@ def test_a_header_has_room_for_what_the_served_model_has(tmp_path: Path, served:
     header = json.dumps({f"tensor.{number}": empty for number in range(2000)}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     if allowed:
-        (found,) = files.open_shards(tmp_path, indexed=False, served=served)
+        (found,) = files.open_weight_files(tmp_path, indexed=False, served=served)
         assert len(found.tensors) == 2000
     else:
         with pytest.raises(InvalidArgument, match="allowed are 1064"):
-            files.open_shards(tmp_path, indexed=False, served=served)
+            files.open_weight_files(tmp_path, indexed=False, served=served)
 
 
 def test_a_header_that_is_too_long_is_never_parsed(tmp_path: Path) -> None:
     size = 3 << 20
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"[" * size)
     with pytest.raises(InvalidArgument, match=f"header of {size} bytes, allowed are"):
-        files.open_shards(tmp_path, indexed=False, served=10)
+        files.open_weight_files(tmp_path, indexed=False, served=10)

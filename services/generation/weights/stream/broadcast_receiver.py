@@ -36,7 +36,7 @@ from paceline.weights.rendezvous import (
 )
 from paceline.weights.safetensors import unfinished_file
 from services.contracts.errors import DataLoss, ServiceError, Unavailable, to_status
-from services.generation.weights.files import ShardContent, open_shard, read_content
+from services.generation.weights.files import FileContent, open_weight_file, read_content
 from services.generation.weights.stream.stored_stream import StoredStream
 
 Report = Callable[[dict[str, Any]], None]
@@ -136,7 +136,7 @@ class CompleteFiles:
         self._stored = stored
         self._thread = ThreadPoolExecutor(1, "weights")
         self._begun = 0
-        self._found: list[tuple[tuple[int, ...], ShardContent]] = []
+        self._found: list[tuple[tuple[int, ...], FileContent]] = []
 
     def read(self) -> None:
         """Begin with the files that are complete now."""
@@ -151,8 +151,8 @@ class CompleteFiles:
 
     def _read(self, number: int) -> None:
         try:
-            shard = open_shard(unfinished_file(self._stored.folder, number), "")
-            self._found.append((shard.stamp, read_content(shard)))
+            file = open_weight_file(unfinished_file(self._stored.folder, number), "")
+            self._found.append((file.stamp, read_content(file)))
         except (ServiceError, OSError):
             pass  # Renamed meanwhile; whoever stages it reads it, and says what is wrong.
 

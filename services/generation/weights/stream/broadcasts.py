@@ -25,7 +25,7 @@ from paceline.internal.v1.weight_peer_pb2 import PeerWeights
 from paceline.times import seconds_of
 from services.contracts.errors import FailedPrecondition, ServiceError, Unavailable
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.files import ShardContent
+from services.generation.weights.files import FileContent
 from services.generation.weights.stream.metrics import TRAINER, WeightStreamMetrics
 from services.generation.weights.stream.reception import Received
 
@@ -217,7 +217,7 @@ class WeightBroadcasts:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
             raise
         contents = {
-            tuple(stamp): ShardContent(digest, largest) for stamp, digest, largest in report["contents"]
+            tuple(stamp): FileContent(digest, largest) for stamp, digest, largest in report["contents"]
         }
         return Received(place, checksum, contents)
 

@@ -23,7 +23,7 @@ from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2 as pb
 from paceline.weights.safetensors import unfinished_file
 from services.contracts.errors import DOMAIN, DataLoss, ServiceError, Unavailable
-from services.generation.weights.files import ShardContent, open_shard, read_content
+from services.generation.weights.files import FileContent, open_weight_file, read_content
 from services.generation.weights.stream.metrics import INSTANCE, WeightStreamMetrics
 from services.generation.weights.stream.stored_stream import StoredStream
 from services.platform.tasks import ExponentialBackoff, Notifier, end
@@ -162,7 +162,7 @@ class Received:
 
     folder: Path
     checksum: str
-    contents: dict[tuple[int, ...], ShardContent]
+    contents: dict[tuple[int, ...], FileContent]
 
 
 class Reception:
@@ -193,7 +193,7 @@ class Reception:
         self._writing = asyncio.Lock()
         self._came_at = time.monotonic()
         self._corrupt = 0
-        self._contents: dict[tuple[int, ...], ShardContent] = {}
+        self._contents: dict[tuple[int, ...], FileContent] = {}
         self._read_files = 0
         self.follow(order)
         self._tasks = [
@@ -307,8 +307,8 @@ class Reception:
 
     def _read(self, number: int) -> None:
         try:
-            shard = open_shard(unfinished_file(self.stream.folder, number), "")
-            self._contents[shard.stamp] = read_content(shard)
+            file = open_weight_file(unfinished_file(self.stream.folder, number), "")
+            self._contents[file.stamp] = read_content(file)
         except (ServiceError, OSError) as error:
             # Renamed meanwhile, because all is there; or whoever stages it finds the same, and says so.
             reason = error.message if isinstance(error, ServiceError) else str(error)
