@@ -23,22 +23,22 @@ from services.step_time.machine import on_cpu
 
 _log = structlog.get_logger(__name__)
 _HEARTBEAT_SECONDS = 1.0
-# How long the engine's thread may keep the interpreter when another thread wants it. Python's own 5 ms are more
-# than a step of a small model, and a moved sample waits for several such hand-overs while it is paused.
+# Longest time that the engine's thread keeps the interpreter while another thread wants it. Python's default of 5
+# ms is more than a step of a small model, and a moved sample waits for several such hand-overs while it is paused.
 _SWITCH_SECONDS = 0.0005
 
 
 async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
-    """Load the model, then serve until told to stop or the engine breaks."""
+    """Load the model, then serve until the process is to stop or the engine breaks."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     if on_cpu():
         keep_freed_memory()
     async with connect(config) as redis, AsyncExitStack() as stack:
-        # Importing vLLM makes very many objects that stay: to look through them again and again is a fifth of it.
+        # Importing vLLM makes very many objects that stay; collections that traverse them take a fifth of its time.
         gc.disable()
         process = await _built(config, redis, shutdown)
         gc.enable()
-        # Nor need later collections look at them, which often happen in the thread that steps the engine.
+        # Later collections, often in the thread that steps the engine, need not traverse them either.
         gc.freeze()
         server, registration = process.server, process.registration
         await server.start()
@@ -72,10 +72,10 @@ async def serve(config: GenerationConfig, shutdown: Shutdown) -> None:
 
 
 async def _built(config: GenerationConfig, redis: Redis, shutdown: Shutdown) -> GenerationProcess:
-    """Return the instance once its model is loaded; end the process if it is asked to stop meanwhile.
+    """Return the instance once its model is loaded; end the process if it is to stop before that.
 
-    The thread that loads cannot be stopped, and a pod would otherwise be killed at the end of its grace period.
-    Nobody knows the instance yet, so there is nothing to hand back. The ranks of a tensor parallel engine end when
+    The thread that loads cannot be stopped, and a pod would otherwise be killed at the end of its grace period. The
+    instance is not registered yet, so there is nothing to hand back. The ranks of a tensor parallel engine end when
     they lose their parent.
     """
     _log.info("loading", model=config.model)
@@ -91,13 +91,13 @@ async def _built(config: GenerationConfig, redis: Redis, shutdown: Shutdown) -> 
 
 
 async def _until_over(process: GenerationProcess, shutdown: Shutdown) -> None:
-    """Wait until the process should end. Raises what broke the engine, or why this process may not go on."""
+    """Wait until the process should end; raise if the engine broke or the process may not continue."""
     broken = process.loop.broken
     await until_one_ends(
         [
             asyncio.create_task(shutdown.wait()),
             asyncio.create_task(_heartbeat(process)),
-            # Shielded: what is cancelled at the end must not be the loop's own future.
+            # Shielded, because the tasks are cancelled at the end, and the loop's future must not be.
             asyncio.shield(asyncio.wrap_future(broken)),
         ]
     )
@@ -106,9 +106,9 @@ async def _until_over(process: GenerationProcess, shutdown: Shutdown) -> None:
 
 
 async def _evacuate(process: GenerationProcess) -> None:
-    """Let the samples be moved away. The instance is alive meanwhile, and says that it is draining."""
+    """Let the samples be moved away, while heartbeats report that the instance is draining."""
     evacuation = asyncio.create_task(process.instance.evacuate(process.instance.evacuation_seconds))
-    # Once begun: the first heartbeat is to say so.
+    # Begin the evacuation first, so that the first heartbeat reports it.
     await asyncio.sleep(0)
     heartbeats = asyncio.create_task(_heartbeat(process))
     try:
@@ -135,7 +135,7 @@ async def _leave(process: GenerationProcess, grace_seconds: float) -> None:
 
 
 async def _heartbeat(process: GenerationProcess) -> None:
-    """Report state and load. A hung device is not reported alive: the process ends and its samples move on."""
+    """Report state and load; end the process if the device hangs, so that its samples are resumed elsewhere."""
     while not is_cancelled():
         if process.instance.hung:
             work = process.loop.work

@@ -121,7 +121,7 @@ def _speculation(
 
 
 def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:
-    """Return the saved sweep of this engine, or measure one; nothing if step times are learned as they come."""
+    """Return the saved sweep of this engine, or measure one; empty if step times are learned while serving."""
     if config.calibration is not None:
         size, dtype = config.tensor_parallel_size, engine.dtype
         subject = SweepSubject.of(Path(config.model), engine.hardware, size, dtype)
@@ -135,7 +135,7 @@ def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:
     try:
         return measure_steps(engine, config.sweep_seconds)
     except Exception:
-        # An engine that cannot serve says so with its first sample; one that can learns step times as they come.
+        # An engine that cannot serve fails with its first sample; any other learns step times as it serves.
         _log.exception("sweep_failed")
         return ()
 
@@ -163,7 +163,7 @@ def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics, branches: 
 
 @dataclass(frozen=True, slots=True)
 class GenerationProcess:
-    """The parts of an instance whose lives `services.generation.__main__` begins and ends."""
+    """Parts of an instance that `services.generation.__main__` starts and stops."""
 
     loop: EngineLoop
     instance: GenerationInstance
@@ -180,7 +180,7 @@ class GenerationProcess:
 async def build(
     config: GenerationConfig, redis: Redis, metrics_registry: CollectorRegistry
 ) -> GenerationProcess:
-    """Load the model, and build the instance around its engine. Nothing of it serves yet."""
+    """Load the model, and build the instance around its engine; it does not serve yet."""
     keys = Keys(config.namespace)
     registry = Registry(redis, keys)
     metrics = EngineMetrics(metrics_registry)

@@ -1,4 +1,4 @@
-"""`paceline calibrate`: measure the step times of an engine and save the sweep for the instances of its kind."""
+"""Command `paceline calibrate`: measure the step times of an engine and save the sweep for similar instances."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _measure(
     threads_bind: str | None,
 ) -> SavedSweep:
     if not (model / "config.json").is_file():
-        # Said before the engine is built, which takes much longer.
+        # Checked before the engine is built, which takes much longer.
         raise ValueError("it has no config.json")
     binding = bind_ranks(threads_bind, size)
     if binding is not None:
@@ -77,7 +77,7 @@ def _measure(
             max_num_seqs=batch[0],
             draft_window=batch[1],
             tensor_parallel_size=size,
-            # On a GPU vLLM takes what is free.
+            # On a GPU vLLM uses the memory that is free.
             kv_cache_memory_bytes=_KV_BYTES if on_cpu() else None,
         )
     )

@@ -1,4 +1,4 @@
-"""Configuration of an instance."""
+"""Configuration of a generation instance."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class GenerationConfig(ServiceConfig):
     weights_root: Path | None = None
     """Folder that the weights of an update must be in, symbolic links followed. Unset: they may be in any."""
     adopted_weights: Path | None = None
-    """Folder that the instance may write to, in which it keeps the weights of an update: those that are pushed to
-    it, and those of a trainer's folder by hard link or copy, so that the trainer may remove that once the update is
-    published. Instances may share it. Unset: nothing can be pushed to it, and a folder has to stay until it is
-    superseded."""
+    """Folder that the instance may write to, in which it keeps the weights of an update: pushed weights, and by
+    hard link or copy the weights of a trainer's folder, so that the trainer may remove its folder once the update
+    is published. Instances may share it. Unset: nothing can be pushed to the instance, and a trainer's folder has
+    to stay until it is superseded."""
     update_room: Literal["check", "off"] = "check"
-    """check: an instance on whose machine no update of the weights could find memory or disk does not start, and
-    one that may run short says so in its log. off: start all the same."""
+    """check: an instance whose machine has too little memory or disk for any update of the weights does not start,
+    and one that may run short logs a warning. off: start all the same."""
     weight_piece_bytes: int = Field(default=1024 * 1024, ge=1024, le=8 * 1024 * 1024)
     """Bytes of pushed weights that are sent at a time to the next instance."""
     weight_stall_seconds: float = Field(default=3.0, gt=0, allow_inf_nan=False)
-    """An instance that sends nothing of the weights that it has for so long is left for the next nearest."""
+    """Time after which an instance that has weights and sends none is given up for the next nearest."""
     weight_idle_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
-    """Pushed weights of which nothing has come for so long are given up."""
+    """Time without any bytes after which pushed weights are given up."""
     weight_collective: bool = False
     """Take part in weight broadcasts (torch.distributed). Their connections, to the trainer and to other instances,
     take any ports and have neither TLS nor tokens."""
@@ -79,32 +79,33 @@ class GenerationConfig(ServiceConfig):
     """vLLM's batch-invariant mode: logits do not depend on what else is in the batch, so there are no near-ties
     between instances of one kind. Slower; CUDA from compute capability 8.0 on."""
     executor: Literal["local", "ray"] = "local"
-    """local: the devices are those of this machine. ray: vLLM places its workers on the Ray cluster that
+    """local: use the devices of this machine. ray: vLLM places its workers on the Ray cluster that
     RAY_ADDRESS names, for an instance that spans machines. CUDA only."""
     engine: Literal["auto", "v1", "v2"] = "auto"
     """vLLM's model runner. auto: v1, until v2 has been measured to be faster on a GPU. v2: samples and verifies on
     the device; it has no draft models, and no samples that are LENIENT or verified by rejection. On CPU it is for
     tests only (Triton's interpreter)."""
     schedule_ahead: bool = True
-    """On engine v2: schedule a step while the device is at the one before. Nothing else on v1."""
+    """On engine v2: schedule a step while the device runs the previous one. Engine v1 ignores it."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """auto: Triton kernels on CUDA, if they compile and give the right tokens, and the references elsewhere.
     triton: an instance that cannot use them does not start. reference: never."""
     flush_interval_seconds: float = Field(default=0.05, gt=0)
-    """How often ends of samples are reported, and new tokens of samples whose caller reads along."""
+    """Interval of reports: of ends of samples, and of new tokens of samples whose caller reads along."""
     checkpoint_tokens: int = Field(default=512, ge=1)
-    """A sample of a batch reports once it has so many new tokens. What a lost instance has not reported is
-    generated again, and is the same."""
+    """Number of new tokens after which a sample of a batch reports. Tokens that a lost instance has not reported
+    are generated again, and are the same."""
     checkpoint_seconds: float = Field(default=5.0, gt=0, allow_inf_nan=False)
-    """It also reports once its last report is so old. A fifth of this, at most 1 s, lies between two messages."""
+    """Time after its last report at which it also reports. A fifth of this, at most 1 s, lies between two
+    messages."""
     step_timeout_seconds: float = Field(default=300, gt=0)
-    """An engine step that takes longer is a hung device: heartbeats stop and the process ends."""
+    """Longest time of an engine step. A longer one means a hung device: heartbeats stop and the process ends."""
     command_timeout_seconds: float = Field(default=900, gt=0)
-    """The same for what is done between two steps, with samples in the engine or without: weights that are applied,
-    moves, sleep. Time for the longest of them, which is to apply the weights of the largest model."""
+    """The same for a command between two steps, with samples in the engine or without: weights that are applied,
+    moves, sleep. The longest is to apply the weights of the largest model."""
     evacuation_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """Time for a reallocator to move the samples away, once the instance is told to stop or to drain; what is left
-    then is handed back. Where no reallocator is registered that is done at once."""
+    """Time for a reallocator to move the samples away, once the instance is to stop or to drain; then the remaining
+    samples are handed back. Without a registered reallocator they are handed back at once."""
     speculation: Literal["off", "fixed", "adaptive", "toggle", "solver", "planner"] = "planner"
     """off: plain decoding, whatever the knobs say. fixed: verify the best proposal, up to draft_window
     tokens. toggle: that, in the steps in which it pays by their predicted time. adaptive: drafts of a length that
@@ -114,20 +115,20 @@ class GenerationConfig(ServiceConfig):
     """Check before serving, on a few tokens, that drafts do not change what the model says; where they do, the
     instance decodes plainly. A second for a model of 70B."""
     sweep_seconds: float = Field(default=2.0, ge=0, le=600, allow_inf_nan=False)
-    """Time in which the instance measures its own step times before it serves, without prefill; with it the sweep
-    takes four times as long at most. 0: it learns them as it serves."""
+    """Time in which the instance measures its own step times before it serves, without prefill; with prefill the
+    sweep takes at most four times as long. 0: it learns step times as it serves."""
     calibration: Path | None = None
     """Sweep saved by `paceline calibrate`, or a folder of them, which takes the place of that measurement where it
     is of the same device, tensor parallelism, model and dtype."""
     assumed_step_times: Path | None = None
-    """Sweep of any device, by which the instance plans as if it were that one, whatever its own steps take: to see
-    what would be planned there. Unset: it plans by what it measures."""
+    """Sweep of any device: the instance plans as if it were that device, whatever its own steps take, to show what
+    would be planned there. Unset: it plans by its own measurements."""
     step_log: Path | None = None
     """Folder in which the instance writes the shape of each engine step, to predict its time on other devices."""
     draft_margin: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """Least gain over plain decoding, as a share, for which the planner verifies drafts."""
     drafters: tuple[Literal["reference", "suffix"], ...] = ("reference", "suffix")
-    """Drafters beside the draft models."""
+    """Drafters in addition to the draft models."""
     pool: str = ""
     """Name of the pool that the instance belongs to; knobs can be set for one."""
     quantized: bool = False
@@ -135,22 +136,23 @@ class GenerationConfig(ServiceConfig):
     quantized_group: int = 128
     """Weights of the copy that share a scale: 32, 64, 128 or 256; must divide the inputs of every linear layer."""
     quantized_tokens: int = Field(default=8, ge=1, le=64)
-    """Most tokens that the copy drafts for a sample in one step; so many KV slots are kept ahead of each."""
+    """Most tokens that the copy drafts for a sample in one step. As many KV slots are kept ahead of each sample."""
     eagle3: Path | None = None
     """Folder of an EAGLE-3 head for the model, to start with: it drafts where other drafts are worse and its steps
-    pay. The one that the drafter service has published takes its place. What it reads of the model is kept with the
-    KV, which takes more room by it: 19 % for an 8B model of 36 layers. Unset: there is none."""
+    pay. The head that the drafter service has published replaces it. The hidden states that it reads are kept with
+    the KV, which grows by them: by 19 % for an 8B model of 36 layers. Unset: there is none."""
     eagle3_tokens: int = Field(default=6, ge=1, le=64)
-    """Most tokens that the head drafts for a sample in one step; so many KV slots are kept ahead of each."""
+    """Most tokens that the head drafts for a sample in one step. As many KV slots are kept ahead of each sample."""
     eagle3_catch_up_tokens: int = Field(default=2048, ge=1)
     """Most tokens that the head reads before one step, to catch up with samples that were decoded without it."""
     pregenerate: bool = True
     """Generate samples of coming steps in bubbles, as the coordinator of bubbles says. Needs `drafts`."""
     background_threshold: int = Field(default=0, ge=0)
-    """Samples of the step up to which coming ones are generated beside them; 0: only when there are none."""
+    """Number of samples of the current step up to which samples of coming steps are generated at the same time;
+    0: only when there are none."""
     forks: int = Field(default=4, ge=0)
     """Most forks of a pre-generated sample, at its nearest ties: a fork takes the runner-up there and continues, in
-    case the updated policy takes it. 0: none."""
+    case the updated policy chooses it. 0: none."""
     fork_margin: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Margin of a near-tie, in nats: forks begin where the runner-up lost by less."""
     fork_slowdown: float = Field(default=0.05, ge=0, allow_inf_nan=False)
@@ -160,8 +162,9 @@ class GenerationConfig(ServiceConfig):
     draft_window: int = Field(default=16, ge=1, le=128)
     """Most draft tokens of a sample in one step."""
     max_branches: int = Field(default=0, ge=0, le=8)
-    """Most alternatives that the suffix drafter proposes beside a sample's draft, each with what follows it; those
-    that pay are verified with it as a tree, within draft_window. In mode planner. 0: drafts are chains."""
+    """Most alternatives that the suffix drafter proposes in addition to a sample's draft, each with its
+    continuation. The ones that pay are verified with the draft as a tree, within draft_window. In mode planner. 0:
+    drafts are chains."""
     draft_floor: float = Field(default=0.3, ge=0, le=1)
     """Proposals whose first token is less likely to be accepted than this are left out."""
     survival_floor: float = Field(default=0.1, ge=0, le=1)
@@ -171,9 +174,9 @@ class GenerationConfig(ServiceConfig):
     draft_cache_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     """Memory for rollouts from the draft store and of the instance's own."""
     draft_fetch_seconds: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Longest time that the draft store has to answer; then it is left alone for a while."""
+    """Longest time that the draft store has to answer; after a timeout it is not queried for a while."""
     draft_wait_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Longest time that a LENIENT sample waits for its cached rollout; then it starts without."""
+    """Longest time that a LENIENT sample waits for its cached rollout; then it starts without one."""
     draft_index_tokens: int = Field(default=4_000_000, ge=1)
     """Tokens that the index of the suffix drafter holds."""
     draft_index_step_tokens: int = Field(default=4096, ge=1)
@@ -184,25 +187,25 @@ class GenerationConfig(ServiceConfig):
     reuse_chunk: int = Field(default=128, ge=1, le=128)
     """Most tokens of its cached rollout that a LENIENT sample verifies in one step, whatever `speculation` says."""
     migration_port: int = Field(default=0, ge=0, le=65535)
-    """Port that KV of moved samples comes to; ranks beyond the first have those that follow. 0: any free ones."""
+    """Port that receives the KV of moved samples; further ranks have the ports that follow. 0: any free ports."""
     migration_transport: Literal["tcp", "nixl"] = "tcp"
-    """How KV of moved samples travels. nixl needs the package of that name, on every instance."""
+    """Transport of the KV of moved samples. nixl needs the package of that name, on every instance."""
     migration_timeout_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    """Longest time that moving a sample may take, where the caller does not say; then it stays."""
+    """Longest time that moving a sample may take, unless the caller sets another; then it stays."""
     migration_stall_seconds: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     """Longest time that a sample is paused while the rest of its KV is sent, and as long again until
     the receiver has it."""
     migration_claim_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    """A moved sample that no gateway claims for so long is given up."""
+    """Time after which a moved sample that no gateway has claimed is given up."""
     migration_outgoing: int = Field(default=4, ge=1)
-    """Samples that leave at once."""
+    """Most samples that leave at the same time."""
     migration_incoming: int = Field(default=8, ge=1)
-    """Samples that come at once."""
+    """Most samples that arrive at the same time."""
     migration_connections: int = Field(default=64, ge=1)
-    """Connections to the port for KV at once; more than samples that come at once. Of more, the oldest that has not
-    identified itself makes way."""
+    """Most open connections to the port for KV; more than the samples that arrive at the same time. Beyond it, the
+    oldest connection that has not identified itself is closed."""
     migration_chunk_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
-    """KV that is packed and sent at a time."""
+    """Bytes of KV that are packed and sent at a time."""
     threads_bind: str | None = None
     """CPU cores that the CPU engine's threads are bound to, such as 0 or 0-3."""
 

@@ -1,6 +1,6 @@
-"""Import of what an instance on the CPU needs for its engine, for a process that instances are forked from.
+"""Imports that an instance on the CPU needs for its engine, for a process that instances are forked from.
 
-Being imported is all that it is for. Without numba: an engine cannot be built where that came first.
+The module only imports. It must not import numba, because an engine cannot be built where numba came first.
 """
 
 import services.generation.__main__

@@ -1,11 +1,9 @@
 """Cache of rollouts on an instance, and the rules by which samples may reuse them. Pure: no clock, no I/O.
 
 A group whose rollouts have become alike teaches little, and reusing them keeps them alike. Below a floor of
-diversity part of the samples is therefore generated anew: the share that reuses its cached rollout falls linearly
-from all of them at the floor to none where every rollout is the same one. A uniform keyed by the sample's seed
-selects these samples, so that the choice is the same on every instance, and new in every step.
-
-The metrics of the cache are defined here, and other modules record them.
+diversity part of the samples is therefore generated again: the share that reuses its cached rollout falls linearly
+from all samples at the floor to none where all rollouts are equal. A uniform number keyed by the sample's seed
+selects these samples, so the choice is the same on every instance, and differs between steps.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ _MIX = np.array(
 def distinct_share(rollouts: Sequence[Sequence[int]]) -> float:
     """Return the share of distinct n-grams in all n-grams of the rollouts, in (0, 1].
 
-    What a rollout repeats within itself counts once, so 1 means that no two rollouts share an n-gram, and
-    1 / len(rollouts) that all are the same. Empty rollouts count for nothing; without any other it is 1.
+    Repetitions within a rollout count once, so 1 means that no two rollouts share an n-gram, and 1 / len(rollouts)
+    that all are equal. Empty rollouts are ignored; if all are empty it is 1.
     """
     grams = [_ngrams(rollout) for rollout in rollouts if len(rollout)]
     total = sum(len(each) for each in grams)
@@ -106,7 +104,7 @@ def reuse_allowed(rollouts: Sequence[Sequence[int]], floor: float, seed: int) ->
 
 def _ngrams(rollout: Sequence[int]) -> NDArray[np.uint64]:
     """Return the distinct n-grams of one rollout, each as an integer; a shorter rollout is one n-gram."""
-    # One is added so that padding, which is 0, is no token.
+    # 1 is added because padding is 0.
     tokens = np.asarray(rollout, dtype=np.uint64) + np.uint64(1)
     if len(tokens) < NGRAM:
         tokens = np.pad(tokens, (0, NGRAM - len(tokens)))
@@ -123,13 +121,13 @@ def _uniform(seed: int) -> float:
 
 
 ROLLOUT_OVERHEAD = 512
-"""Bytes charged for a rollout beside its arrays."""
+"""Bytes charged for a rollout in addition to its arrays."""
 PROMPT_OVERHEAD = 512
-"""Bytes charged for a prompt, rollouts or not."""
+"""Bytes charged for a prompt, with or without rollouts."""
 
 
 class ShardQuery(NamedTuple):
-    """A question to the store: a prompt's rollouts for a step, `whole` or without history that is covered."""
+    """Query to the store: a prompt's rollouts for a step, `whole` or without history that is covered."""
 
     step: int
     whole: bool = True
@@ -147,20 +145,20 @@ class _Prompt:
     """Rollouts of a prompt by slot, kind, version of HISTORY, and fork."""
 
     rollouts: dict[_Name, StoredRollout] = field(default_factory=dict)
-    # What the store was asked last; None: nothing.
+    # Last query to the store; None before the first.
     fetched_for: ShardQuery | None = None
-    # Of the pre-generated rollouts, until they change.
+    # Record of the pre-generated rollouts, until they change.
     recorded: RecordedTokens | None = None
 
 
 class DraftCache:
-    """Rollouts by prompt, bounded in bytes; the prompt that was used least recently goes first.
+    """Rollouts by prompt, bounded in bytes; the prompt that was used least recently is dropped first.
 
-    Belongs to the engine thread. `fetched_for` may be called from another: it only reads.
+    Used by the engine thread. `fetched_for` may be called from other threads, because it only reads.
     """
 
     def __init__(self, vocab_size: int, budget_bytes: int) -> None:
-        """Rollouts with tokens outside of `vocab_size` are of another model, and not taken."""
+        """Begin empty. Rollouts with tokens outside of `vocab_size` are of another model, and are not added."""
         self._vocab_size = vocab_size
         self._budget = budget_bytes
         self._prompts: OrderedDict[PromptKey, _Prompt] = OrderedDict()
@@ -171,22 +169,22 @@ class DraftCache:
         return len(self._prompts)
 
     def fetched_for(self, prompt: PromptKey) -> ShardQuery | None:
-        """Return the query that last fetched the rollouts of a prompt; None when they are not here."""
+        """Return the query that last fetched the rollouts of a prompt; None if they are not cached."""
         known = self._prompts.get(prompt)
         return None if known is None else known.fetched_for
 
     def add(self, rollouts: Iterable[StoredRollout]) -> list[StoredRollout]:
-        """Take rollouts in; returns those that bring new tokens.
+        """Add rollouts; return the ones with new tokens.
 
-        History replaces that of the same version, a pre-generated rollout one of an earlier step or a shorter one.
-        Unsound rollouts are left out.
+        History replaces history of the same version; a pre-generated rollout replaces one of an earlier step or a
+        shorter one. Unsound rollouts are left out.
         """
         taken = [rollout for rollout in rollouts if self._is_sound(rollout) and self._add(rollout)]
         self._shrink()
         return taken
 
     def add_shards(self, shards: Shards) -> list[StoredRollout]:
-        """Take in the store's rollouts of some prompts; returns the sound ones, new here or not.
+        """Add the store's rollouts of some prompts; return the sound ones, cached before or not.
 
         Where they are complete, other history, and rollouts pre-generated for an earlier step, are forgotten.
         """
@@ -334,8 +332,8 @@ def reusable(
     Args:
         cache: searched for the slot's history; pre-generated rollouts are not samples of any step.
         origin: of the sample.
-        seed: of the sample; it decides who reuses in a group that has become too much alike.
-        delay: how many newer versions of the slot's history are passed over.
+        seed: of the sample; it decides which samples of a group with too little diversity reuse.
+        delay: number of newer versions of the slot's history that are skipped.
         diversity_floor: least share of distinct n-grams in the group's cached rollouts; None: any.
     """
     rollout = cache.of_slot(origin, delay)
@@ -355,7 +353,7 @@ def has_logprobs(rollout: StoredRollout) -> bool:
 
 
 def is_better(new: StoredRollout, old: StoredRollout) -> bool:
-    """Return True if a sample of the seed of both follows `new` rather: it is newer, and not a mere beginning."""
+    """Return True if a sample of the same seed should follow `new`: it is newer, and not a mere beginning."""
     return _age(new) > _age(old) and (new.finished or len(new.tokens) >= len(old.tokens))
 
 

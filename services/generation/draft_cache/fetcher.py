@@ -16,9 +16,9 @@ from services.generation.draft_cache.cache import RolloutMetrics, ShardQuery, Sh
 from services.generation.draft_cache.origin import Origin, PromptKey
 
 _log = structlog.get_logger(__name__)
-# A shard is put into the cache between two engine steps: more prompts at once would be felt.
+# Fetched rollouts are added to the cache between two engine steps, which more prompts at once would delay.
 _PROMPTS_PER_CALL = 16
-# Calls under way at once.
+# Most concurrent calls.
 _CALLS = 4
 
 _Want = tuple[PromptKey, ShardQuery]
@@ -27,8 +27,8 @@ _Want = tuple[PromptKey, ShardQuery]
 class ShardFetcher:
     """Fetches the rollouts that samples of a prompt can draft from.
 
-    Usage, in the event loop: `want` for every sample that comes, `close` at the end. No call fails; a prompt that
-    was missed is fetched again with its next sample.
+    Usage, in the event loop: `want` for every new sample, `close` at the end. No call fails; a prompt that was
+    missed is fetched again with its next sample.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class ShardFetcher:
         Args:
             stores: replicas of the draft store.
             fetched_for: returns the query that fetched a prompt's rollouts last, if they are still cached.
-            deliver: takes the rollouts; a ServiceError from it means that nobody needs them any more.
-            metrics: where fetches are counted.
+            deliver: adds the rollouts to the cache; a ServiceError means that they are not needed any more.
+            metrics: of fetches.
         """
         self._stores = stores
         self._fetched_for = fetched_for
         self._deliver = deliver
         self._metrics = metrics
         self._wanted: dict[_Want, asyncio.Future[None]] = {}
-        # Of these, the ones that no call fetches yet, in order.
+        # The wanted ones that no call fetches yet, in order.
         self._queue: dict[_Want, None] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -92,11 +92,11 @@ class ShardFetcher:
             except ServiceError as error:
                 _log.info("rollouts_not_needed", error=error.message)
             except Exception:
-                # A defect: it costs these prompts their drafts, and nobody else anything.
+                # A defect: these prompts go without drafts, and others are not affected.
                 _log.exception("fetch_failed")
             finally:
                 self._resolve(batch)
-        # In the same turn in which the queue was found empty: what is wanted from now on begins another call.
+        # In the same turn in which the queue was found empty, so that later wants begin another call.
         self._calls.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _take(self) -> list[_Want]:

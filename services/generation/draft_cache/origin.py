@@ -12,7 +12,7 @@ PromptKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The names under which rollouts of a sample are cached; without a run or a prompt, none are."""
+    """Names under which rollouts of a sample are cached; without a run or a prompt, none are."""
 
     run_id: str = ""
     prompt_id: str = ""
@@ -33,4 +33,4 @@ class Origin:
 
 
 NOWHERE = Origin()
-"""The origin of a sample that belongs to no run."""
+"""Origin of a sample that belongs to no run."""
