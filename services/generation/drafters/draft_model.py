@@ -1,13 +1,4 @@
-"""Drafter with a draft model: decides when it runs, for which samples and how deep, and how likely its tokens are.
-
-The draft model runs only where the mode of speculation predicts that its passes pay, which are timed like the
-target's steps, and for samples whose other proposals are worse. Drafted tokens that were not verified are
-proposed again while the response agrees with them.
-
-Acceptance is learned by comparing every drafted token with the response, verified or not: by position in the
-draft, which decides how deep to draft, and by the probability with which the model drew it, which is what is
-proposed. The metrics of each kind of draft model (quantized self-draft, EAGLE-3 head) are defined here as well.
-"""
+"""Drafter with a draft model, and the metrics of each kind of draft model (quantized self-draft, EAGLE-3 head)."""
 
 from __future__ import annotations
 
@@ -46,11 +37,11 @@ class DraftModelMetrics(MetricSet):
     draft_seconds = counter("draft_seconds_total", "Time of draft steps.")
 
     def built(self, work: float, wall: float, nbytes: int) -> None:
-        """Record that the model became ready in `wall` seconds, `work` of them spent on it; 0: at the start."""
+        """Record that the model became ready in `wall` seconds, with `work` seconds of work; 0: at the start."""
         self.memory_bytes.set(nbytes)
 
     def decided(self, gain: float) -> None:
-        """Record the predicted gain of running the model, as a factor; 1 if it does not run or is not predicted."""
+        """Record the predicted gain of running the model, as a factor; 1 if it does not run."""
         self.gain.set(gain)
 
     def drafted(self, tokens: int, steps: int, seconds: float, caught_up: int) -> None:
@@ -82,7 +73,7 @@ class QuantizedDrafterMetrics(DraftModelMetrics, prefix="paceline_quantized_"):
 
 
 class Eagle3Metrics(DraftModelMetrics, prefix="paceline_eagle3_"):
-    """Cost of the EAGLE-3 head, which is trained online and has versions of its own."""
+    """Cost of the EAGLE-3 head, which is trained online and has separate versions."""
 
     version = gauge(
         "drafter_version", "Version of the EAGLE-3 head that drafts; 0: the one the instance started with."
@@ -105,12 +96,12 @@ class Eagle3Metrics(DraftModelMetrics, prefix="paceline_eagle3_"):
         self.swaps.inc()
 
 
-# Seconds of preparing the model in a step, and at a time while the engine idles.
+# Seconds for which the model is prepared in a step, and in a slice of idle time.
 _STEP_SLICE, _IDLE_SLICE = 1e-3, 1e-2
 # Prior acceptance of the first drafted token, and of any after an accepted one.
 _PRIOR = 0.85
-# Bounds of the buckets of draft probability, and the prior acceptance in each: under coupled sampling even an
-# unlikely token is mostly the target's, too.
+# Bounds of the buckets of draft probability, and the prior acceptance in each: under coupled sampling the target
+# mostly draws the same token, even an unlikely one.
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)
 _PRIORS = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
 
@@ -136,9 +127,15 @@ class AcceptanceCounts:
 
 
 class DraftModelDrafter(TokenDrafter):
-    """Runs the draft model and proposes its tokens.
+    """Decides when the draft model runs, for which samples and how deep, and proposes its tokens.
 
-    A sample may be drafted for from any step on, and the next proposal compares the tokens itself.
+    The draft model runs only where its passes, which are timed like the target's steps, are predicted to pay, and
+    for samples whose other proposals are worse. Drafted tokens that were not verified are proposed again while the
+    response agrees with them. A sample may be drafted for from any step on.
+
+    Acceptance is learned by comparing every drafted token with the response, verified or not: by position in the
+    draft, which decides how deep to draft, and by the probability with which the model drew it, which gives the
+    acceptance of a proposal.
     """
 
     sequential = True
@@ -160,7 +157,7 @@ class DraftModelDrafter(TokenDrafter):
             clock: seconds.
         """
         self.name = engine.name
-        # Since the weights in use were swapped in.
+        # Outcomes since the weights in use were swapped in.
         self.compared = AcceptanceCounts()
         self._engine = engine
         self._worth = worth
@@ -184,7 +181,7 @@ class DraftModelDrafter(TokenDrafter):
             self._close(draft)
 
     def swapped(self, version: int) -> None:
-        """Begin with new weights of this version, and forget half of what was learned of the old ones."""
+        """Begin with new weights of this version, and forget half of the acceptance learned with the old ones."""
         self._drafts.clear()
         self.compared = AcceptanceCounts()
         self._half_forget()
@@ -228,7 +225,7 @@ class DraftModelDrafter(TokenDrafter):
         return Proposals.of(proposals) if any(proposals) else None
 
     def _prepared(self, seconds: float) -> bool:
-        """Return True if the model is ready for the served weights, else go on with preparing it."""
+        """Return True if the model is ready for the served weights, else continue to prepare it."""
         if self._engine.ready and self._stale_since is None:
             return True
         began = self._clock()
@@ -256,7 +253,7 @@ class DraftModelDrafter(TokenDrafter):
         drafted = self._engine.propose(lengths)
         seconds, made = self._clock() - began, drafted.proposals
         steps = max((len(proposal.tokens) for proposal in made.values()), default=0)
-        # If samples had to catch up first, the time is not that of draft steps.
+        # If samples had to catch up first, the time is not only of draft steps.
         usual = drafted.caught_up <= len(made) * (self._engine.most_tokens + 1)
         if steps and usual:
             context = context_of([sample for sample in samples if sample.sample_id in made])
@@ -266,7 +263,7 @@ class DraftModelDrafter(TokenDrafter):
         return made
 
     def _propose(self, sample: EngineSampleState, made: ModelProposal, window: int) -> Proposal:
-        """Keep a new draft in place of the sample's last one, and return its beginning."""
+        """Replace the sample's last draft by a new one, and return its beginning."""
         buckets = [bisect_right(_EDGES, exp(logprob)) for logprob in made.logprobs]
         last = self._drafts.get(sample.sample_id)
         if last is not None:
@@ -303,7 +300,7 @@ class DraftModelDrafter(TokenDrafter):
             draft.mismatched = not same
 
     def _close(self, draft: _Draft) -> None:
-        """Count a draft that is not compared any further; tokens behind a mismatch count as rejected."""
+        """Count a draft that is not compared any further; tokens after a mismatch count as rejected."""
         if draft.compared:
             self.compared.drafts += 1
             self.compared.tokens += len(draft.tokens) if draft.mismatched else draft.compared

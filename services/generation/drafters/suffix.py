@@ -1,10 +1,10 @@
-"""Drafter `suffix`: proposes what followed the longest matching suffix in all known rollouts of the prompt.
+"""Drafter `suffix`: proposes the continuation of the longest matching suffix in all known rollouts of the prompt.
 
-All samples of an instance share one suffix index. A running sample is a growing text in it, so that the samples
-of a group draft from each other, and the text stays when the sample ends. Rollouts from elsewhere wait in a
-queue; a part of it is indexed with each step, so that decoding never waits for the index, and the rest while
-the engine idles. Texts are never removed by name, and no prompt is added after its rollouts: both would rebuild
-its automaton.
+All samples of an instance share one suffix index. A running sample is a growing text in it, so that the samples of
+a group draft from each other, and the text stays when the sample ends. Rollouts of other instances wait in a queue;
+a part of it is indexed with each step, so that decoding never waits for the index, and the rest while the engine
+idles. Texts are never removed by name, and no prompt is added after its rollouts, because both would rebuild its
+automaton.
 
 Acceptance is the index's own estimate: it compares every prediction with the text that follows, verified or not.
 """
@@ -58,10 +58,7 @@ class _Sample:
 
 
 class Backlog:
-    """Rollouts that wait to be indexed, by prompt, first in, first out.
-
-    Beyond `capacity` tokens the oldest prompts are dropped.
-    """
+    """Queue of rollouts to index, by prompt, first in, first out; beyond `capacity` tokens it drops the oldest."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -95,7 +92,7 @@ class Backlog:
 
 
 class SuffixDrafter(TokenDrafter):
-    """Proposes what followed in other rollouts of the prompt, and earlier in the sample's own."""
+    """Proposes continuations found in other rollouts of the prompt, and earlier in the sample's own."""
 
     name = "suffix"
 
@@ -114,7 +111,7 @@ class SuffixDrafter(TokenDrafter):
         Args:
             index: without one, an index of `capacity` tokens is made, which imports numba.
             capacity: most tokens in the queue; the oldest rollouts beyond it are dropped.
-            branches: most alternatives that are proposed beside a continuation.
+            branches: most alternatives that are proposed in addition to a continuation.
             tokens_per_step: queued tokens that a step indexes.
             metrics: of the cost.
             clock: seconds.
@@ -127,7 +124,7 @@ class SuffixDrafter(TokenDrafter):
         self._samples: dict[str, _Sample] = {}
         # Number of running samples by prompt.
         self._running: Counter[Name] = Counter()
-        # Rollouts to index, and those whose prompt has no sample here yet: it must be indexed first.
+        # Rollouts to index, and rollouts whose prompt has no sample here yet: the prompt must be indexed first.
         self._waiting = Backlog(capacity)
         self._early = Backlog(capacity)
 
@@ -136,13 +133,13 @@ class SuffixDrafter(TokenDrafter):
         prompt = _prompt_name(context)
         name: Name = (context.seed, context.version)
         if not context.run_id or self._index.has(prompt, name):
-            # Its rollout is indexed already, or is growing: this is another attempt.
+            # A rollout of this name is indexed or still growing, so this is another attempt.
             name = context.sample_id
         try:
             self._index.put_prompt(prompt, np.asarray(context.prompt, np.int32))
             handle = self._index.open(prompt, name, context.version)
         except ValueError:
-            # No room beside all running samples: this one gets no proposals.
+            # No room in addition to all running samples: this one gets no proposals.
             return
         self._samples[context.sample_id] = _Sample(handle, prompt)
         self._running[prompt] += 1
@@ -218,7 +215,7 @@ class SuffixDrafter(TokenDrafter):
         try:
             self._index.insert(prompt, name, rollout.version, rollout.tokens.astype(np.int32))
         except ValueError:
-            # No room for it beside all running samples.
+            # No room for it in addition to all running samples.
             return 0
         return len(rollout.tokens)
 
@@ -243,7 +240,7 @@ def _proposals(known: Sequence[_Sample | None], found: Continuations) -> Proposa
 
 
 def _spread(found: NDArray[Any], rows: Sequence[int] | None, count: int, dtype: DTypeLike) -> NDArray[Any]:
-    """Return an array of `count` rows with the found ones at these places; None: they are all."""
+    """Return an array of `count` rows with the found ones at the places `rows`; None: they are all rows."""
     if rows is None:
         return found.astype(dtype, copy=False)
     spread = np.zeros((count, found.shape[1]), dtype)

@@ -1,14 +1,4 @@
-"""Decision of a mode about one step, with its reason, and the exploration of other ways of decoding. Pure.
-
-The estimator learns from the steps that are done. If it overestimates verification, it never sees a drafted step
-that would prove it wrong; if it underestimates it, it never sees a plain step to compare with, and it never sees
-another number of draft tokens than the best. So other ways are done now and then: soon at first, more seldom
-later, and the more seldom the further apart their predicted rates are, so that the predicted cost of exploration
-stays a small share. The first drafts in a batch of a new size wait until a plain step was done, because only that
-says what drafts are worth. And where none were verified after eight plain steps, some are once, whatever is
-predicted of them: the prediction of the sweep for long contexts may be off by any factor, because its own are
-short.
-"""
+"""Decision of a mode about one step, with its reason, and the exploration of other ways of decoding. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +26,7 @@ _FIRST_INTERVAL, _MAX_INTERVAL = 8, 64
 _CLOSE = 0.1
 # Plain steps after which the first drafts in a batch of a new size are explored.
 _UNTRIED = 8
-# Predicted speedups between which plain and drafted steps are explored: beyond them nothing is in doubt.
+# Predicted speedups between which plain and drafted steps are explored; beyond them the decision is clear.
 _MIN_SPEEDUP, _MAX_SPEEDUP = 0.85, 1.3
 # Share of the draft tokens that an exploration of fewer verifies.
 _FEWER = 0.5
@@ -56,12 +46,24 @@ class _Count:
 
 @dataclass(slots=True)
 class Exploration:
-    """Schedule of explorations, by octave of batch sizes."""
+    """Schedule of explorations, by octave of batch sizes.
+
+    The estimator learns from the steps that are done. If it overestimates verification, it never sees a drafted
+    step that would prove it wrong; if it underestimates it, it never sees a plain step to compare with, and it
+    never sees another number of draft tokens than the best. So other ways of decoding are tried at intervals: short
+    at first, longer later, and the longer the further apart their predicted rates are, so that the predicted cost
+    of exploration stays a small share.
+
+    The first drafts in a batch of a new size wait until a plain step was done, because drafts can only be judged by
+    comparison with it. If no drafts were verified after eight plain steps, some are verified once, whatever their
+    prediction: the prediction of the sweep for long contexts may be off by any factor, because its own contexts are
+    short.
+    """
 
     _counts: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
 
     def should_explore(self, num_samples: int, speedup: float, *, drafted: bool) -> bool:
-        """Return True if the step should be done the other way; it then counts as an exploration.
+        """Return True if the step should be done in the other way; it then counts as an exploration.
 
         Args:
             num_samples: samples of the step.
@@ -81,7 +83,7 @@ class Exploration:
         return True
 
     def fewer(self, num_samples: int, tokens: int) -> int:
-        """Return how many of `tokens` draft tokens a step should verify at most: all, or now and then half."""
+        """Return how many of `tokens` draft tokens a step should verify at most: all, or at intervals half."""
         count = self._counts[num_samples.bit_length()]
         if count.fewer < count.fewer_interval:
             return tokens
@@ -123,8 +125,8 @@ class PlanDecision:
 class Mode:
     """Mode of speculation: decides on the drafts of each step and keeps its last decision.
 
-    Modes share the estimator and the exploration of their engine. A decision may be made before the
-    steps before it are measured.
+    Modes share the estimator and the exploration of their engine. A decision may be made before the previous steps
+    are measured.
     """
 
     REASONS: ClassVar[tuple[PlanReason, PlanReason]] = (PlanReason.OFF, PlanReason.FIXED)
@@ -132,7 +134,7 @@ class Mode:
     step_time: StepTimeEstimator
     knobs: Knobs
     exploration: Exploration = field(default_factory=Exploration)
-    """Whoever runs the steps records them."""
+    """Schedule of explorations; the caller that runs the steps records them."""
     fixed: FixedLengthPlanner = field(default_factory=lambda: FixedLengthPlanner(1))
     """Floors of drafts of fixed length."""
     graphs: tuple[int, ...] = ()
@@ -149,7 +151,7 @@ class Mode:
         """Return how many tokens a draft model should draft for each sample: those with the best predicted rate.
 
         Args:
-            batch: the samples, and what they verify without the draft model.
+            batch: the samples, and their verification without the draft model.
             acceptance: of a drafted token by position, if all before it were accepted.
             pass_time: of the draft model's passes, each a token deeper.
         """
@@ -167,7 +169,7 @@ class Mode:
         return Drafts()
 
     def draft(self, reason: PlanReason, samples: int, drafts: Drafts, plain: float, seconds: float) -> Drafts:
-        """Decide on drafts for a step of so many samples, by the predicted seconds without and with them."""
+        """Decide on drafts for a step of `samples` samples, by the predicted seconds without and with them."""
         # The rate with drafts over the rate without (EfficientRollout, equation 1).
         gain = (samples + drafts.expected) / samples * plain / seconds
         self.last = PlanDecision(reason, drafts.count, drafts.expected, gain, gain, seconds)

@@ -1,8 +1,7 @@
 """Interface of a drafter: anything that can propose the next tokens of a sample.
 
-Under coupled sampling verification keeps exactly the tokens that the policy samples anyway, whatever was
-proposed. A drafter therefore cannot break correctness; it only owes honest predictions of how likely its tokens
-are accepted.
+Under coupled sampling verification keeps exactly the tokens that the policy samples anyway, whatever was proposed.
+A drafter therefore cannot break correctness; it only has to predict well how likely its tokens are accepted.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from services.generation.engine.types import EngineSampleState
 class DraftContext:
     """Description of a sample when it enters the engine.
 
-    `reference` is a position-aligned guess of the whole response, empty if there is none, and `source` its
-    origin: reference (given by the caller), pregenerated or history. `forks` are other guesses of the whole
-    response, for where it leaves the reference. Run and prompt name the prompt, seed and policy version the sample
-    among those of the prompt, for drafters that keep history; without a run the sample has no name but its id.
-    `carried` is the state of the drafters of its last engine, by drafter (see `TokenDrafter.carry`).
+    `reference` is a position-aligned guess of the whole response, empty if there is none, and `source` its origin:
+    reference (given by the caller), pregenerated or history. `forks` are other guesses of the whole response, for
+    where it leaves the reference. For drafters that keep history, run and prompt id name the prompt, and seed and
+    policy version name the sample among the samples of the prompt; without a run the sample is known by its id
+    only. `carried` is the state of the drafters of its last engine, by drafter (see `TokenDrafter.carry`).
     """
 
     sample_id: str
@@ -43,7 +42,7 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class NewRollouts:
-    """Rollouts that arrived between two steps, and what is new of references and forks of samples, by sample id."""
+    """Rollouts that arrived between two steps, and new references and forks of samples, by sample id."""
 
     rollouts: Sequence[StoredRollout] = ()
     references: Mapping[str, StoredRollout] = field(default_factory=dict)
@@ -76,7 +75,7 @@ class ProposedBranches:
     parents: NDArray[np.int64]
 
     def check(self, samples: int, window: int, vocab_size: int) -> None:
-        """Raise ValueError unless these go with proposals for so many samples, of up to `window` tokens."""
+        """Raise ValueError unless these fit proposals for `samples` samples, of up to `window` tokens."""
         shape, place = self.tokens.shape, np.arange(self.tokens.shape[-1])
         if len(shape) != 2 or shape[0] != samples or not shape == self.acceptance.shape == self.parents.shape:
             raise ValueError(f"branches of shape {shape} for {samples} samples")
@@ -99,9 +98,9 @@ class Proposals:
     """Proposals of one drafter for the n samples of a step, of at most w tokens each.
 
     tokens [n, w] are integers; acceptance [n, w] float64 is the probability that a token is accepted if all before
-    it are. The first 0 ends a proposal: tokens there and behind it do not count. sources [n] name the origins in
-    results and metrics; an empty one, or none at all, stands for the drafter's name. `branches` are alternatives to
-    some of these tokens, which only some modes verify.
+    it are. The first 0 ends a proposal: tokens from there on do not count. sources [n] name the origins in results
+    and metrics; an empty one, or none at all, stands for the drafter's name. `branches` are alternatives to some of
+    these tokens, which only some modes verify.
     """
 
     tokens: NDArray[np.int32]
@@ -138,23 +137,23 @@ class TokenDrafter:
     """Interface of a source of draft tokens, called from the engine thread only.
 
     Each sample is begun, proposed for and verified any number of times, and ended; `add_rollouts` and `idle_work`
-    come at any time between two steps. Methods that a drafter does not need do nothing. A drafter that raises or
-    makes invalid proposals is left out of that step, and after some such steps it is switched off.
+    are called at any time between two steps. Methods that a drafter does not need do nothing. A drafter that raises
+    or makes invalid proposals is left out of that step, and after some such steps it is switched off.
     """
 
     name: str
     sequential = False
-    """True if tokens cost the drafter time, so that it is queried after the others and told their proposals."""
+    """True if tokens cost the drafter time, so that it is queried after the others and gets their proposals."""
 
     def begin(self, context: DraftContext) -> None:
         """Register a sample that enters the engine."""
 
     def carry(self, sample_id: str) -> bytes:
-        """Return state beyond the tokens that `begin` finds in `DraftContext.carried` on another engine, if any."""
+        """Return state beyond the tokens, if any; `begin` gets it as `DraftContext.carried` on another engine."""
         return b""
 
     def add_rollouts(self, arrival: NewRollouts) -> None:
-        """Take in rollouts; running samples may be anywhere in their responses."""
+        """Add rollouts; running samples may be anywhere in their responses."""
 
     def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         """Return proposals for the samples, in their order; None if there are none.
@@ -167,7 +166,7 @@ class TokenDrafter:
         raise NotImplementedError
 
     def learn(self, sample_id: str, drafted: int, accepted: int) -> None:
-        """Learn that `accepted` of its `drafted` tokens were accepted for this sample in the last step."""
+        """Learn that `accepted` of the `drafted` tokens were accepted for this sample in the last step."""
 
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         """Release a sample that left the engine with this response."""

@@ -1,15 +1,7 @@
-"""The plan of a step: the draft tokens to verify for each sample, and what is predicted of them.
+"""Plan of a step: the draft tokens to verify for each sample, with their predictions.
 
-`FixedLengthPlanner` makes the simplest plan: each sample verifies its most promising proposal, cut to the window,
-to the sample's length limit, and to where its tokens are still likely to be reached.
-
-`choose_lengths` plans the passes of a draft model, which cost one draft step per position, however few samples
-use them. So one depth k is chosen for all samples that it drafts for, which are those that gain over their other
-proposals. All depths are compared by the predicted rate
-
-    (samples + expected accepted tokens) / (predicted step + k predicted passes),
-
-EfficientRollout's speedup (equation 1) for a batch in which only some samples are drafted for.
+`DraftPlanner` is the interface of planners, and `FixedLengthPlanner` makes the simplest plans. `choose_lengths`
+plans the passes of a draft model.
 """
 
 from __future__ import annotations
@@ -32,17 +24,17 @@ UNBOUNDED = 1 << 30
 
 @dataclass(slots=True)
 class Drafts:
-    """The drafts of a step, by sample id; samples without one decode plainly."""
+    """Drafts of a step, by sample id; samples without one decode plainly."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """The drafter of each draft, and its origin in results."""
+    """Drafter of each draft, and the draft's origin in results."""
     expected: float = 0.0
     """Accepted tokens that the drafters predict, of all samples together."""
     saved: float = inf
     """Predicted seconds saved over decoding as many tokens plainly; infinite if there is no prediction."""
     parents: dict[str, list[int]] = field(default_factory=dict)
-    """What each token follows in the drafts that are trees (engine/draft_tree.py)."""
+    """Parents of the tokens of the drafts that are trees (see `DraftTree`)."""
 
     @property
     def count(self) -> int:
@@ -77,9 +69,9 @@ class DraftPlanner:
         """Return the drafts of the next step.
 
         Args:
-            samples: the samples that can verify a draft, at least one.
+            samples: that can verify a draft, at least one.
             proposals: of each drafter that has any.
-            rows: most verified tokens of the step, one of each sample included.
+            rows: most verified tokens of the step, including one of each sample.
         """
         raise NotImplementedError
 
@@ -97,9 +89,10 @@ class DraftPlanner:
 class FixedLengthPlanner(DraftPlanner):
     """Planner with a fixed draft length: at most `window` tokens per sample and step.
 
-    A proposal whose first token has an acceptance below `floor` is ignored, and tokens are cut from the first one
-    whose survival probability is below `survival_floor`. Drafts are cut to equal lengths if the step would exceed
-    its verified tokens.
+    Each sample verifies its most promising proposal, cut to the window and to the sample's length limit. A proposal
+    whose first token has an acceptance below `floor` is ignored, and tokens are cut from the first one whose
+    survival probability is below `survival_floor`. Drafts are cut to equal lengths if the step would exceed its
+    verified tokens.
     """
 
     window: int
@@ -139,7 +132,7 @@ def rooms(samples: Samples) -> Ints:
 def drafts(
     samples: Samples, proposals: ProposalsByName, picks: Ints, lengths: Ints, expected: float
 ) -> Drafts:
-    """Return the first `lengths` [n] tokens of each sample's drafter, of which `picks` [n] has the place."""
+    """Return the first `lengths` [n] tokens of the proposals of each sample's drafter, at place `picks` [n]."""
     tokens, origins, cuts = dict[str, list[int]](), dict[str, tuple[str, str]](), lengths.tolist()
     for place, (name, made) in enumerate(proposals.items()):
         here, own = np.flatnonzero((picks == place) & (lengths > 0)), (name, name)
@@ -153,7 +146,7 @@ def drafts(
 
 
 def add_branches(made: Drafts, samples: Samples, name: str, proposals: ProposalsByName, taken: Bools) -> None:
-    """Put the taken branch tokens [n, m] of a drafter behind the chains of its proposals that are planned."""
+    """Append the taken branch tokens [n, m] of a drafter to the planned chains of its proposals."""
     branches, window = proposals[name].branches, proposals[name].tokens.shape[1]
     assert branches is not None
     for i in np.flatnonzero(taken.any(1)).tolist():
@@ -179,9 +172,10 @@ _ASSUMED_PASS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DraftableBatch:
-    """The samples of a step [n]: the most tokens to draft for each, and what they verify without the draft model.
+    """Samples of a step [n]: the most tokens to draft for each, and their verification without the draft model.
 
-    `rows` are the draft tokens of other drafters that they verify, `expected` how many of those are accepted.
+    `rows` are the draft tokens of other drafters that they verify, and `expected` the number of these that is
+    accepted.
     """
 
     room: Ints
@@ -199,10 +193,10 @@ class DraftableBatch:
         most: int,
         step_time: StepTimeEstimator,
     ) -> Self:
-        """Return the batch with the best of the other proposals for each sample, as far as they are worth it.
+        """Return the batch with the best of the other proposals for each sample, cut to tokens worth verifying.
 
-        A token is if its survival is at least the tokens that plain decoding makes in the time of one more verified
-        token.
+        A token is worth verifying if its survival is at least the number of tokens that plain decoding makes in the
+        time of one more verified token.
 
         Args:
             samples: of the next step.
@@ -238,10 +232,10 @@ the times of the draft model's passes.
 
 
 def pass_seconds(pass_time: StepTimeEstimator, samples: int, context: float, plain: float) -> float:
-    """Return the seconds of a pass of a draft model for so many samples with so much context together.
+    """Return the seconds of a pass of a draft model for `samples` samples with `context` tokens together.
 
-    Before the first was measured, half of a plain step, which takes `plain` seconds, is assumed: what is taken for
-    dear would never be measured.
+    Before the first pass was measured, half of a plain step, which takes `plain` seconds, is assumed: with a high
+    assumption no pass would ever be measured.
     """
     return pass_time.seconds(samples, samples, context) if pass_time.known else _ASSUMED_PASS * plain
 
@@ -254,6 +248,13 @@ def choose_lengths(
     margin: float = 0.0,
 ) -> DraftLengths:
     """Return the depth with the best predicted rate for the samples that gain by it; no depth within the margin.
+
+    Passes cost one draft step per position, however few samples use them. So one depth k is chosen for all samples
+    that gain over their other proposals. All depths are compared by the predicted rate
+
+        (samples + expected accepted tokens) / (predicted step + k predicted passes),
+
+    EfficientRollout's speedup (equation 1) for a batch in which only some samples are drafted for.
 
     Args:
         batch: the samples of the step.
@@ -298,7 +299,7 @@ def predicted_gain(
     Args:
         batch: the samples of the step.
         lengths: tokens that the draft model drafts for each [n]; 0: its other proposal is verified.
-        acceptance: as `choose_lengths` has it, of as many positions as the longest draft at least.
+        acceptance: as in `choose_lengths`, for at least as many positions as the longest draft has.
         step_time: of the engine's step.
         pass_time: of a pass of the draft model.
     """

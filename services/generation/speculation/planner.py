@@ -96,7 +96,7 @@ class SpeculationAccount:
         self._switches: deque[pb.Switch] = deque(maxlen=_MAX_SWITCHES)
         self._serial = 0
         self._key: StepKey | None = None
-        # Steps that belong to no run are counted here, and not reported.
+        # Totals of the present step; of a step that belongs to no run they are not reported.
         self._totals = StepTotals()
         # A step that begins with plain decoding did not switch speculation off.
         self._on = False
@@ -184,7 +184,7 @@ def _acceptance(counted: Counter[tuple[int, int]]) -> Acceptance:
 
 
 class ResolvedKnobs:
-    """Knobs of a revision: those shared by all runs, and those of single runs; used by the engine thread."""
+    """Knobs of a revision: the shared ones, and the ones of single runs; used by the engine thread."""
 
     def __init__(self, revision: int, shared: Knobs, runs: Mapping[str, Knobs], origin_of: OriginOf) -> None:
         self.revision = revision

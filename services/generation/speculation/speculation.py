@@ -1,15 +1,10 @@
-"""Speculation of an engine: queries the drafters, applies the plan, and reports what was accepted.
+"""Speculation of an engine: queries the drafters, applies the plan, and reports the accepted tokens.
 
-Drafters are not trusted. A drafter that raises, answers for the wrong number of samples, or proposes tokens
-outside the vocabulary, more tokens than the window, or predictions that are no probabilities, is left out of that
-step; the fault is counted and the first is logged, and after `MAX_FAULTS` the drafter is switched off. The
-planner is not trusted either: where it raises, or plans what the samples have no room for, the step decodes
-plainly, and the fault is counted for the drafter `planner` and logged once. No fault can reach a request.
-
-Querying drafters and planning run on the host while the engine waits; the step-time model does not include this
-cost. `DraftBackoff` keeps a credit, in steps: each drafted step adds (predicted savings / overhead) - 1. While
-the credit is negative, drafting is skipped for exponentially more steps, up to 32, until the batch shrinks, new
-drafts arrive, or a drafted step pays again.
+Drafters are not trusted. A drafter that raises, answers for the wrong number of samples, or proposes tokens outside
+the vocabulary, more tokens than the window, or predictions that are no probabilities, is left out of that step; the
+fault is counted and the first is logged, and after `MAX_FAULTS` the drafter is switched off. The planner is not
+trusted either: if it raises, or plans drafts that the samples have no room for, the step decodes plainly, and the
+fault is counted for the drafter `planner` and logged once. No fault can reach a request.
 """
 
 from __future__ import annotations
@@ -35,7 +30,11 @@ from services.generation.speculation.drafter import (
 )
 from services.generation.speculation.plan import UNBOUNDED, DraftPlanner, Drafts, StepShape, context_of
 
-# Drafted steps without any savings before steps are skipped: a lone sample often has a few between two good
+MAX_FAULTS = 3
+"""Number of faults after which a drafter is switched off."""
+PLANNER = "planner"
+"""Name under which faults of the planner are counted."""
+# Drafted steps without any savings before steps are skipped: a single sample often has a few between two good
 # drafts.
 _MAX_CREDIT = 8.0
 _MIN_CREDIT = -6.0
@@ -43,11 +42,20 @@ _MIN_CREDIT = -6.0
 _MAX_SKIPPED = 32
 # A batch that shrank to this share is another batch, in which drafting may pay.
 _SHRUNK = 0.5
+P = ParamSpec("P")
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class DraftBackoff:
-    """Adaptive backoff: says step by step whether drafters are queried."""
+    """Adaptive backoff from drafting that does not pay for its own overhead.
+
+    Querying drafters and planning run on the host while the engine waits; the step-time model does not include this
+    cost. The backoff keeps a credit, in steps: each drafted step adds (predicted savings / overhead) - 1. While the
+    credit is negative, drafting is skipped for exponentially more steps, up to 32, until the batch shrinks, new
+    drafts arrive, or a drafted step pays again.
+    """
 
     _credit: float = _MAX_CREDIT
     _to_skip: int = 0
@@ -77,20 +85,12 @@ class DraftBackoff:
         self._num_samples = num_samples
 
     def reset(self) -> None:
-        """Start over with full credit, because drafters know something new."""
+        """Start over with full credit, because drafters have new rollouts."""
         self._credit, self._to_skip = _MAX_CREDIT, 0
 
     def draft_next(self) -> None:
         """Skip no further step, because a sample with a reference joined; the credit stays."""
         self._to_skip = 0
-
-
-MAX_FAULTS = 3
-PLANNER = "planner"
-"""Name under which faults of the planner are counted."""
-P = ParamSpec("P")
-T = TypeVar("T")
-_log = structlog.get_logger(__name__)
 
 
 class VerificationMetrics(Protocol):
@@ -102,7 +102,7 @@ class VerificationMetrics(Protocol):
 
 @dataclass(slots=True)
 class _Guard:
-    """Calls a drafter, or the planner, whose faults are counted, and switches it off after `most` of them."""
+    """Calls a drafter or the planner, counts its faults, and switches it off after `most` of them."""
 
     name: str
     metrics: VerificationMetrics
@@ -112,7 +112,7 @@ class _Guard:
     on: bool = True
 
     def call(self, otherwise: T, function: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """Return what the function does, or `otherwise` if it fails or its owner is switched off."""
+        """Return the function's result, or `otherwise` if it fails or its owner is switched off."""
         if not self.on:
             return otherwise
         try:
@@ -130,7 +130,7 @@ class _Guard:
 
 @dataclass(slots=True)
 class Speculation:
-    """The drafters of one engine and their planner. Used by the engine thread only."""
+    """Drafters of one engine and their planner. Used by the engine thread only."""
 
     drafters: Sequence[TokenDrafter]
     plan: DraftPlanner
@@ -139,16 +139,16 @@ class Speculation:
     clock: Callable[[], float] = time.perf_counter
     """Seconds."""
     late: int = 0
-    """Decisions that an engine which schedules ahead asks for before the outcomes of an earlier one are known."""
+    """Number of further decisions before the outcomes of one are known, on an engine that schedules ahead."""
     # Drafters that are queried after the others come last.
     _guarded: dict[str, tuple[TokenDrafter, _Guard]] = field(init=False)
     _planner: _Guard = field(init=False)
-    # Of the drafts whose outcomes may still come, drafter and source by sample id; the latest decision's last.
+    # Drafter and source by sample id of the drafts without an outcome yet; one dict per decision, newest last.
     _origins: deque[dict[str, tuple[str, str]]] = field(init=False)
     _backoff: DraftBackoff = field(init=False, default_factory=DraftBackoff)
     parents: Mapping[str, Sequence[int]] = field(init=False, default_factory=dict)
-    """What each token follows, of the drafts of the next step that are trees."""
-    # Drafting is skipped in the step being planned.
+    """Parents of the tokens of the drafts of the next step that are trees."""
+    # True if drafting is skipped in the step being planned.
     _skipped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -233,7 +233,7 @@ class Speculation:
             return ""
         name, source = origins.pop(step.sample_id)
         self.metrics.verified(source, step.drafted, step.accepted)
-        # Of a tree one path is accepted at most: it says of lengths what a chain of its depth does.
+        # At most one path of a tree is accepted, so for lengths it counts as a chain of the tree's depth.
         own = self.parents.get(step.sample_id)
         deepest = step.drafted if own is None else min(step.drafted, max(depths_of(own)))
         self._planner.call(None, self.plan.verified, source, deepest, step.accepted)
@@ -242,7 +242,7 @@ class Speculation:
         return source
 
     def _choose(self, samples: Samples, proposals: ProposalsByName, rows: int) -> Drafts:
-        """Return the planner's drafts of the next step; ValueError where the samples have no room for them."""
+        """Return the planner's drafts of the next step; ValueError if the samples have no room for them."""
         made = self.plan.choose(samples, proposals, rows)
         rooms = {sample.sample_id: sample.room for sample in samples} if made.tokens else {}
         for sample_id, tokens in made.tokens.items():
@@ -266,8 +266,8 @@ class Speculation:
         return found
 
     def _propose(self, drafter: TokenDrafter, samples: Samples, others: ProposalsByName) -> Proposals | None:
-        """Return a drafter's proposals for all samples; ValueError if something is wrong with them."""
-        # Which of them share a step must not change what a drafter learns of them.
+        """Return a drafter's proposals for all samples; ValueError if they break the rules."""
+        # For all samples, because a drafter must learn the same whichever samples share a step.
         window = self.plan.window
         made: Any = drafter.propose(samples, window, others)
         if made is None:

@@ -1,4 +1,4 @@
-"""Draft from a reference sequence: a complete earlier rollout of the same prompt and seed.
+"""Drafter `reference`: proposes the tokens of a complete earlier rollout of the same prompt and seed.
 
 Under coupled sampling the reference token at position t is usually the token that the target draws there, so drafts
 are position-aligned and survive mismatches. After a mismatch the drafter keeps its offset, with a lower acceptance
@@ -39,12 +39,11 @@ _BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, UNBROKEN)
 _PRIORS = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.96, 0.96, 0.96)
 # Bucket of each number of matches, up to the first of the last wide bucket.
 _RAMP = np.array([bisect_right(_BUCKETS, matched) - 1 for matched in range(_BUCKETS[-2] + 1)], np.int64)
-# Share of the counts learned under a policy version that still counts under the next.
-_KNOWN_OF_OLD = 0.5
-
+# Share of the counts learned under a policy version that is kept under the next.
+_KEPT_SHARE = 0.5
 
 Fork = NDArray[np.integer]
-"""The whole text that a sample follows if it takes the runner-up; as it came, since it may be long."""
+"""Whole text that a sample follows if it takes the runner-up; not converted, because it may be long."""
 
 
 class ReferenceDrafter(TokenDrafter):
@@ -52,9 +51,9 @@ class ReferenceDrafter(TokenDrafter):
 
     name = "reference"
 
-    def __init__(self, took_fork: Callable[[], None] = lambda: None) -> None:
-        """`took_fork` is called whenever a sample starts to follow a fork."""
-        self._took_fork = took_fork
+    def __init__(self, on_fork: Callable[[], None] = lambda: None) -> None:
+        """`on_fork` is called whenever a sample starts to follow a fork."""
+        self._on_fork = on_fork
         self._alignments = Alignments(_RAMP)
         # By source, in order of first use.
         self._sources: list[str] = []
@@ -65,15 +64,15 @@ class ReferenceDrafter(TokenDrafter):
         self._version = 0
 
     def begin(self, context: DraftContext) -> None:
-        """Take the reference of a sample, if it has one."""
+        """Register the reference of a sample, if it has one."""
         if context.version > self._version:
             self._version = context.version
             for table in self._tables:
-                table.fade(_KNOWN_OF_OLD)
+                table.fade(_KEPT_SHARE)
         if len(context.reference):
             self._follow(context.sample_id, context.reference, context.source)
             if state := context.carried.get(self.name):
-                self._alignments.go_on(context.sample_id, state)
+                self._alignments.resume(context.sample_id, state)
             self._offer(context.sample_id, context.forks)
 
     def carry(self, sample_id: str) -> bytes:
@@ -81,7 +80,7 @@ class ReferenceDrafter(TokenDrafter):
         return self._alignments.state(sample_id)
 
     def add_rollouts(self, arrival: NewRollouts) -> None:
-        """Take references of running samples; their responses are compared at the next proposal."""
+        """Add references of running samples; their responses are compared at the next proposal."""
         for sample_id, rollout in arrival.references.items():
             self._follow(sample_id, rollout.tokens, rollout.kind.value)
         for sample_id, forks in arrival.forks.items():
@@ -95,7 +94,7 @@ class ReferenceDrafter(TokenDrafter):
         aligned = self._alignments.compare(samples, *counts)
         if self._forks:
             self._take_forks(samples, aligned)
-        # All samples' counts go in first, because a query of the tables costs more than an update.
+        # The counts of all samples are added first, because a query of the tables costs more than an update.
         for table, tried, kept in zip(self._tables, *counts, strict=True):
             if tried.any():
                 table.observe(slice(None), tried, kept)
@@ -125,9 +124,9 @@ class ReferenceDrafter(TokenDrafter):
     def _take_forks(self, samples: Samples, aligned: AlignedSamples) -> None:
         """Let samples that have just left their reference follow a fork that agrees with their response.
 
-        A response that agrees with no fork will never do so: its forks are forgotten.
+        A response that agrees with no fork now never will, so its forks are forgotten.
         """
-        for place in self._alignments.broken(aligned).tolist():
+        for place in self._alignments.mismatched(aligned).tolist():
             sample = samples[place]
             forks = self._forks.get(sample.sample_id)
             if forks is None:
@@ -137,14 +136,14 @@ class ReferenceDrafter(TokenDrafter):
             left = [fork for fork in forks if len(fork) > n and np.array_equal(fork[:n], response)]
             if left:
                 self._alignments.replace(sample.sample_id, left[0], n)
-                self._took_fork()
+                self._on_fork()
             if len(left) > 1:
                 self._forks[sample.sample_id] = left[1:]
             else:
                 del self._forks[sample.sample_id]
 
     def _sources_of(self, aligned: AlignedSamples, samples: int) -> list[str]:
-        """Return the source of each sample's reference; any source for samples without one."""
+        """Return the source of each sample's reference; arbitrary for samples without one."""
         if len(self._sources) == 1:
             return self._sources * samples
         found = [""] * samples

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kernels import jit
 
-# Weight of a bucket's fitted prior, in verified tokens; as many also carry half of what a bucket says of the
-# others.
+# Weight of a bucket's fitted prior, in verified tokens; a bucket with this number of tokens has half of its
+# greatest weight in the fit of the others.
 _PRIOR_TOKENS = 12.0
 # Prior variances of the shift (in log-odds) and of the slope.
 _SHIFT_VARIANCE = 2.0
@@ -46,7 +46,7 @@ def fit(odds, tried, kept, fitted, probabilities):
         by_shift = (slopes * up - shared * steeper) / scale
         by_slope = (shifts * steeper - shared * up) / scale
         length = max(abs(by_shift), abs(by_slope))
-        # From a flat region a full step overshoots.
+        # Shortened, because a full step from a flat region overshoots.
         cut = min(1.0, _LONGEST_STEP / length) if length > 0.0 else 1.0
         shift += cut * by_shift
         slope += cut * by_slope

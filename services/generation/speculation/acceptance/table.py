@@ -1,14 +1,15 @@
 """Acceptance probability of proposed tokens, learned online by bucket. Pure.
 
-A drafter sorts its tokens into buckets by what it knows of them (length of the match, share of the occurrences,
-tokens since the last mismatch) and counts for each bucket the tokens tried and those that agreed with what the
-policy sampled. Each bucket has a prior.
+A drafter sorts its tokens into buckets by their properties (length of the match, share of the occurrences, tokens
+since the last mismatch) and counts for each bucket the tokens tried, and the tokens that agreed with the sampled
+ones. Each bucket has a prior.
 
-Priors are wrong together: drafts of an older policy are worse in every bucket, and where mismatches are random,
+Priors are wrong in the same direction: drafts of an older policy are worse in every bucket, and where mismatches
+are random,
 a long match means no more than a short one. So all buckets together correct the priors by logistic regression:
 the log-odds of each become shift + slope * its own (RLHFSpec's fitted function of the draft's confidence,
 section 5.2, with a Gaussian prior on both numbers), fitted by penalised maximum likelihood. Tokens of a bucket
-are correlated, so its count is taken as beta-binomial: many tokens say little more of the other buckets than
+are correlated, so its count is taken as beta-binomial: many tokens say little more about the other buckets than
 some. The bucket's own count then updates the corrected prior, and outweighs it when it is large.
 
 The fit is compiled because drafters query it in every step. numba is imported at first use, which must be after
@@ -74,7 +75,7 @@ class AcceptanceTable:
 
 
 def warm_up() -> None:
-    """Compile or load the compiled functions, so that the first step does not wait for it."""
+    """Compile or load the compiled functions, so that the first step does not wait for them."""
     table = AcceptanceTable((0.5,))
     table.observe(0, 1, 1)
     len(table.probabilities)

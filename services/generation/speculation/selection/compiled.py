@@ -1,4 +1,4 @@
-"""Compiled part of `selection`. Importing this module imports numba.
+"""Compiled functions that rank and select proposed tokens. Importing this module imports numba.
 
 Survival [..., n, width] is the probability that a token and all before it in its proposal are accepted. It falls
 along a proposal, and 0 stands for no token. Tokens are ranked by buckets of survival, in time that grows with
@@ -9,6 +9,9 @@ the product of the acceptance along its path, as for the token of a chain. It fa
 above any value are a tree.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+# Compiled functions have numba types, which annotations cannot express.
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,11 +20,7 @@ import numpy as np
 
 from kernels import jit
 
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
-
-
-# Buckets to an octave, as a power of 2, and octaves below 1: what is less is all in the lowest bucket.
+# Buckets to an octave, as a power of 2, and octaves below 1; all smaller values are in the lowest bucket.
 _BITS, _OCTAVES = 7, 12
 _LOWEST, BUCKETS = (1023 - _OCTAVES) << _BITS, (_OCTAVES << _BITS) + 1
 
@@ -59,7 +58,7 @@ def pick(survival, price, picks):
 @jit.kernel
 def bucket_of(bits):
     """Return the bucket of a survival by its bits: the exponent and the first bits of the fraction."""
-    # Nothing checks bounds here, so what is no probability must not lie outside them.
+    # Clipped, because compiled code does not check bounds, and a value that is no probability may exceed them.
     return min(max((bits >> (52 - _BITS)) - _LOWEST, 0), BUCKETS - 1)
 
 
@@ -97,7 +96,7 @@ def evaluate(buckets, counts, seconds, samples):
             expected += mean * some
         time = seconds[i]
         if taken < counts[i]:
-            # All tokens there are.
+            # No tokens are left.
             if i > 1 or taken == 0.0:
                 break
             time = before + (time - before) * taken / counts[i]
@@ -110,9 +109,9 @@ def evaluate(buckets, counts, seconds, samples):
 
 @_entry
 def search(survival, counts, seconds, price, picks, buckets):
-    """Fill picks [n] at a price of a token, and buckets [b, 2]; return what `evaluate` does.
+    """Fill picks [n] at a price of a token, and buckets [b, 2]; return the result of `evaluate`.
 
-    0 tokens stand for none. counts [c] rise from 0, seconds [c] are the times of their steps. If the
+    It has 0 tokens if none is worth it. counts [c] rise from 0, seconds [c] are the times of their steps. If the
     first count above 0 is larger than the number of tokens, that number is tried instead.
     """
     pick(survival, price, picks)
@@ -124,7 +123,7 @@ def search(survival, counts, seconds, price, picks, buckets):
 def cut(survival, picks, buckets, count, lengths):
     """Fill how many of the best `count` > 0 tokens each sample has [n]; return the sum of their survival.
 
-    There are as many in the buckets at least. Of the last bucket the first samples' tokens are taken.
+    The buckets have at least `count` tokens. From the last bucket the first samples' tokens are taken.
     """
     n, width = survival.shape[1:]
     bits = survival.view(np.int64)
@@ -146,16 +145,12 @@ def cut(survival, picks, buckets, count, lengths):
     return expected
 
 
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
-
-
 @_entry
 def survive_trees(chains, acceptance, parents, window, room, branches):
     """Fill the survival of branches [n, m] from their acceptance, and cut chains and branches to the room.
 
-    chains [n, width] is the survival of the proposals, which have up to `window` tokens. Of a sample's tokens the
-    most promising are left, as many as its room [n] and the width.
+    chains [n, width] is the survival of the proposals, which have up to `window` tokens. Each sample keeps its most
+    promising tokens, at most its room [n] and the width.
     """
     width = chains.shape[1]
     for i in range(len(branches)):
@@ -179,7 +174,7 @@ def survive_trees(chains, acceptance, parents, window, room, branches):
 
 @jit.kernel
 def drop_last(chain, branches):
-    """Set the least survival of a sample to 0. Of equals it is the last, which nothing follows."""
+    """Set the least survival of a sample to 0; of equals the last one, which no token follows."""
     least, place = 2.0, 0
     for j in range(len(chain)):
         if 0.0 < chain[j] <= least:
@@ -213,7 +208,7 @@ def pick_trees(survival, branches, drafter, price, picks):
 
 @_entry
 def search_trees(survival, branches, drafter, counts, seconds, price, picks, buckets):
-    """Do what `compiled.search` does, with the branches [n, m] that one drafter's proposals have."""
+    """Do the same as `search`, with the branches [n, m] of one drafter's proposals."""
     pick_trees(survival, branches, drafter, price, picks)
     sort_into(survival, picks, buckets)
     bits = branches.view(np.int64)
@@ -229,10 +224,10 @@ def search_trees(survival, branches, drafter, counts, seconds, price, picks, buc
 
 @_entry
 def cut_trees(survival, branches, drafter, picks, buckets, count, lengths, taken):
-    """Do what `compiled.cut` does, and fill which branch tokens are `taken` [n, m].
+    """Do the same as `cut`, and set which branch tokens are `taken` [n, m].
 
-    A sample's chain comes before its branches, and a parent before its children, so what is left of the last
-    bucket is never given to a token without its parent.
+    A sample's chain comes before its branches, and a parent before its children, so the rest of the last bucket is
+    never given to a token without its parent.
     """
     n, width = survival.shape[1:]
     last, left = len(buckets) - 1, count

@@ -1,15 +1,8 @@
 """Survival probabilities of proposed tokens, and the selection of tokens to verify by them.
 
-The survival of a token is the probability that it and all tokens before it in its proposal are accepted. A step
-waits for the selection, for a handful of samples as for many, and a dozen numpy operations on small arrays take
-longer than all of it compiled. numba is imported at first use, which must be after vLLM was imported.
-
-Steps are restricted to numbers of verified tokens that recur. Kernels are specialised for the number of rows of a
-step: CPU matrix products are compiled for each new size, which takes as long as some steps of a small model, and
-only a limited number of them is cached; a GPU computes whole tiles and replays graphs captured for some sizes. So
-plans use a grid of sizes: the best size, or a few less. A coarser grid costs more than it saves, because every
-size left out is a token not verified. Where an engine has graphs, their sizes take the place of the grid up to
-the largest of them: steps of other sizes are padded.
+The survival of a token is the probability that it and all tokens before it in its proposal are accepted. The
+selection is compiled because every step waits for it, and a dozen numpy operations on small arrays take longer than
+all of it compiled. numba is imported at first use, which must be after vLLM was imported.
 """
 
 from __future__ import annotations
@@ -23,7 +16,11 @@ from numpy.typing import NDArray
 
 from services.generation.speculation.drafter import Proposals, ProposedBranches
 
-# The grid has every size up to twice _FINE, and above it _FINE in each octave.
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# The grid has every size up to twice _FINE, and above it _FINE sizes in each octave.
 _FINE, _OCTAVES = 16, 16
 _GRID = np.concatenate([np.arange(1, _FINE), *[np.arange(_FINE, 2 * _FINE) << k for k in range(_OCTAVES)]])
 
@@ -32,9 +29,17 @@ _GRID = np.concatenate([np.arange(1, _FINE), *[np.arange(_FINE, 2 * _FINE) << k 
 def draft_token_counts(num_samples: int, limit: int, graphs: tuple[int, ...] = ()) -> NDArray[np.int64]:
     """Return the numbers of draft tokens that a step may verify, from 0 to at most `limit`, rising.
 
-    With these, `num_samples` plus the draft tokens is the size of a graph, or above the largest a size of the grid.
-    If no number above 0 is, or a graph would be left between, `limit` itself is also returned. The array is cached
-    and read-only.
+    Steps are restricted to sizes that recur, because kernels are specialised for the number of rows of a step: CPU
+    matrix products are compiled for each new size, which takes as long as some steps of a small model, and only a
+    limited number of them is cached; a GPU computes whole tiles and replays graphs captured for some sizes. So
+    plans use a grid of sizes: the best size, or a few less. A coarser grid costs more than it saves, because every
+    size left
+    out is a token not verified. Where an engine has graphs, their sizes replace the grid up to the largest of them:
+    steps of other sizes are padded.
+
+    `num_samples` plus a returned number is the size of a graph, or above the largest graph a size of the grid.
+    `limit` itself is also returned if no other number above 0 is, or if the next graph is beyond it. The array is
+    cached and read-only.
 
     Args:
         num_samples: of the step.
@@ -51,13 +56,8 @@ def draft_token_counts(num_samples: int, limit: int, graphs: tuple[int, ...] = (
     return counts
 
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
-
 class SelectedCount(NamedTuple):
-    """The best number of draft tokens of a step, 0 if there are none, with its predictions.
+    """Best number of draft tokens of a step, 0 if there are none, with its predictions.
 
     `picks` [n] is the place of each sample's drafter, and `buckets` [b, 2] are the numbers and sums of these
     drafters' tokens by survival. `rate` is in tokens per second, `expected` counts accepted tokens, `seconds` is
@@ -81,7 +81,7 @@ class BranchSurvival(NamedTuple):
 
 
 def warm_up(branches: bool = False) -> None:
-    """Compile or load the compiled functions, so that the first step does not wait for it."""
+    """Compile or load the compiled functions, so that the first step does not wait for them."""
     survival = survivals([Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)))], np.ones(1, np.int64), 1)
     # A read-only array of the grid, as in real steps.
     found = search(survival, draft_token_counts(1, 1), np.ones(2))
@@ -102,7 +102,7 @@ def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
 
     survival = np.zeros((len(made), len(room), width))
     for proposals, found in zip(made, survival, strict=True):
-        # Of one kind, so that no other signature is compiled while a step waits.
+        # Contiguous float64, so that no other signature is compiled while a step waits.
         compiled.survive(np.ascontiguousarray(proposals.acceptance, np.float64), room, found)
     return survival
 
@@ -110,16 +110,16 @@ def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
 def branch_survival(made: Sequence[Proposals], room: Ints, survival: Floats) -> BranchSurvival | None:
     """Return the survival of the branches of the first drafter that has any; None if none has.
 
-    Its tokens in `survival` are cut: those of a chain and its branches are as many together as a chain may have.
+    Its tokens in `survival` are cut: a chain and its branches together have at most as many as a chain may have.
     """
-    from services.generation.speculation.selection import compiled as compiled_trees
+    from services.generation.speculation.selection import compiled
 
     for drafter, proposals in enumerate(made):
         if (own := proposals.branches) is not None:
             found = np.zeros(own.tokens.shape)
             acceptance = np.ascontiguousarray(own.acceptance, np.float64)
             window = proposals.tokens.shape[1]
-            compiled_trees.survive_trees(survival[drafter], acceptance, own.parents, window, room, found)
+            compiled.survive_trees(survival[drafter], acceptance, own.parents, window, room, found)
             return BranchSurvival(drafter, found)
     return None
 
@@ -131,11 +131,11 @@ def search(
     price: float = 0.0,
     branches: BranchSurvival | None = None,
 ) -> SelectedCount:
-    """Return the best of `counts` [c] above 0 of draft tokens by predicted rate, by `survivals`.
+    """Return the number of draft tokens with the best predicted rate, among the `counts` [c] above 0.
 
-    Counts rise from 0; `seconds` [c] are the times of steps with them. Counts with more tokens than there are do
-    not count; if none above 0 is left, the number of all tokens takes their place. Each sample's drafter is the one
-    whose tokens' survival exceeds the price of a token most. ValueError unless each count has one time: compiled
+    Counts rise from 0; `seconds` [c] are the times of steps with them. Counts above the number of tokens are
+    skipped; if none above 0 is left, the number of all tokens replaces them. Each sample's drafter is the one whose
+    tokens' survival exceeds the price of a token most. ValueError unless each count has one time, because compiled
     code does not check its bounds.
     """
     from services.generation.speculation.selection import compiled
@@ -144,10 +144,8 @@ def search(
         raise ValueError(f"{seconds.size} step times for {counts.size} numbers of draft tokens")
     picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((compiled.BUCKETS, 2))
     if branches is not None:
-        from services.generation.speculation.selection import compiled as compiled_trees
-
         drafter, own = branches
-        best = compiled_trees.search_trees(survival, own, drafter, counts, seconds, price, picks, buckets)
+        best = compiled.search_trees(survival, own, drafter, counts, seconds, price, picks, buckets)
         return SelectedCount(picks, buckets, *best)
     return SelectedCount(picks, buckets, *compiled.search(survival, counts, seconds, price, picks, buckets))
 
@@ -155,12 +153,14 @@ def search(
 def cut(
     survival: Floats, found: SelectedCount, branches: BranchSurvival | None = None
 ) -> tuple[Ints, float, Bools | None]:
-    """Return how many of the tokens found, more than 0, each sample has in its chain [n], and the sum of survival.
+    """Return the selection that `search` found, which has more than 0 tokens.
 
-    The third is which branch tokens are found [n, m], where there are branches.
+    The selected tokens rank highest among the tokens of the picked drafters. They are beginnings of proposals,
+    because survival falls along a proposal.
 
-    They are the highest-ranked of the picked drafters, and beginnings of proposals, because survival falls along a
-    proposal.
+    Returns:
+        The number of tokens in each sample's chain [n], the sum of survival, and with branches a mask of the
+        selected branch tokens [n, m].
     """
     from services.generation.speculation.selection import compiled
 
@@ -168,11 +168,9 @@ def cut(
     if branches is None:
         expected = compiled.cut(survival, found.picks, found.buckets, found.tokens, lengths)
         return lengths, expected, None
-    from services.generation.speculation.selection import compiled as compiled_trees
-
     drafter, own = branches
     taken = np.empty(own.shape, np.bool_)
-    expected = compiled_trees.cut_trees(
+    expected = compiled.cut_trees(
         survival, own, drafter, found.picks, found.buckets, found.tokens, lengths, taken
     )
     return lengths, expected, taken

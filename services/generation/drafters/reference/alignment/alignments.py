@@ -1,7 +1,7 @@
-"""References of all samples in one arena, and the alignment of each sample to its own.
+"""References of all samples in one arena, and the alignment of each sample to its own reference.
 
-Comparing responses with references is work for every token of every sample, between two steps of the engine. So
-references share an arena, alignments share a table (see `row`), and the loop is compiled.
+Every token of every sample is compared with its reference between two steps of the engine. So references share an
+arena, alignments share a table (see `row`), and the loop is compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.generation.drafters.reference.alignment.row import (
 from services.generation.engine.types import EngineSampleState
 
 _ROWS, _TOKENS = 64, 1 << 14
-# An alignment that moves to another engine: length of the reference, offset, seen, matched.
+# Form in which an alignment moves to another engine: length of the reference, offset, seen, matched.
 _STATE = struct.Struct("<4q")
 
 
@@ -51,7 +51,7 @@ class Alignments:
     """Alignments by sample id. Constructing one imports numba."""
 
     def __init__(self, ramp: NDArray[np.int64]) -> None:
-        """Take the bucket of each number of matches in a row, up to the first of the last bucket but one."""
+        """`ramp` has the bucket of each number of matches in a row, up to the first of the last bucket but one."""
         from services.generation.drafters.reference.alignment import compiled
 
         self._compiled = compiled
@@ -60,7 +60,7 @@ class Alignments:
         self._free = list(range(_ROWS))
         self._table = np.zeros((_ROWS, FIELDS), np.int64)
         self._arena = np.zeros(_TOKENS, np.int32)
-        # End of the tokens in the arena, and the number of those still in use.
+        # End of the tokens in the arena, and the number of tokens still in use.
         self._end = self._used = 0
 
     def __len__(self) -> int:
@@ -87,8 +87,8 @@ class Alignments:
         self.follow(sample_id, reference, source)
         self._table[self._rows[sample_id], SEEN] = agreed
 
-    def broken(self, aligned: AlignedSamples) -> NDArray[np.int64]:
-        """Return the places of samples that have left their reference at some token, [m]."""
+    def mismatched(self, aligned: AlignedSamples) -> NDArray[np.int64]:
+        """Return the places of the samples that have ever left their reference, [m]."""
         return aligned.places[self._table[aligned.rows, MATCHED] < UNBROKEN]
 
     def forget(self, sample_id: str) -> None:
@@ -105,10 +105,11 @@ class Alignments:
             return b""
         return _STATE.pack(*self._table[row, [LENGTH, OFFSET, SEEN, MATCHED]].tolist())
 
-    def go_on(self, sample_id: str, state: bytes) -> None:
-        """Continue from `state`, unless it is of another reference or impossible; struct.error for other bytes.
+    def resume(self, sample_id: str, state: bytes) -> None:
+        """Continue from `state`, unless it belongs to another reference or is impossible.
 
-        It is checked because it comes from another process, and compiled code addresses memory by it.
+        Raise struct.error for bytes of another size. The state is checked because it comes from another process,
+        and compiled code addresses memory by it.
         """
         length, offset, seen, matched = _STATE.unpack(state)
         row = self._table[self._rows[sample_id]]
@@ -169,7 +170,7 @@ class Alignments:
         return found
 
     def _reserve(self, tokens: int) -> int:
-        """Return the place of so many free tokens in the arena."""
+        """Return a place in the arena with room for `tokens` tokens."""
         if self._end + tokens > len(self._arena):
             size = len(self._arena)
             while self._used + tokens > size // 2:

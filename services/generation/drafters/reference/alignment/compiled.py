@@ -29,7 +29,7 @@ _entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file
 
 @jit.kernel
 def bucket_of(matched, ramp, last):
-    """Return the bucket of a token after so many matches in a row; `ramp` ends with the last bucket but one."""
+    """Return the bucket of a token after `matched` matches in a row; `ramp` ends with the last bucket but one."""
     return last if matched >= UNBROKEN else ramp[min(matched, np.int64(len(ramp) - 1))]
 
 
@@ -68,9 +68,9 @@ def agreeing(references, begin, length, end, latest):
 def compare(rows, lengths, tokens, cu, references, alignments, ramp, tried, kept):
     """Compare new tokens of responses, and re-align those whose latest token mismatched.
 
-    rows [n] int64: of `alignments`. lengths [n] int64: of the responses. tokens [cu[n]] int32: the ends of them,
-    one after the other, of each at least the new tokens and the last LATEST. tried, kept [sources, buckets] int64
-    are added to.
+    rows [n] int64 are rows of `alignments`; lengths [n] int64 are lengths of the responses. tokens [cu[n]] int32
+    are the concatenated ends of the responses, of each at least the new tokens and the last LATEST. The counts are
+    added to tried and kept [sources, buckets] int64.
     """
     last = tried.shape[1] - 1
     for i in range(len(rows)):
@@ -84,7 +84,7 @@ def compare(rows, lengths, tokens, cu, references, alignments, ramp, tried, kept
         origin = cu[i + 1] - end
         for position in range(row[SEEN], min(end, length - offset)):
             place = position + offset
-            # Outside of the reference nothing could have matched, so nothing is counted.
+            # Outside of the reference nothing can match, so nothing is counted.
             if place >= 0:
                 same = references[begin + place] == tokens[origin + position]
                 bucket = bucket_of(matched, ramp, last)
