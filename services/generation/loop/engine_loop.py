@@ -1,7 +1,7 @@
-"""The thread that owns the engine and steps it.
+"""Engine loop of an instance: steps the engine, adds and ends its samples, and sends what streams report.
 
-Everything that touches the engine runs here, between two steps: new samples, aborts, pause, weights. Others
-hand in a function (`call`, `execute`) and get its result as a future.
+Everything that touches the engine runs in the loop's thread, between two steps: new samples, aborts, pause,
+weights. Other threads pass a function (`call`, `execute`) and get its result as a future.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from services.generation.speculation.plan import context_of
 
 
 class EngineLoop(EngineThread):
-    """Steps the engine while there is work and nobody paused it.
+    """Steps the engine while there is work and the loop is not paused.
 
-    When a step raises, streams get what there is and end with UNAVAILABLE. Methods are of the engine thread.
+    If a step raises, streams get the pending events and end with UNAVAILABLE. Methods are called in the engine
+    thread, except in the first section.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class EngineLoop(EngineThread):
         policy_version: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Send what streams have to say every `flush_interval` seconds; refuse samples while `max_waiting` wait."""
+        """Flush the streams every `flush_interval` seconds; refuse samples while `max_waiting` of them wait."""
         super().__init__(factory, clock)
         self.paused = False
         self.samples = samples
@@ -59,7 +60,7 @@ class EngineLoop(EngineThread):
 
     @property
     def load(self) -> fleet_pb2.InstanceLoad:
-        """The latest load by real samples; exact between steps, a snapshot otherwise."""
+        """Latest load by real samples; exact between steps, a snapshot otherwise."""
         load = self.samples.real_load(self._engine.load if self._has_engine else EngineLoad(0, 0, 0))
         return fleet_pb2.InstanceLoad(
             running=load.running,
@@ -72,7 +73,7 @@ class EngineLoop(EngineThread):
 
     @property
     def now(self) -> float:
-        """The loop's clock, in seconds."""
+        """Time of the loop's clock, in seconds."""
         return self._clock()
 
     # -- in the engine thread: samples --------------------------------------------------------------------
@@ -90,7 +91,7 @@ class EngineLoop(EngineThread):
             self._forget(sample)
 
     def next_sample_id(self) -> str:
-        """Return an id that this engine has never seen: vLLM must not meet the same one twice."""
+        """Return a new id: an engine must not see the same id twice, because vLLM does not allow it."""
         self._serial += 1
         return f"s{self._serial}"
 
@@ -104,18 +105,18 @@ class EngineLoop(EngineThread):
         *,
         streamed: bool = False,
     ) -> None:
-        """Queue a sample for a stream. A real one ends the background samples that it leaves no place for.
+        """Queue a sample for a stream. A real one ends the background samples that have no room with it.
 
-        It drafts from the cached rollout of its own seed, unless the request has a reference already. The tokens of
-        one that is `streamed` are reported as they come.
+        It drafts from the cached rollout of its seed, unless the request has a reference already. The tokens of a
+        `streamed` sample are reported as they are generated.
 
         Raises:
-            FailedPrecondition: a background sample, and real ones have the engine.
-            InvalidArgument: the engine does not take it.
+            FailedPrecondition: it is a background sample, and the engine serves real ones.
+            InvalidArgument: the engine does not accept it.
             ResourceExhausted: too many samples are waiting.
             Unavailable: the engine slept and could not be woken.
         """
-        yielded = self._make_way(stream)
+        yielded = self._yield_to(stream)
         if self.load.waiting >= self._max_waiting:
             raise ResourceExhausted("engine queue", f"{self._max_waiting} samples are waiting already")
         sample = RunningSample(
@@ -133,12 +134,12 @@ class EngineLoop(EngineThread):
         self._add(sample)
         self.drafts.begin(sample, self.policy_version)
         if yielded:
-            # Not before the sample is in: what is reported must not look as if the engine were free.
+            # Only now that the sample is in, because the report must not show a free engine.
             self.flush()
 
     def enter(self, sample: RunningSample) -> None:
-        """Add a sample that came with its KV and whose drafters have begun."""
-        self._make_way(sample.stream)
+        """Add a sample that arrived with its KV and whose drafters have begun."""
+        self._yield_to(sample.stream)
         self._add(sample)
 
     def release(self, sample_id: str) -> None:
@@ -148,24 +149,24 @@ class EngineLoop(EngineThread):
             self._forget(self.samples[sample_id])
 
     def abort_samples(self, samples: Iterable[RunningSample]) -> int:
-        """End samples as they are; each stream gets their tokens and a Finished. Returns how many were ended."""
+        """End samples as they are, each with its tokens and a Finished; return how many were ended."""
         ended = self._end_samples(samples)
         self.flush()
         return ended
 
     def abort_all(self) -> int:
-        """End every sample as it is; returns how many real ones were ended."""
+        """End every sample as it is; return how many real ones were ended."""
         self.end_background()
         return self.abort_samples(list(self.samples.values()))
 
     def end_background(self) -> int:
-        """End the background samples as they are; returns how many were ended."""
+        """End the background samples as they are; return how many were ended."""
         return self.abort_samples(self.samples.background_samples()) if self.samples.background else 0
 
     def flush(self, *, everything: bool = False) -> None:
         """Send events and the tokens that are due to the streams now; with `everything` all tokens."""
         load, now = self.load, self._clock()
-        # Before the events: who has seen a sample finish reads metrics that count its drafts.
+        # Before the events, so that a caller who has seen a sample finish reads metrics that count its drafts.
         self._metrics.load(load)
         for stream in self._streams:
             stream.flush(load, self.policy_version, now, everything=everything)
@@ -173,11 +174,11 @@ class EngineLoop(EngineThread):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV cache that is in use, by all samples."""
+        """Share of the KV cache that all samples use."""
         return float(self._engine.load.kv_usage)
 
     def plain_seconds(self, samples: int) -> float:
-        """Return the predicted time of a step of samples as long as those here; 0 where nothing predicts it."""
+        """Return the predicted time of a step of samples as long as the running ones; 0 without a prediction."""
         states = self._engine.decoding()
         if self.drafts.speculation is None or not states:
             return 0.0
@@ -187,9 +188,9 @@ class EngineLoop(EngineThread):
     # -- in the engine thread: the device -----------------------------------------------------------------
 
     def sleep(self) -> bool:
-        """End the background samples and leave the device to others; False when real samples are running.
+        """End the background samples and leave the device to others; return False if real samples are running.
 
-        The next sample wakes the engine, and so do new weights. Unavailable if the engine failed and is given up.
+        The next sample or new weights wake the engine. Unavailable if the engine failed and is given up.
         """
         if self.samples.real_count:
             return False
@@ -203,7 +204,10 @@ class EngineLoop(EngineThread):
             self._or_fail(self._engine.wake)
 
     def _or_fail(self, change: Callable[[], None]) -> None:
-        """Change the device. One that is half there would refuse every sample; another process can begin anew."""
+        """Change the device, or give the engine up.
+
+        With a device that is half changed it would refuse every sample, and a new process would not.
+        """
         try:
             change()
         except Exception as error:
@@ -216,14 +220,14 @@ class EngineLoop(EngineThread):
         self._begin(WorkKind.STEP)
         idle = self.paused or not self._engine.has_work
         if self._engine.in_flight and (self.paused or not self._commands.empty()):
-            # What is done between two steps finds the engine as the last one left it.
+            # Commands between two steps need the engine as the last step left it.
             self._record(self._engine.settle(), self._clock())
             self.drafts.settled()
         unsettled = idle and self.drafts.idle_work()
         self._run_commands(wait=idle and not unsettled)
         self._begin(WorkKind.STEP)
         if self.paused or not self._engine.has_work:
-            # Nobody knows for how long, so nothing is held back.
+            # Idle for an unknown time: flush everything now.
             self.flush(everything=True)
             return
         began = self._clock()
@@ -277,10 +281,10 @@ class EngineLoop(EngineThread):
             return
         sample.stream.finish(sample, sample.finished(step.finish, now))
 
-    def _make_way(self, stream: SampleStream) -> bool:
-        """Refuse a background sample that has no place; end background samples for a real one.
+    def _yield_to(self, stream: SampleStream) -> bool:
+        """Refuse a background sample that has no room; end background samples for a real one.
 
-        Returns True if some were ended.
+        Return True if some were ended.
         """
         samples = self.samples
         if stream.background:

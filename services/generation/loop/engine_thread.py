@@ -1,4 +1,4 @@
-"""The thread that builds an engine and then runs commands and engine steps in turns."""
+"""Base of the engine loop: a thread that builds an engine, then alternates commands and engine steps."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _log = structlog.get_logger(__name__)
 
 
 class WorkKind(StrEnum):
-    """Kind of what the engine thread is at. A command may take longer than a step: it may load weights."""
+    """Kind of work of the engine thread. A command may take longer than a step: it may load weights."""
 
     STEP = "step"
     COMMAND = "command"
 
 
 class EngineWork(NamedTuple):
-    """Work of the engine thread that has begun and is not over, and the time at which it began."""
+    """Work that the engine thread is doing, and the time at which it began."""
 
     kind: WorkKind
     since: float
@@ -50,13 +50,13 @@ class EngineThread(threading.Thread, ABC):
         super().__init__(name="engine", daemon=True)
         self.ready: Future[Any] = Future()
         self.broken: Future[BaseException] = Future()
-        # None while the thread waits for something to do. Read by the watchdog, which ends a process that hangs.
+        # None while the thread waits for commands. Read by the watchdog, which ends a process that hangs.
         self.work: EngineWork | None = None
         self._factory = factory
         self._clock = clock
-        # Any thread puts commands in; the engine thread runs them.
+        # Commands are put by any thread and run by the engine thread.
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # Commands that are queued now or later are answered with an error.
+        # True once commands are answered with an error, queued ones and later ones.
         self._closed = False
         # Time at which the command that is running was queued.
         self._called_at = clock()
@@ -72,7 +72,7 @@ class EngineThread(threading.Thread, ABC):
 
         def command() -> None:
             self._called_at = called_at
-            # The caller may have gone away meanwhile and cancelled the future.
+            # The caller may have left meanwhile and cancelled the future.
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -88,15 +88,15 @@ class EngineThread(threading.Thread, ABC):
         return future
 
     async def execute(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine thread, between two steps, and await its result; as `call`."""
+        """Run a function as `call` does, and await its result."""
         return await asyncio.wrap_future(self.call(function))
 
     def fail(self, error: BaseException) -> None:
-        """Give the engine up: as if a step had raised, after the command that calls this."""
+        """Give the engine up after the command that calls this, as if a step had raised."""
         self._failure = error
 
     def stop(self) -> Future[None]:
-        """End the thread after what is queued."""
+        """End the thread after the queued commands."""
 
         def end() -> None:
             self._stopping = True
@@ -142,7 +142,7 @@ class EngineThread(threading.Thread, ABC):
             self._end_streams(error)
         finally:
             self._stopping = True
-            # Before the process ends, and after all who wait: a traceback can take a second.
+            # After the streams have ended, because a traceback can take a second, and before the process ends.
             _log.error("engine_broken", error=repr(error), exc_info=error)
             self.broken.set_result(error)
 
@@ -160,19 +160,19 @@ class EngineThread(threading.Thread, ABC):
                 raise self._failure
 
     def _begin(self, kind: WorkKind) -> None:
-        """Note that the thread begins something that may hang."""
+        """Record that the thread begins work that may hang."""
         self.work = EngineWork(kind, self._clock())
 
     def _reject(self) -> None:
-        """Answer the commands that are queued with an error: the thread has ended."""
+        """Answer the queued commands with an error, because the thread has ended."""
         with suppress(queue.Empty):
             while True:
                 self._commands.get_nowait()()
 
     @abstractmethod
     def _turn(self) -> None:
-        """Run the commands that wait, then one engine step if there is work."""
+        """Run the waiting commands, then one engine step if there is work."""
 
     @abstractmethod
     def _end_streams(self, error: BaseException | None) -> None:
-        """Send what there is and end every stream, because the loop was stopped or broke with an error."""
+        """Send the pending events and end every stream, because the loop was stopped or broke with an error."""

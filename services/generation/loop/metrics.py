@@ -34,7 +34,7 @@ def reached(lengths: Mapping[int, int]) -> list[tuple[int, int]]:
 
 
 class EngineThroughput:
-    """Running figures of the engine steps that had real samples.
+    """Step time and totals of the engine steps that had real samples.
 
     `step_seconds` is an exponential mean, `tokens` and `steps` are totals.
     """
@@ -154,7 +154,7 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
         self.eagle3 = Eagle3Metrics(registry)
         self.reuse = ReuseMetrics(registry)
         self.rollouts = RolloutMetrics(registry)
-        # Since the last publication, for each drafter: counts of drafts by length drafted and by length kept.
+        # Counts of drafts since the last `load`, for each drafter, by length drafted and by length kept.
         self._drafted: defaultdict[str, Counts[int]] = defaultdict(Counts)
         self._accepted: defaultdict[str, Counts[int]] = defaultdict(Counts)
 
@@ -170,7 +170,7 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
         self.reuse.verified_rows.inc(rows)
 
     def entered(self, tokens: int, cached: int, again: bool) -> None:
-        """Count a sample that entered the running batch with some context, `again` if it had run before."""
+        """Count a sample that entered the running batch with this context; `again` if it had run before."""
         self.context.inc(tokens)
         self.cached_context.inc(cached)
         self.preemptions.inc(again)
@@ -185,7 +185,7 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
         self.tokens.inc(tokens)
 
     def load(self, load: fleet_pb2.InstanceLoad) -> None:
-        """Publish the load of this moment, and the outcomes of drafts since the last one."""
+        """Publish the current load, and the outcomes of drafts since the last call."""
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.kv_usage.set(load.kv_usage)
@@ -206,7 +206,7 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
 
 
 class PregenerationMetrics(MetricSet, prefix="paceline_generation_"):
-    """Metrics of bubbles, beside those of background samples in the engine loop."""
+    """Metrics of pre-generation outside of the engine loop, which has `BackgroundMetrics`."""
 
     asleep = gauge("asleep", "1 while the device is left to the trainer.")
     samples = counter(
@@ -234,7 +234,7 @@ class PregenerationMetrics(MetricSet, prefix="paceline_generation_"):
     put_tokens = counter("draft_put_tokens_total", "Tokens of these rollouts.")
 
     def ended(self, finished: bool, tokens: int) -> None:
-        """Count a sample of a coming step that ended with so many tokens."""
+        """Count a sample of a coming step that ended with this number of tokens."""
         self.samples.labels("finished" if finished else "partial" if tokens else "empty").inc()
 
     def put(self, rollouts: int, stored: int, tokens: int) -> None:

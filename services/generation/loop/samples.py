@@ -1,8 +1,8 @@
 """Running samples of an instance, the table of them, and the interface of the streams that they belong to.
 
-A sample is real when a caller waits for it, and in the background when its stream says so. Background samples
-take only what real ones leave: they are ended, with the tokens they have, as soon as more than `threshold` real
-samples are in the engine, or one of these has to wait.
+A sample is real if a caller waits for it, and a background sample if its stream says so. Background samples use
+only capacity that real ones leave: they are ended, with the tokens they have, as soon as more than `threshold` real
+samples are in the engine, or a real one has to wait.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ class SampleStream(Protocol):
     """Interface of a stream to the engine loop. Methods are called in the engine thread."""
 
     background: bool
-    """Its samples run only while the engine has nothing real to do."""
+    """True if its samples run only while the engine has no real samples to run."""
     samples: dict[int, RunningSample]
-    """Its samples that are in the engine, by handle."""
+    """Its samples in the engine, by handle."""
 
     def add(self, sample: RunningSample, now: float) -> None:
-        """Take in a sample that has entered the engine."""
+        """Add a sample that has entered the engine."""
 
     def reached(self, sample: RunningSample) -> None:
-        """Note that a sample has `quota` unreported tokens."""
+        """Record that a sample has `quota` unreported tokens."""
 
     def finish(self, sample: RunningSample, event: pb.Finished) -> None:
-        """Note that a sample has ended."""
+        """Record that a sample has ended."""
 
     def refuse(self, event: pb.Refused) -> None:
-        """Note that an item is refused, or that its sample cannot go on."""
+        """Record that an item is refused, or that its sample cannot continue."""
 
     def flush(
         self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
     ) -> None:
-        """Hand events and the tokens that are due to the event loop; with `everything` all tokens."""
+        """Send events and the tokens that are due to the event loop; with `everything` all tokens."""
 
     def put(self, event: Exception | None) -> None:
-        """End the stream: None, or the error that the engine ended with."""
+        """End the stream, with the error that the engine ended with, or None."""
 
 
 @dataclass(slots=True)
 class RunningSample:
-    """A sample in the engine. Times are seconds of the loop's clock; `tokens` were not reported yet.
+    """Sample in the engine. Times are seconds of the loop's clock; `tokens` were not reported yet.
 
     `response` holds all tokens, prefix included; `rollout` is the cached one of the same seed; `drafts` counts
     draft tokens by drafter.
@@ -74,23 +74,23 @@ class RunningSample:
     request: EngineRequest
     stream: SampleStream
     arrived: float
-    # Its caller reads along: tokens are reported as they come. Otherwise in checkpoints: at `quota` unreported
-    # tokens, or at the time `report_at`.
+    # True if its caller reads along: tokens are reported as they are generated. Otherwise they are reported in
+    # checkpoints: at `quota` unreported tokens, or at the time `report_at`.
     streamed: bool = False
     quota: int = sys.maxsize
     report_at: float = math.inf
     started: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    # Of `tokens`, as in pb.Delta.
+    # Most likely tokens at the positions of `tokens`, as in pb.Delta.
     top_token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
-    # Of the prompt, until they are reported.
+    # Scores of the prompt, until they are reported.
     prompt_scores: PromptScores | None = None
     generated: int = 0
     decode_steps: int = 0
     verify_steps: int = 0
-    # As in pb.Finished.
+    # Times of steps, as in pb.Finished.
     prefill_seconds: float = 0.0
     verify_seconds: float = 0.0
     plain_seconds: float = 0.0
@@ -100,20 +100,20 @@ class RunningSample:
     # As in pb.Finished. `reused_prefix` of a LENIENT sample counts the tokens taken over.
     cached_tokens: int = 0
     reused_prefix: int = 0
-    # Tokens before the first step whose KV was there; None before it.
+    # Tokens whose KV was cached at the first step; None before it.
     cached_context: int | None = None
     origin: Origin = NOWHERE
     rollout: StoredRollout | None = None
-    # From its arrival until it leaves the engine.
+    # Span from its arrival until it leaves the engine.
     trace: TraceSpan = NO_SPAN
     # Mean of draft tokens accepted in recent verify steps; 0 when nothing was verified.
     acceptance: float = 0.0
-    # Moves between instances, and the callback for the first step after a move.
+    # Number of moves between instances, and a callback for the first step after a move.
     migrations: int = 0
     resumed: Callable[[], None] | None = None
-    # Version of the weights that sampled `tokens`. New weights are applied when all that were before are reported.
+    # Version of the weights that sampled `tokens`; all tokens are reported before new weights are applied.
     policy_version: int | None = None
-    # The stop string that it ended by.
+    # Stop string that ended it.
     stop_string: str = ""
     response: list[int] = field(init=False)
 
@@ -121,7 +121,7 @@ class RunningSample:
         self.response = list(self.request.prefix)
 
     def follow(self, rollout: StoredRollout) -> bool:
-        """Compare the sample with a rollout of its own seed; False when the one that it has is as good.
+        """Compare the sample with a rollout of its seed; return False if the rollout that it has is as good.
 
         Of a LENIENT sample only the cached rollout that it takes over is counted.
         """
@@ -167,7 +167,7 @@ class RunningSample:
             count.accepted += step.accepted
 
     def entered(self, trace_parent: str) -> None:
-        """Begin the sample's span, under this traceparent: the sample is in the engine."""
+        """Begin the sample's span under this traceparent, because it has entered the engine."""
         self.trace = tracing.begin(
             "generate",
             trace_parent,
@@ -179,7 +179,7 @@ class RunningSample:
         )
 
     def left(self) -> None:
-        """End the sample's span: the sample has left the engine."""
+        """End the sample's span, because it has left the engine."""
         drafts = self.drafts.values()
         self.trace.end(
             tokens=self.generated,
@@ -190,7 +190,7 @@ class RunningSample:
         )
 
     def take_delta(self) -> pb.Delta | None:
-        """Return the tokens since the last call, or None when there are none."""
+        """Return the tokens since the last call; None if there are none."""
         if not self.tokens:
             return None
         delta = pb.Delta(
@@ -201,7 +201,7 @@ class RunningSample:
             policy_version=self.policy_version,
             top_token_ids=self.top_token_ids,
             top_logprobs=self.top_logprobs,
-            prompt_logprobs=None if self.prompt_scores is None else _told_of_prompt(self.prompt_scores),
+            prompt_logprobs=None if self.prompt_scores is None else _prompt_logprobs(self.prompt_scores),
         )
         self.prompt_scores = None
         self.tokens, self.logprobs, self.verified_logprobs = [], [], []
@@ -209,7 +209,7 @@ class RunningSample:
         return delta
 
     def finished(self, finish: Finish | None, now: float) -> pb.Finished:
-        """Return the closing event. `finish` is None when the sample was ended from outside."""
+        """Return the closing event; `finish` is None if the sample was ended from outside."""
         started = self.arrived if self.started is None else self.started
         reason = sample_pb2.FINISH_REASON_ABORTED if finish is None else _FINISH_REASONS[finish]
         if self.rollout is not None and self.request.verifier is not Verifier.LENIENT:
@@ -232,7 +232,7 @@ class RunningSample:
         )
 
 
-def _told_of_prompt(scores: PromptScores) -> sample_pb2.PromptLogprobs:
+def _prompt_logprobs(scores: PromptScores) -> sample_pb2.PromptLogprobs:
     return sample_pb2.PromptLogprobs(
         logprobs=scores.logprobs.tolist(),
         top_token_ids=scores.top_token_ids.ravel().tolist(),
@@ -255,11 +255,11 @@ class SampleTable(dict[str, RunningSample]):
 
     @property
     def real_count(self) -> int:
-        """Number of samples that a caller waits for."""
+        """Number of real samples."""
         return len(self) - len(self.background)
 
     def background_samples(self) -> list[RunningSample]:
-        """Return the background samples in the order in which they came."""
+        """Return the background samples in order of arrival."""
         return [sample for sample_id, sample in self.items() if sample_id in self.background]
 
     def origin_of(self, sample_id: str) -> Origin | None:
@@ -285,14 +285,14 @@ class SampleTable(dict[str, RunningSample]):
             self._metrics.samples.set(len(self.background))
 
     def allows_background(self, real: int) -> bool:
-        """Return True if background samples may be in the engine beside so many real ones."""
+        """Return True if background samples may be in the engine together with `real` real ones."""
         return real <= self._threshold
 
     def real_load(self, load: EngineLoad) -> EngineLoad:
-        """Return the load of an engine that is due to its real samples.
+        """Return the part of an engine's load that real samples cause.
 
-        KV of background samples is free as soon as it is wanted, so alone they count as none; beside real
-        samples the two cannot be distinguished, and all of it counts.
+        KV of background samples is freed as soon as it is needed, so it does not count while only they run.
+        Together with real samples their KV cannot be distinguished, and all of it counts.
         """
         if not self.background:
             return load
@@ -301,7 +301,7 @@ class SampleTable(dict[str, RunningSample]):
         return EngineLoad(running, real - running, load.kv_usage if real else 0.0)
 
     def record_background_step(self, seconds: float, tokens: int, forked: int, real: int) -> None:
-        """Count a step of background samples and their forks, in which `real` other samples ran too."""
+        """Count a step of background samples and their forks, in which `real` real samples ran too."""
         self.background_steps += 1
         self._metrics.record_step(seconds, tokens, forked, real > 0)
 

@@ -36,19 +36,19 @@ _VERIFIERS = {
     sample_pb2.EXACTNESS_LEVEL_LENIENT: Verifier.LENIENT,
 }
 
-# Sets of sampling parameters that are remembered: the samples of a step mostly share one.
+# Number of sets of sampling parameters that are remembered: the samples of a step mostly share one.
 _REMEMBERED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionTerms:
-    """Terms on which an instance takes samples right now. `closed`: why it takes none, else empty."""
+    """Terms on which an instance takes samples now; `closed` says why it takes none, and is else empty."""
 
     policy_version: int
     limits: ModelLimits
     closed: str = ""
     lenient_drafts: bool = False
-    """LENIENT is a rule for drafts, and takes over no cached rollout."""
+    """True if LENIENT samples take over no cached rollout, and have their drafts verified by the lenient rule."""
 
 
 def refusal(handle: int, error: Exception) -> pb.Refused:
@@ -71,10 +71,11 @@ def check_item(
 ) -> EngineRequest:
     """Return an item as a request of the engine.
 
-    A LENIENT item takes over its cached rollout if it may, or has its drafts verified by what is on record of them.
+    A LENIENT item takes over its cached rollout if it may, or has its drafts verified by recorded
+    log-probabilities.
 
     Raises:
-        FailedPrecondition: another policy version, or the instance takes nothing.
+        FailedPrecondition: another policy version, or the instance takes no samples.
         InvalidArgument: fields that cannot be generated from; each is named with what is allowed.
         Unimplemented: an exactness level that is not served.
     """
@@ -113,7 +114,7 @@ def check_item(
 
 @lru_cache(_REMEMBERED)
 def _resolved(parameters: bytes, limits: ModelLimits) -> tuple[Sampling, Sequence[Violation]]:
-    """Return serialised sampling parameters with their defaults, and what is wrong with them."""
+    """Return serialised sampling parameters with their defaults, and their violations."""
     sampling = resolve(sample_pb2.SamplingParams.FromString(parameters))
     return sampling, tuple(check_sampling(sampling, limits, "sampling"))
 
@@ -143,7 +144,7 @@ def _violations(
 def _lenient(request: EngineRequest, item: pb.WorkItem, cache: DraftCache | None) -> EngineRequest:
     """Return a request with the cached rollout that it takes over."""
     exactness = item.exactness
-    # A sample that is resumed takes nothing over any more.
+    # A resumed sample takes over no rollout any more.
     if cache is None or request.prefix:
         return request
     floor = exactness.diversity_floor if exactness.HasField("diversity_floor") else None
@@ -156,7 +157,7 @@ def _lenient(request: EngineRequest, item: pb.WorkItem, cache: DraftCache | None
 
 
 def _by_drafts(request: EngineRequest, item: pb.WorkItem, cache: DraftCache | None) -> EngineRequest:
-    """Return a request whose drafts are verified by what pre-generated rollouts of its prompt have on record."""
+    """Return a request whose drafts are verified by the recorded pre-generated rollouts of its prompt."""
     recorded = None if cache is None else cache.recorded(Origin.of(item), request.prompt)
     return replace(request, verifier=Verifier.REJECTION, recorded=recorded)
 

@@ -1,12 +1,9 @@
 """Stream of one caller of an instance: its samples, and when it reports their tokens and ends.
 
 A sample is a function of its seed and its prefix, so the report of an unfinished one only saves work if its
-instance is lost. It therefore reports in checkpoints, after a number of tokens or seconds. A streamed sample,
-whose caller reads along, is due with every token.
-
-The first checkpoint of a sample comes after a part of that interval, another part for each sample. So samples
-that were started together do not report together, and a sample whose instances die again and again before it is
-due still makes some progress. The engine thread fills the outbox of the stream, and the event loop empties it.
+instance is lost. It therefore reports in checkpoints, after a number of tokens or seconds. A streamed sample, whose
+caller reads along, is due with every token. The engine thread fills the outbox of a stream, and the event loop
+empties it.
 """
 
 from __future__ import annotations
@@ -24,11 +21,18 @@ from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import fleet_pb2, sample_pb2
 from services.generation.loop.samples import RunningSample
 
-# Multiples of the golden ratio, modulo 1, are spread evenly however many there are.
+# Golden ratio: any number of its multiples, modulo 1, is spread evenly.
 _SPREAD = 0.6180339887498949
-# Messages that the checkpoints of a stream are spread over, and the longest time between two of them.
+# Number of messages that the checkpoints of a stream are spread over, and the longest time between two of them.
 _MESSAGES = 5
 _LONGEST_MESSAGE_INTERVAL = 1.0
+# A stream whose caller requests fewer messages is silent for this number of its intervals, unless a sample ends.
+_SILENT_INTERVALS = 4
+_LONGEST_SILENCE = 2.0
+LONGEST_INTERVAL = 1.0
+"""Longest time in seconds that a caller may have ends held back."""
+MOST_BYTES = 1 << 20
+"""Size to which responses are merged: far below the size limit of messages, and quickly read by the gateway."""
 
 
 class ReportingSample(Protocol):
@@ -36,14 +40,14 @@ class ReportingSample(Protocol):
 
     handle: int
     streamed: bool
-    """Its caller reads along: tokens are reported as they come."""
+    """True if its caller reads along: tokens are reported as they are generated."""
     quota: int
     """Unreported tokens that make it due."""
     report_at: float
     """Time at which it is due."""
 
     def take_delta(self) -> pb.Delta | None:
-        """Return the tokens since the last call, or None when there are none."""
+        """Return the tokens since the last call; None if there are none."""
 
 
 S = TypeVar("S", bound=ReportingSample)
@@ -58,20 +62,25 @@ class CheckpointRules:
 
     @property
     def message_seconds(self) -> float:
-        """Least time between two messages that nothing but checkpoints and the load calls for."""
+        """Least time between two messages that are sent only for checkpoints and the load."""
         return min(self.seconds / _MESSAGES, _LONGEST_MESSAGE_INTERVAL)
 
 
 class Checkpoints(Generic[S]):
-    """Due reports of the samples of one stream; costs nothing for a sample that is not due."""
+    """Due reports of the samples of one stream; costs nothing for a sample that is not due.
+
+    The first checkpoint of a sample comes after a part of the interval, a different part for each sample. So
+    samples that were started together do not report together, and a sample whose instances die repeatedly before it
+    is due still makes some progress.
+    """
 
     def __init__(self, rules: CheckpointRules, samples: Mapping[int, S], offset: float = 0.0) -> None:
-        """Watch `samples`, by handle; one that is no longer among them is never due. `offset`: of their parts."""
+        """Watch `samples`, by handle; a sample that was removed is never due. `offset` shifts the parts."""
         self._rules = rules
         self._samples = samples
         self._offset = offset
         self._full: dict[int, S] = {}
-        # One entry for each sample: the time at which to look at it again, a number to order by, and the sample.
+        # One entry for each sample: the time of its next check, a number to order by, and the sample.
         self._times: list[tuple[float, int, S]] = []
         self._begun = 0
 
@@ -87,11 +96,11 @@ class Checkpoints(Generic[S]):
         heapq.heappush(self._times, (sample.report_at, self._begun, sample))
 
     def reached(self, sample: S) -> None:
-        """Note that a sample has `quota` unreported tokens, or is to report for another reason."""
+        """Record that a sample has `quota` unreported tokens, or is to report for another reason."""
         self._full[sample.handle] = sample
 
     def take(self, now: float) -> list[S]:
-        """Return the samples that are due, and let their time begin anew."""
+        """Return the samples that are due, and restart their intervals."""
         full, self._full = self._full, {}
         due = [sample for sample in full.values() if self._has(sample)]
         for sample in due:
@@ -114,18 +123,15 @@ class Checkpoints(Generic[S]):
             sample.quota, sample.report_at = self._rules.tokens, now + self._rules.seconds
 
 
-MOST_BYTES = 1 << 20
-"""Size to which responses are merged: far below the size limit of messages, and quickly read by the gateway."""
-
 OutboxEvent = pb.WorkResponse | Exception | None
 
 
 class ResponseOutbox:
-    """Responses that the caller of a stream has not taken yet. None or an exception ends the stream.
+    """Responses that the caller of a stream has not read yet. None or an exception ends the stream.
 
-    While a response waits for a slow caller, those that follow are merged into it: one delta a sample and policy
-    version, one load. So what waits is bounded by the tokens of the samples that the caller has started, however
-    long it takes. Filled by any thread, emptied by the event loop.
+    While a response waits for a slow caller, later ones are merged into it: one delta per sample and policy
+    version, one load. So the waiting responses are bounded by the tokens of the samples that the caller has
+    started, however slowly it reads. Filled by any thread, emptied by the event loop.
     """
 
     def __init__(self, events: asyncio.AbstractEventLoop) -> None:
@@ -133,7 +139,7 @@ class ResponseOutbox:
         self._news = asyncio.Event()
         self._lock = threading.Lock()
         self._waiting: deque[OutboxEvent] = deque()
-        # Of the last response that waits: its size, and once something was merged into it, its deltas by handle.
+        # Size of the last waiting response, and once another was merged into it, its deltas by handle.
         self._bytes = 0
         self._deltas: dict[int, pb.Delta] = {}
 
@@ -153,7 +159,7 @@ class ResponseOutbox:
             self._events.call_soon_threadsafe(self._news.set)
 
     async def get(self) -> OutboxEvent:
-        """Take out the next event, once there is one. For one caller at a time."""
+        """Remove and return the next event, once there is one. For one caller at a time."""
         while True:
             self._news.clear()
             if not self.empty():
@@ -161,7 +167,7 @@ class ResponseOutbox:
             await self._news.wait()
 
     def get_nowait(self) -> OutboxEvent:
-        """Take out the next event; IndexError if there is none."""
+        """Remove and return the next event; IndexError if there is none."""
         with self._lock:
             return self._waiting.popleft()
 
@@ -174,7 +180,7 @@ class ResponseOutbox:
             self._deltas = {delta.handle: delta for delta in last.deltas}
         for delta in event.deltas:
             known = self._deltas.get(delta.handle)
-            # Tokens of another version stay apart, after those before them.
+            # Tokens of another version stay in a separate delta, after the earlier ones.
             if known is None or known.policy_version != delta.policy_version:
                 self._deltas[delta.handle] = last.deltas.add()
                 self._deltas[delta.handle].CopyFrom(delta)
@@ -188,20 +194,13 @@ class ResponseOutbox:
         last.policy_version = event.policy_version
 
 
-# A stream whose caller asks for fewer messages is silent for so many intervals, unless a sample ends.
-_SILENT_INTERVALS = 4
-_LONGEST_SILENCE = 2.0
-LONGEST_INTERVAL = 1.0
-"""Longest time in seconds that a caller may have ends held back."""
-
-
 class ReportingStream(Generic[S]):
     """Samples of one caller, by handle, and the events that were not sent yet.
 
-    A response goes out if a sample has ended or a streamed one has new tokens; otherwise, while samples run, now
-    and then, with the load. It has the new tokens of all samples that are due to report. A caller with many streams
-    may ask for fewer responses: then ends wait until `interval` seconds after the last response, except where no
-    other sample runs or the end was asked for. Filled by one thread, emptied by the event loop.
+    A response is sent if a sample has ended or a streamed one has new tokens; otherwise, while samples run, at
+    longer intervals, with the load. It has the new tokens of all samples that are due to report. A caller with many
+    streams may request fewer responses: then ends wait until `interval` seconds after the last response, unless no
+    other sample runs or the caller itself ended the sample. Filled by one thread, emptied by the event loop.
     """
 
     def __init__(self, events: asyncio.AbstractEventLoop, rules: CheckpointRules | None = None) -> None:
@@ -216,32 +215,32 @@ class ReportingStream(Generic[S]):
         self._sent_at = 0.0
 
     def report_every(self, interval: float) -> None:
-        """Hold ends back for so many seconds after a response."""
+        """Hold ends back for `interval` seconds after a response."""
         self._interval = min(max(0.0, interval), LONGEST_INTERVAL)
         fewer = min(_SILENT_INTERVALS * self._interval, _LONGEST_SILENCE, self._rules.seconds / 2)
         self._silence = max(self._rules.message_seconds, fewer)
 
     def add(self, sample: S, now: float) -> None:
-        """Take in a sample that has entered the engine."""
+        """Add a sample that has entered the engine."""
         if not self.samples:
             self._sent_at = now
         self.samples[sample.handle] = sample
         self._checkpoints.begin(sample, now)
 
     def reached(self, sample: S) -> None:
-        """Note that a sample has as many unreported tokens as make it due."""
+        """Record that a sample has `quota` unreported tokens."""
         self._checkpoints.reached(sample)
         self._is_urgent |= sample.streamed
 
     def finish(self, sample: S, event: pb.Finished) -> None:
-        """Note the end of a sample; its last tokens go out before it, in the same response."""
+        """Record the end of a sample; its last tokens are sent in the same response."""
         self._last(sample)
         self._pending.finished.append(event)
         asked_for = event.finish_reason == sample_pb2.FINISH_REASON_ABORTED
         self._is_urgent |= sample.streamed or asked_for
 
     def move(self, sample: S, event: pb.Moved) -> None:
-        """Note that a sample runs elsewhere now; its last tokens go out before that, in the same response."""
+        """Record that a sample runs elsewhere now; its last tokens are sent in the same response."""
         self._last(sample)
         self._pending.moved.append(event)
         self._is_urgent = True
@@ -253,20 +252,20 @@ class ReportingStream(Generic[S]):
         self.samples.pop(sample.handle, None)
 
     def finish_unstarted(self, handle: int) -> None:
-        """Note the end of an item that was aborted before it started."""
+        """Record the end of an item that was aborted before it started."""
         reason = sample_pb2.FINISH_REASON_ABORTED
         self._pending.finished.append(pb.Finished(handle=handle, finish_reason=reason))
         self._is_urgent = True
 
     def refuse(self, event: pb.Refused) -> None:
-        """Note an item that is refused."""
+        """Record an item that is refused."""
         self._pending.refused.append(event)
         self._is_urgent = True
 
     def flush(
         self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
     ) -> None:
-        """Hand what is due to the event loop, as one response; with `everything` all that there is."""
+        """Send what is due to the event loop as one response; with `everything` all pending tokens."""
         pending, quiet = self._pending, now - self._sent_at
         ends = bool(pending.finished) and (not self.samples or quiet >= self._interval)
         calls = ends or (bool(self.samples) and quiet >= self._silence)
@@ -295,11 +294,11 @@ class WorkStream(ReportingStream[RunningSample]):
 
     def __init__(self, events: asyncio.AbstractEventLoop, rules: CheckpointRules | None = None) -> None:
         super().__init__(events, rules)
-        # Items that wait for their cached rollouts before they start, by handle.
+        # Items that wait for their cached rollouts or schemas before they start, by handle.
         self.parked: dict[int, pb.WorkItem] = {}
 
     def take_over(self, sample: RunningSample, handle: int, now: float) -> None:
-        """Take in a running sample of another stream; what it has not reported goes out with the next flush."""
+        """Take over a running sample of another stream; its unreported tokens are sent with the next flush."""
         sample.handle, sample.stream = handle, self
         self.add(sample, now)
         self._checkpoints.reached(sample)
