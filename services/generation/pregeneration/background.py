@@ -43,10 +43,10 @@ class EngineAvailability:
 
 @dataclass(frozen=True, slots=True)
 class PollSituation:
-    """The instance as the poller sees it.
+    """State of the instance that decides about polls.
 
-    `running` tasks and `forks` are being generated; `news`: a task has ended that the coordinator does not know of;
-    `due`: it is time to report.
+    `running` tasks and `forks` are being generated. `news` is True if the coordinator does not know yet of a task
+    that has ended, and `due` if it is time to report.
     """
 
     engine: EngineAvailability
@@ -57,14 +57,15 @@ class PollSituation:
 
     @property
     def calls_for_poll(self) -> bool:
-        """True if there is something to report, or more that could be done.
+        """True if there is something to report, or the instance could do more.
 
-        Beside real work no task is asked for, but tasks that it interrupted are given back for others to go on.
+        While it has real work it requests no task, but it returns the interrupted ones so that others continue
+        them.
         """
         return self.news or (self.engine.free and (self.due or not self.running))
 
     def room(self, seats: int, reserved: int) -> int:
-        """Return how many tasks could start now, of `seats` samples at once; `reserved` are for real ones."""
+        """Return how many tasks could start now, of `seats` samples at most, `reserved` of them for real ones."""
         return max(0, seats - reserved - self.running - self.forks) if self.engine.free else 0
 
 
@@ -72,8 +73,8 @@ class PollSituation:
 class BackgroundReport:
     """Events since the last report.
 
-    `due`: as many engine steps have passed as lie between two polls. `ended` holds (handle, finished) of samples
-    that are over; finished is False when a sample was ended or could not go on.
+    `due` is True if as many engine steps have passed as lie between two polls. `ended` holds (handle, finished) of
+    samples that have ended; finished is False if a sample was ended from outside or could not continue.
     """
 
     engine: EngineAvailability
@@ -83,10 +84,11 @@ class BackgroundReport:
 
 
 class BackgroundStream:
-    """Collects the tokens of background samples.
+    """Stream that collects the tokens of background samples.
 
-    Sends a report when `poll_steps` engine steps have passed, when a sample has ended, and when the engine becomes
-    free, is needed or has other weights; None at the end. Filled by the engine thread, emptied by the event loop.
+    It sends a report when `poll_steps` engine steps have passed, when a sample has ended, and when the engine
+    becomes free, is needed or has other weights; None at the end. Filled by the engine thread, emptied by the event
+    loop.
     """
 
     background = True
@@ -107,7 +109,7 @@ class BackgroundStream:
         self._ended: list[tuple[int, bool]] = []
 
     def add(self, sample: RunningSample, now: float) -> None:
-        """Take in a sample that has entered the engine."""
+        """Add a sample that has entered the engine."""
         self.samples[sample.handle] = sample
 
     def reached(self, sample: RunningSample) -> None:
@@ -115,18 +117,18 @@ class BackgroundStream:
 
     def finish(self, sample: RunningSample, event: pb.Finished) -> None:
         """Keep the last tokens of a sample that has ended."""
-        self._grow(sample)
+        self._collect(sample)
         self._ended.append((sample.handle, event.finish_reason in _FINISHED))
         self.samples.pop(sample.handle, None)
 
     def refuse(self, event: pb.Refused) -> None:
-        """Note that a sample cannot go on."""
+        """Record that a sample cannot continue."""
         self._ended.append((event.handle, False))
 
     def flush(
         self, load: fleet_pb2.InstanceLoad, policy_version: int, now: float, *, everything: bool = False
     ) -> None:
-        """Send a report, if there is something to say."""
+        """Send a report, if something has changed."""
         real = load.running + load.waiting
         free = self._is_open() and self._table.allows_background(real)
         engine = EngineAvailability(free, real > 0, policy_version)
@@ -137,7 +139,7 @@ class BackgroundStream:
             self._reported_at = self._table.background_steps
 
     def put(self, event: Exception | None) -> None:
-        """End the stream with the engine: the samples keep the tokens that they have."""
+        """End the stream together with the engine; the samples keep the tokens that they have."""
         self._ended += [(handle, False) for handle in self.samples]
         self._report(EngineAvailability(), False)
         self.samples.clear()
@@ -145,11 +147,11 @@ class BackgroundStream:
 
     def _report(self, engine: EngineAvailability, due: bool) -> None:
         for sample in self.samples.values():
-            self._grow(sample)
+            self._collect(sample)
         self._send(BackgroundReport(engine, due, self._deltas, self._ended))
         self._deltas, self._ended = [], []
 
-    def _grow(self, sample: RunningSample) -> None:
+    def _collect(self, sample: RunningSample) -> None:
         if delta := sample.take_delta():
             self._deltas.append(delta)
 
@@ -206,9 +208,9 @@ def start_task(
 
 
 def work_item(lease: DraftLease) -> pb.WorkItem:
-    """Return a task as a work task.
+    """Return the work item of a task.
 
-    A LENIENT sample is pre-generated as a COUPLED one: lenient tokens would be a worse draft.
+    A LENIENT sample is pre-generated as a COUPLED one, because lenient tokens would be a worse draft.
     """
     task = lease.task
     exactness = sample_pb2.Exactness()
@@ -216,7 +218,7 @@ def work_item(lease: DraftLease) -> pb.WorkItem:
         exactness.level = sample_pb2.EXACTNESS_LEVEL_REJECTION
     sampling = sample_pb2.SamplingParams()
     sampling.CopyFrom(task.sampling)
-    # A draft is but its tokens.
+    # Drafts have tokens only.
     sampling.ClearField("top_logprobs")
     sampling.ClearField("prompt_logprobs")
     return pb.WorkItem(

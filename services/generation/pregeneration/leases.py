@@ -19,18 +19,22 @@ from paceline.internal.v1 import bubble_pb2 as pb
 from services.contracts.rollout import RolloutKind, StoredRollout
 
 _MOST_FORKS = 4096
+# A beginning is sent to the store again when it has grown by at least this many tokens and this share: so the total
+# sent stays in proportion to the length, and a lost instance costs about that share.
+_GROWTH_TOKENS = 32
+_GROWTH_SHARE = 0.125
 
 
 def affordable(seconds: Callable[[int], float], running: int, forks: int, slowdown: float) -> int:
-    """Return how many forks may join the samples of an instance; below 0, how many should leave.
+    """Return how many forks may join the samples of an instance; if negative, how many should end.
 
-    With all of its forks a step takes at most 1 + `slowdown` times as long as without them. Where no task is left
-    that they could slow down there may be any number of them.
+    With all of its forks a step takes at most 1 + `slowdown` times as long as without them. If no task is left that
+    they could slow down, the number of forks is not limited.
 
     Args:
-        seconds: predicted time of a step by its number of samples; 0 where that is not known.
-        running: tasks that are being generated.
-        forks: forks that are.
+        seconds: returns the predicted time of a step with this number of samples; 0 if it is not known.
+        running: number of tasks that are being generated.
+        forks: number of forks that are being generated.
         slowdown: as a share.
     """
     if not running:
@@ -45,28 +49,22 @@ def affordable(seconds: Callable[[int], float], running: int, forks: int, slowdo
     return fits - forks
 
 
-# A beginning goes to the store again when it has grown by this many tokens and by this share: what is sent in all
-# stays in proportion to the length, and a lost instance costs about that share.
-_GROWTH_TOKENS = 32
-_GROWTH_SHARE = 0.125
-
-
 class NearTie(NamedTuple):
-    """A position at which the runner-up nearly was the token of the sample."""
+    """Position at which the runner-up nearly was the token of the sample."""
 
     margin: float
-    """By which its score was less, in nats, noise included."""
+    """Difference of the scores, in nats, noise included."""
     position: int
     token: int
 
 
 @dataclass(slots=True, eq=False)
 class DraftLease:
-    """A task and the tokens generated for it so far, under policy `version`.
+    """Task and the tokens generated for it so far, under policy `version`.
 
-    `number` names the lease in reports; 0 when the coordinator that gave it is gone. `stored` tokens were handed to
-    the draft store. It is `finished` if the sample ended by itself, and `returned` if it was given back, because
-    real work came or it was refused.
+    `number` names the lease in reports; it is 0 once the coordinator that gave it is gone. `stored` tokens were
+    sent to the draft store. The lease is `finished` if the sample ended by itself, and `returned` if it was given
+    back, because real work arrived or the task was refused.
     """
 
     number: int
@@ -75,7 +73,7 @@ class DraftLease:
     version: int
     # 1 + the position at which a fork takes the runner-up, 0 for a task. A fork has no number or log-probabilities.
     fork: int = 0
-    # uint32 and float32, of the same length: made into a rollout by copying.
+    # uint32 and float32, of the same length, so that they become a rollout by copying.
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     finished: bool = False
@@ -87,7 +85,7 @@ class DraftLease:
 
     @property
     def names(self) -> tuple[str, str, int, int]:
-        """Identity of the sample, whichever coordinator gave the task."""
+        """Identity of the sample, independent of the coordinator that gave the task."""
         task = self.task
         return task.run_id, task.prompt_id, task.slot, task.seed
 
@@ -97,14 +95,14 @@ class DraftLease:
         return not (self.finished or self.returned)
 
     def note_ties(self, runners_up: Sequence[int], margins: Sequence[float], fork_margin: float) -> None:
-        """Record the near-ties among the coming tokens."""
+        """Record the near-ties among the tokens that are added next."""
         coming = enumerate(zip(margins, runners_up, strict=True), len(self.tokens))
         for position, (margin, token) in coming:
             if margin < fork_margin:
                 insort(self.ties, NearTie(margin, position, token))
 
     def nearest_open(self, most: int) -> list[NearTie]:
-        """Return the ties that belong to the `most` nearest and are not forked."""
+        """Return the ties among the `most` nearest that are not forked."""
         nearest = sorted([*self.ties[:most], *(tie for tie, _ in self.forked)])[:most]
         taken = {tie for tie, _ in self.forked}
         return [tie for tie in nearest if tie not in taken]
@@ -118,7 +116,7 @@ class DraftLease:
         return new > 0 or (self.finished and bool(self.tokens))
 
     def resume(self, known: StoredRollout) -> None:
-        """Begin with the store's tokens of the same seed and policy."""
+        """Begin with tokens that were generated before, with the same seed and policy."""
         longest = self.task.sampling.max_tokens or len(known.tokens)
         self.tokens.frombytes(known.tokens[:longest].astype(np.uint32).tobytes())
         self.logprobs.frombytes(known.logprobs[:longest].astype(np.float32).tobytes())
@@ -152,8 +150,8 @@ class DraftLease:
 class DraftLeases:
     """All leases of an instance.
 
-    `epoch` names the coordinator process that gave them, 0 before the first; `news` grows with every end of a task
-    that is to be reported.
+    `epoch` names the coordinator process that gave them, 0 before the first; `news` counts the ends of tasks that
+    are to be reported.
     """
 
     def __init__(self) -> None:
@@ -161,7 +159,7 @@ class DraftLeases:
         self.news = 0
         self._leases: dict[int, DraftLease] = {}
         self._handles = count(1)
-        # Leases whose near-ties may be forked still, those that are finished and told included.
+        # Leases whose near-ties may still be forked, including finished ones that were reported.
         self._forkable: dict[int, DraftLease] = {}
 
     @property
@@ -175,9 +173,9 @@ class DraftLeases:
         return sum(lease.running and lease.fork > 0 for lease in self._leases.values())
 
     def take(self, tasks: Iterable[pb.PregenerationTask], version: int, room: int) -> list[DraftLease]:
-        """Take over tasks; returns the leases to start, at most `room`, and gives back the rest.
+        """Take tasks; return the leases to start, at most `room`, and give back the rest.
 
-        A task that is being generated already, for a coordinator that is gone, gets its new number instead.
+        A task that is being generated already, for a coordinator that is gone, only gets its new number.
         """
         orphans = {
             lease.names: lease for lease in self._leases.values() if not lease.number and not lease.fork
@@ -208,9 +206,9 @@ class DraftLeases:
         margins: Sequence[float] = (),
         fork_margin: float = 0.0,
     ) -> None:
-        """Add tokens of a task since the last call; tokens with a margin below `fork_margin` are near-ties.
+        """Add new tokens of a task; tokens with a margin below `fork_margin` are near-ties.
 
-        `runners_up` and `margins` have an entry for each token, or none.
+        `runners_up` and `margins` have one entry for each token, or are empty.
         """
         lease = self._leases.get(handle)
         if lease is None:
@@ -226,8 +224,8 @@ class DraftLeases:
     def fork(self, most: int, room: int) -> tuple[list[DraftLease], list[int]]:
         """Return forks to start, of the nearest ties first, and the handles of forks to end for them.
 
-        At most `room` are added. A task has at most `most`; then a nearer tie takes the place of its farthest one.
-        A tie in the last token that a response may have leads nowhere.
+        At most `room` are added. A task has at most `most` forks; beyond it, a nearer tie replaces its farthest
+        one. A tie in the last token that a response may have is not forked.
         """
         started: list[DraftLease] = []
         ended: list[int] = []
@@ -240,7 +238,7 @@ class DraftLeases:
             if lease.task.sampling.max_tokens and tie.position + 1 >= lease.task.sampling.max_tokens:
                 continue
             if len(lease.forked) < most and len(started) - len(ended) >= room:
-                # It may have its place later.
+                # It may be forked later.
                 insort(lease.ties, tie)
                 continue
             if len(lease.forked) >= most:
@@ -257,7 +255,7 @@ class DraftLeases:
         return started, ended
 
     def farthest(self, count: int) -> list[int]:
-        """Return the handles of at most `count` running forks; forks of the farthest ties come first."""
+        """Return the handles of at most `count` running forks, forks of the farthest ties first."""
         running = {handle for handle, lease in self._leases.items() if lease.fork and lease.running}
         ties = sorted(
             ((tie, handle) for lease in self._forkable.values() for tie, handle in lease.forked), reverse=True
@@ -265,11 +263,11 @@ class DraftLeases:
         return [handle for _, handle in ties if handle in running][:count]
 
     def end_forking(self) -> None:
-        """Fork none of the tasks so far any more: other work came, or other weights."""
+        """Fork none of the present tasks any more, because real work or other weights arrived."""
         self._forkable.clear()
 
     def end(self, handle: int, *, finished: bool) -> DraftLease | None:
-        """End a task, finished or not, and return its lease; None when it is not running any more."""
+        """End a task, finished or not, and return its lease; None if it is not running any more."""
         lease = self._leases.get(handle)
         if lease is None or not lease.running:
             return None
@@ -281,7 +279,7 @@ class DraftLeases:
         return lease
 
     def revoke(self, numbers: Iterable[int]) -> list[int]:
-        """Forget tasks that are not wanted any more; returns the handles of those to end, with their forks."""
+        """Forget tasks that are not wanted any more; return the handles of the samples to end, forks included."""
         unwanted = set(numbers) - {0}
         gone = [lease for lease in self._leases.values() if lease.number in unwanted]
         for lease in gone:
@@ -295,7 +293,7 @@ class DraftLeases:
         return [lease.handle for lease in (*gone, *forks) if lease.running]
 
     def void(self, epoch: int) -> None:
-        """Drop the numbers of another coordinator process; running tasks go on."""
+        """Drop the numbers of another coordinator process; running tasks continue."""
         self.epoch = epoch
         self._leases = {h: lease for h, lease in self._leases.items() if lease.running}
         for lease in self._leases.values():
@@ -305,8 +303,8 @@ class DraftLeases:
         """Return the progress of all leases of the coordinator."""
         return [lease.progress() for lease in self._leases.values() if lease.number]
 
-    def told(self, progress: Iterable[pb.PregenerationProgress]) -> None:
-        """Forget the ended tasks of a report that the coordinator has got."""
+    def reported(self, progress: Iterable[pb.PregenerationProgress]) -> None:
+        """Forget the ended tasks of a report that the coordinator has received."""
         ended = {each.lease for each in progress if each.finished or each.returned}
         self._leases = {h: lease for h, lease in self._leases.items() if lease.number not in ended}
 

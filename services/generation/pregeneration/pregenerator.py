@@ -1,8 +1,8 @@
 """Pre-generation of one instance: polls the coordinator of bubbles for tasks, runs them, and stores their tokens.
 
 Three tasks run in the event loop: one reads the reports of the engine thread, one polls the coordinator, and one
-starts forks. Urgent work does not pass through here: the engine thread itself ends background samples, the moment
-a real one comes.
+starts forks. Urgent work is not done here: the engine thread itself ends background samples as soon as a real one
+arrives.
 """
 
 from __future__ import annotations
@@ -46,6 +46,20 @@ _log = structlog.get_logger(__name__)
 
 SERVICE = "bubbles"
 """Name of the coordinator in the registry."""
+# Longest time between two polls of an instance that has tasks, however long its steps are.
+_SILENT_SECONDS = 3.0
+# Deadline of a poll. The coordinator answers earlier.
+_POLL_SECONDS = 30.0
+# Time to wait for an answer with tasks once there is something newer to report: tasks of a cancelled poll are lost.
+_GRACE_SECONDS = 0.1
+# Time between two polls of an idle instance, if the first one brought no task.
+_IDLE_SECONDS = 0.25
+# First and longest delay after failures in a row.
+_FIRST_DELAY, _LONGEST_DELAY = 0.25, 2.0
+# Share of the KV cache above which no sample is forked, because forks must not preempt the samples they belong to.
+_MOST_KV_USAGE = 0.8
+# Longest time that an update, or the end of the process, waits for the drafts to be stored.
+_STORE_SECONDS = 1.0
 
 
 class CoordinatorGone(Exception):
@@ -53,7 +67,7 @@ class CoordinatorGone(Exception):
 
 
 class CoordinatorConnection:
-    """Connection to the registered coordinator; dropped at a failure, and found anew."""
+    """Connection to the registered coordinator; it is dropped at a failure, and the coordinator looked up again."""
 
     def __init__(self, config: ServiceConfig, registry: Registry) -> None:
         self._config = config
@@ -82,7 +96,7 @@ class CoordinatorConnection:
         _log.info("coordinator_found", coordinator=record.instance_id, address=record.address)
 
     async def poll(self, request: pb.PollWorkRequest, seconds: float) -> pb.PollWorkResponse:
-        """Poll the coordinator that was found; waits at most `seconds`.
+        """Poll the coordinator that was found, and wait at most `seconds`.
 
         Raises:
             CoordinatorGone: it did not answer, or with an error.
@@ -102,26 +116,10 @@ class CoordinatorConnection:
             await channel.close()
 
 
-# An instance that has tasks polls at least this often, however long its steps are.
-_SILENT_SECONDS = 3.0
-# The coordinator holds a poll back for less than this.
-_POLL_SECONDS = 30.0
-# How long an answer with tasks may still come when there is something newer to report: cancelled, they are lost.
-_GRACE_SECONDS = 0.1
-# From one poll of an idle instance to the next, when the first brought nothing.
-_IDLE_SECONDS = 0.25
-# After failures in a row, the first and the most.
-_FIRST_DELAY, _LONGEST_DELAY = 0.25, 2.0
-# Share of the KV cache above which no sample is forked: forks must not preempt the samples that they belong to.
-_MOST_KV_USAGE = 0.8
-# How long an update, or the end of the process, waits for the drafts to be stored.
-_STORE_SECONDS = 1.0
-
-
 class Pregenerator:
     """Generates samples of coming steps in bubbles, and forks of them.
 
-    Usage: `run` in a task of its own; `stored` before an update, or the process, is done.
+    Usage: `run` in a separate task; `stored` before an update or the process ends.
     """
 
     def __init__(
@@ -165,16 +163,16 @@ class Pregenerator:
         self._due = False
         self._running = False
         self._polled_at = 0.0
-        # News of the leases that the coordinator knows.
-        self._told = 0
-        # Set when something happens that a poll under way does not know of.
+        # Number of the leases' news that were reported to the coordinator.
+        self._reported_news = 0
+        # Set when something happens that the poll in progress does not report.
         self._changed = asyncio.Event()
-        # Set when samples have begun, grown or ended.
-        self._grown = asyncio.Event()
+        # Set when samples have begun, got new tokens or ended.
+        self._progressed = asyncio.Event()
         self._halted = False
 
     async def run(self) -> None:
-        """Pre-generate until cancelled or until the engine ends. A defect here costs drafts, nothing else."""
+        """Pre-generate until cancelled or until the engine ends. A defect here only costs drafts."""
         tasks = [asyncio.create_task(each) for each in (self._read(), self._poll(), self._uploads.run())]
         if self._config.forks:
             tasks.append(asyncio.create_task(self._fork()))
@@ -182,7 +180,7 @@ class Pregenerator:
         try:
             await self._loop.execute(lambda: self._loop.open(self._stream))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # When the engine has ended its last reports are still to be read, and stored.
+            # Once the engine has ended, its last reports still have to be read and stored.
             await asyncio.wait(tasks[:1], timeout=_STORE_SECONDS)
             await self._uploads.sent(_STORE_SECONDS)
             for task in done:
@@ -198,7 +196,7 @@ class Pregenerator:
             await self._coordinator.leave()
 
     async def stored(self) -> None:
-        """Return when what was generated so far is in the store, or would take too long to get there."""
+        """Return once the tokens generated so far are in the store, or storing them takes too long."""
         if not self._running:
             return
         with suppress(TimeoutError):
@@ -235,7 +233,7 @@ class Pregenerator:
         self._engine = report.engine
         self._due |= report.due
         self._changed.set()
-        self._grown.set()
+        self._progressed.set()
 
     def _end(self, ends: Iterable[tuple[int, bool]]) -> None:
         """Record the ends of tasks: (handle, True if finished by itself)."""
@@ -245,7 +243,7 @@ class Pregenerator:
             if not lease.fork:
                 self.metrics.ended(lease.finished, len(lease.tokens))
         if rollouts := self._store(lease for lease in leases if lease.worth_storing):
-            # Real samples may come here too, and draft from them.
+            # Real samples of this instance may draft from them, too.
             loop = self._loop
             loop.call(lambda: loop.drafts.add_rollouts(rollouts, loop.samples))
 
@@ -278,7 +276,7 @@ class Pregenerator:
 
     @property
     def _situation(self) -> PollSituation:
-        news = self._leases.news > self._told
+        news = self._leases.news > self._reported_news
         due = self._due or time.monotonic() - self._polled_at > _SILENT_SECONDS
         return PollSituation(self._engine, self._leases.running, news, due, self._leases.forks)
 
@@ -293,7 +291,7 @@ class Pregenerator:
                 await self._changed.wait()
 
     async def _poll_once(self) -> bool:
-        """Poll and do what the answer says; True if there is something to do now."""
+        """Poll and carry out the answer; return True if there is something to do now."""
         news = self._leases.news
         request = self._request()
         self._due, self._polled_at = False, time.monotonic()
@@ -306,7 +304,7 @@ class Pregenerator:
         self.metrics.polls.labels("interrupted" if answer is None else "answered").inc()
         if answer is None:
             return True
-        self._told = news
+        self._reported_news = news
         await self._obey(answer, request)
         return self._leases.running > 0
 
@@ -323,7 +321,7 @@ class Pregenerator:
         )
 
     async def _answer(self, request: pb.PollWorkRequest) -> pb.PollWorkResponse | None:
-        """Return the answer; None when something happened meanwhile that makes another request better."""
+        """Return the answer; None if something happened meanwhile that should be reported first."""
         polling = asyncio.create_task(self._coordinator.poll(request, _POLL_SECONDS))
         changing = asyncio.create_task(self._changed.wait())
         try:
@@ -337,7 +335,7 @@ class Pregenerator:
     async def _obey(self, answer: pb.PollWorkResponse, request: pb.PollWorkRequest) -> None:
         leases = self._leases
         if answer.coordinator_epoch == leases.epoch:
-            leases.told(request.progress)
+            leases.reported(request.progress)
         else:
             leases.void(answer.coordinator_epoch)
         self._stream.poll_steps = answer.poll_steps or POLL_STEPS
@@ -356,7 +354,7 @@ class Pregenerator:
                 await fetch_beginnings(self._fetcher, tasks, -self._fetches)
             await self._start(tasks)
         # There may be too many forks for the new tasks.
-        self._grown.set()
+        self._progressed.set()
 
     async def _start(self, leases: Sequence[DraftLease]) -> None:
         """Start tasks or forks; those that the instance refuses end at once."""
@@ -377,9 +375,9 @@ class Pregenerator:
     async def _fork(self) -> None:
         """Start or end forks whenever samples have changed."""
         while True:
-            self._grown.clear()
-            await self._grown.wait()
-            # Forks would slow down samples of the step.
+            self._progressed.clear()
+            await self._progressed.wait()
+            # Forks would slow down samples of the current step.
             if not self._engine.free or self._engine.serving or self._halted:
                 continue
             try:
@@ -387,17 +385,17 @@ class Pregenerator:
             except Unavailable:
                 raise
             except Exception:
-                # Tasks continue: they are worth more than forks.
+                # Tasks continue, because they are worth more than forks.
                 _log.exception("forking_failed")
                 self._leases.end_forking()
 
     async def _start_forks(self) -> None:
-        """Start as many forks as hardly slow the tasks down, or end those that do."""
+        """Start as many forks as hardly slow the tasks down, or end forks if there are too many."""
         seats = self._situation.room(self._loop.ready.result().max_running, self._config.background_threshold)
         room = min(seats // 2, await self._loop.execute(self._affordable))
         if room < 0:
-            dear = self._leases.farthest(-room)
-            await self._loop.execute(lambda: self._abort(dear))
+            surplus = self._leases.farthest(-room)
+            await self._loop.execute(lambda: self._abort(surplus))
             return
         forks, farther = self._leases.fork(self._config.forks, room)
         if farther:
@@ -407,17 +405,17 @@ class Pregenerator:
             await self._start(forks)
 
     def _affordable(self) -> int:
-        """Return how many forks more the engine may have by the time of its steps; less than 0: too many."""
+        """Return how many more forks the engine may have by the time of its steps; negative if it has too many."""
         if self._loop.kv_usage > _MOST_KV_USAGE:
             return 0
         running, forks = self._leases.running, self._leases.forks
         return affordable(self._loop.plain_seconds, running, forks, self._config.fork_slowdown)
 
     async def _halt(self, step_ended_at: float) -> None:
-        """End all tasks now; `step_ended_at` in unix seconds, 0 when that is not why."""
+        """End all tasks now. `step_ended_at`: Unix seconds at which the step ended, 0 if that is not the reason."""
         ended = await self._loop.execute(self._loop.end_background)
         if ended and step_ended_at:
-            # Clocks may differ a little.
+            # The clocks of two machines may differ a little.
             self.metrics.halts.observe(max(0.0, time.time() - step_ended_at))
 
     def _abort(self, handles: Iterable[int]) -> None:
@@ -425,7 +423,7 @@ class Pregenerator:
         self._loop.abort_samples([samples[each] for each in handles if each in samples])
 
     async def _set_asleep(self, asleep: bool) -> None:
-        """Leave the device to others, unless there is real work; or take it back."""
+        """Leave the device to others unless there is real work, or take it back."""
         if self._loop.asleep != asleep:
             change: Callable[[], object] = self._loop.sleep if asleep else self._loop.wake
             await self._loop.execute(change)

@@ -14,16 +14,16 @@ from services.generation.loop.metrics import PregenerationMetrics
 MOST_TOKENS = 4_000_000
 """Most tokens that wait; 32 MB."""
 _BATCH_TOKENS = 100_000
-# How often a store that is away is looked for.
+# Time between two checks for a store that is unavailable.
 _AWAY_SECONDS = 0.5
 
 _Name = tuple[str, str, int, int, int]
 
 
 class UploadQueue:
-    """Holds the latest rollout of each sample until it is sent; one call at a time, so that order is kept.
+    """Holds the latest rollout of each sample until it is sent, with one call at a time to keep the order.
 
-    While the store is away rollouts wait; the oldest beyond `most_tokens` are dropped.
+    While the store is unavailable rollouts wait; the oldest beyond `most_tokens` are dropped.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class UploadQueue:
         self._none.set()
 
     def add(self, rollouts: Iterable[StoredRollout]) -> None:
-        """Queue rollouts; one of a sample replaces an earlier one that was not sent yet."""
+        """Queue rollouts; a rollout replaces an earlier one of its sample that was not sent yet."""
         for rollout in rollouts:
             self._remove(_name(rollout))
             self._waiting[_name(rollout)] = rollout
@@ -61,7 +61,7 @@ class UploadQueue:
                 await asyncio.sleep(_AWAY_SECONDS)
 
     async def sent(self, seconds: float) -> None:
-        """Return when nothing waits any more, or after so many seconds, or at once while the store is away."""
+        """Return once no rollout waits, after `seconds` at the latest, or at once if the store is unavailable."""
         if self._store.available:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -79,7 +79,7 @@ class UploadQueue:
             self._metrics.put(len(batch), stored, tokens)
             self._notify()
         else:
-            # Behind what came since; a newer rollout of a sample stays.
+            # Queued again after later arrivals, except for samples with a newer rollout.
             self.add([rollout for rollout in batch if _name(rollout) not in self._waiting])
 
     def _take(self) -> list[StoredRollout]:
@@ -92,7 +92,7 @@ class UploadQueue:
         return batch
 
     def _remove(self, name: _Name) -> int:
-        """Forget a rollout that waits; returns its tokens, 0 when there was none."""
+        """Remove a waiting rollout; return the number of its tokens, 0 if there was none."""
         rollout = self._waiting.pop(name, None)
         tokens = 0 if rollout is None else len(rollout.tokens)
         self.tokens -= tokens

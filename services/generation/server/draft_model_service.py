@@ -25,13 +25,13 @@ from services.generation.engine.types import EAGLE3
 from services.generation.loop.engine_loop import EngineLoop
 
 _log = structlog.get_logger(__name__)
-# Nothing is won by less: without Redis the instance cannot register either.
+# A shorter limit would not help: without Redis the instance cannot register either.
 _RECALL_SECONDS = 10.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DraftModelService(rpc.DraftModelServiceServicer):
-    """Takes heads in, checks them in full beside the running engine, and puts them into it between two steps."""
+    """Checks new heads in full while the engine runs, and swaps them in between two steps."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class DraftModelService(rpc.DraftModelServiceServicer):
             self._config = drafter_checkpoint.read_config(started_with)
 
     async def recall(self, redis: Redis, namespace: str) -> None:
-        """Draft with the published head before the first sample comes.
+        """Draft with the published head before the first sample arrives.
 
-        Without one, or where it cannot be used, the head that the instance was started with stays.
+        If there is none, or it cannot be used, the head that the instance was started with stays.
         """
         if self._drafter is None or self._started_with is None:
             return
@@ -80,10 +80,10 @@ class DraftModelService(rpc.DraftModelServiceServicer):
             _log.warning("drafter_not_recalled", version=published.version, error=error.message)
 
     async def load(self, version: int, path: Path, sha256: str) -> int:
-        """Draft with another head from the next engine step on; returns the version of the one before.
+        """Draft with another head from the next engine step on; return the version of the previous one.
 
         Raises:
-            InvalidArgument: it is broken, or not of a drafter for this policy. The one in use stays.
+            InvalidArgument: it is corrupt, or no head for this policy. The head in use stays.
             FailedPrecondition: the instance has no eagle3 drafter.
         """
         drafter = self._required()
@@ -154,7 +154,7 @@ def _missing(version: int, sha256: str) -> list[Violation]:
 
 
 def _staged(path: Path, sha256: str, current: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint that can take the place of one with the config `current`."""
+    """Return the tensors of a checkpoint that can replace one with the config `current`."""
     try:
         config, tensors = drafter_checkpoint.load(path, sha256)
     except CorruptCheckpoint as error:

@@ -1,7 +1,7 @@
 """Servicer of GenerationService, and the state of the instance that it serves.
 
-`GenerationInstance` pauses, drains and describes the instance, and says whether it takes samples. The servicer
-translates between the protocol and the parts of the instance.
+`GenerationInstance` pauses, drains and describes the instance, and has the terms on which it takes samples. The
+servicer translates between the protocol and the parts of the instance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATES = {
     "paused": fleet_pb2.INSTANCE_STATE_PAUSED,
     "draining": fleet_pb2.INSTANCE_STATE_DRAINING,
 }
-# Fields of the record that its public form has as they are.
+# Fields of the record that its public form has unchanged.
 _DESCRIBED = (
     *("instance_id", "epoch", "address", "policy_version", "max_running"),
     *("max_model_len", "vocab_size", "model", "device", "metrics_address", "refused_features"),
@@ -55,7 +55,7 @@ class GenerationInstance:
         registration: Registration,
         has_reallocator: Callable[[], Awaitable[bool]],
     ) -> None:
-        """`has_reallocator` tells whether anybody would move samples away. The engine is ready."""
+        """`has_reallocator` returns True if a reallocator could move samples away. The engine is ready."""
         self.evacuation_seconds = config.evacuation_seconds
         """Longest time to wait for samples to be moved away."""
         self._limits_of_work = {
@@ -78,7 +78,7 @@ class GenerationInstance:
 
     @property
     def hung(self) -> bool:
-        """True when the engine thread is at one step, or at one command, for longer than that may take."""
+        """True if the engine thread works on one step or command for longer than it may take."""
         work = self._loop.work
         return work is not None and self._loop.now - work.since > self._limits_of_work[work.kind]
 
@@ -88,7 +88,7 @@ class GenerationInstance:
         return AdmissionTerms(self._loop.policy_version, self._limits, closed, self._lenient_drafts)
 
     async def pause(self, paused: bool) -> None:
-        """Stop stepping, or go on; going on also takes back a drain, for an instance that is to stay after all."""
+        """Stop stepping, or resume; resuming also cancels a drain, for an instance that is to stay after all."""
         if not paused:
             self._draining = False
 
@@ -98,9 +98,9 @@ class GenerationInstance:
         await self._loop.execute(set_paused)
 
     async def evacuate(self, seconds: float) -> None:
-        """Take no more samples; return when the instance is empty, or after so long.
+        """Take no more samples; return once the instance is empty, after `seconds` at the latest.
 
-        Returns at once without a reallocator: samples are only waited for while they are being moved.
+        Return at once without a reallocator, because only moves of samples are worth waiting for.
         """
         self._draining = True
         loop = self._loop
@@ -113,13 +113,13 @@ class GenerationInstance:
                 await asyncio.sleep(_EVACUATION_POLL_SECONDS)
 
     async def drain(self, seconds: float = 0.0) -> int:
-        """Evacuate the instance for so long, then hand back the other samples with the tokens that they have.
+        """Evacuate the instance for `seconds`, then hand back the other samples with the tokens that they have.
 
-        Returns the number handed back.
+        Return the number of samples handed back.
         """
         await self.evacuate(seconds)
         if not self._draining:
-            # It was told to go on meanwhile.
+            # It was resumed meanwhile.
             return 0
         return await self._loop.execute(self._loop.abort_all)
 
@@ -140,7 +140,7 @@ class GenerationInstance:
         return {"state": self.state, "policy_version": self._loop.policy_version, "load": self.load_values()}
 
     def record(self) -> InstanceRecord:
-        """Return the instance's entry in the registry as of now."""
+        """Return the instance's current entry in the registry."""
         return replace(self._registration.record, **self.status())
 
     def describe(self) -> fleet_pb2.Instance:
@@ -157,12 +157,12 @@ class GenerationInstance:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _log = structlog.get_logger(__name__)
-# Of a caller's deadline, what is left for handing samples back.
+# Part of a caller's deadline that is left for handing samples back.
 _DRAIN_ANSWER_SECONDS = 1.0
 
 
 class GenerationService(rpc.GenerationServiceServicer):
-    """One instance, as its gateway sees it."""
+    """Servicer of one instance, called by its gateway."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class GenerationService(rpc.GenerationServiceServicer):
     async def Work(
         self, request_iterator: AsyncIterator[pb.WorkRequest], context: Context
     ) -> AsyncIterator[pb.WorkResponse]:
-        """Take samples in and send tokens out until the caller or the engine ends."""
+        """Take samples and send their tokens until the caller or the engine ends."""
         stream = WorkStream(asyncio.get_running_loop(), self._checkpoints)
         opened = self._intake.open(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator))
@@ -204,7 +204,7 @@ class GenerationService(rpc.GenerationServiceServicer):
             stream.put(None)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Return the instance as it is now."""
+        """Return the present state of the instance."""
         staged = self._weights.staged
         return pb.GetStatusResponse(
             instance=self._instance.describe(),
@@ -213,19 +213,19 @@ class GenerationService(rpc.GenerationServiceServicer):
         )
 
     async def PauseEngine(self, request: pb.PauseEngineRequest, context: Context) -> pb.PauseEngineResponse:
-        """Stop stepping; samples stay as they are."""
+        """Stop stepping; samples stay in the engine."""
         await self._instance.pause(True)
         return pb.PauseEngineResponse()
 
     async def ResumeEngine(
         self, request: pb.ResumeEngineRequest, context: Context
     ) -> pb.ResumeEngineResponse:
-        """Go on stepping."""
+        """Resume stepping."""
         await self._instance.pause(False)
         return pb.ResumeEngineResponse()
 
     async def DrainEngine(self, request: pb.DrainEngineRequest, context: Context) -> pb.DrainEngineResponse:
-        """Refuse new samples from now on, let them be moved away, and hand back those that were not."""
+        """Refuse new samples, let the running ones be moved away, and hand back the rest."""
         left = context.time_remaining()
         most = self._instance.evacuation_seconds if left is None else left - _DRAIN_ANSWER_SECONDS
         seconds = min(most, self._instance.evacuation_seconds)
@@ -234,9 +234,9 @@ class GenerationService(rpc.GenerationServiceServicer):
     async def StageWeights(
         self, request: pb.StageWeightsRequest, context: Context
     ) -> pb.StageWeightsResponse:
-        """Read and check weights beside the running engine."""
+        """Read and check weights while the engine runs."""
         if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
-            raise Unimplemented("drafter weights", "a drafter is put in by LoadDraftModel")
+            raise Unimplemented("drafter weights", "a drafter is loaded by LoadDraftModel")
         began = time.monotonic()
         if request.WhichOneof("source") == "peers":
             staged = await self._weights.receive(request.policy_version, request.peers)
@@ -251,8 +251,8 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> pb.ApplyWeightsResponse:
         """Put staged weights into the engine, between two steps."""
         began = time.monotonic()
-        goes_on = request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
-        applied = await self._weights.apply(request.policy_version, goes_on=goes_on)
+        in_flight = request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
+        applied = await self._weights.apply(request.policy_version, in_flight=in_flight)
         return pb.ApplyWeightsResponse(
             apply_time=duration(time.monotonic() - began),
             dropped_blocks=applied.dropped_blocks,

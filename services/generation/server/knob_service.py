@@ -21,13 +21,13 @@ from services.generation.speculation.planner import KnobDrivenPlanner
 from services.platform.redis.registry import Registration
 
 _log = structlog.get_logger(__name__)
-# Nothing is won by less: without Redis the instance cannot register either.
+# A shorter limit would not help: without Redis the instance cannot register either.
 _RECALL_SECONDS = 10.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KnobService(rpc.KnobServiceServicer):
-    """Applies knobs between two engine steps. Without speculation it accepts them, and nothing changes."""
+    """Applies knobs between two engine steps. Without speculation it accepts them without effect."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class KnobService(rpc.KnobServiceServicer):
         self._loop = loop
         self._planner = planner
         self._registration = registration
-        # Of an instance without a planner.
+        # Latest revision, kept for an instance without a planner.
         self._revision = 0
 
     async def recall(self, redis: Redis) -> None:
-        """Apply the stored knobs before the first sample comes. Without Redis they come later."""
+        """Apply the stored knobs before the first sample arrives. Without Redis they are applied later."""
         try:
             async with asyncio.timeout(_RECALL_SECONDS):
                 known = await KnobStore(redis, self._config.namespace).load()

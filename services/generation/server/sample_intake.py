@@ -1,6 +1,6 @@
-"""Take in the items of work streams: start them, park them until their rollouts are here, abort them.
+"""Intake of the items of work streams: starts items, parks them until their rollouts are cached, and aborts them.
 
-The JSON schema of an item is checked in a thread first, because to compile one may take a second.
+The JSON schema of an item is first checked in a thread, because compiling it may take a second.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _THREADS = 2
 
 
 class SchemaChecks:
-    """Compiles schemas in threads of its own, so that the engine finds them compiled."""
+    """Compiles schemas in separate threads, so that the engine finds them compiled."""
 
     def __init__(self, check: Callable[[Sampling, Sequence[int]], str], seconds: float = 10.0) -> None:
-        """Check by `check`, which returns what is wrong; a schema that takes longer than `seconds` is refused."""
+        """Check by `check`, which returns a fault or ""; a schema that takes longer than `seconds` is refused."""
         self._check = check
         self._seconds = seconds
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="schemas")
 
     @classmethod
     def of_model(cls, folder: Path, limits: ModelLimits) -> SchemaChecks:
-        """Return the checks of an instance whose engine is there."""
+        """Return the checks of an instance whose engine was built."""
         # Imports vLLM, which the engine has done first.
         from services.generation.engine.grammars import schema_fault
 
         return cls(partial(schema_fault, folder, limits))
 
     async def fault(self, item: pb.WorkItem) -> str:
-        """Return what is wrong with the schema of an item; "" if nothing is."""
+        """Return the fault of an item's schema; "" if it has none."""
         sampling, prefix = resolve(item.sampling), list(item.prefix_token_ids)
         checked = asyncio.get_running_loop().run_in_executor(self._threads, self._check, sampling, prefix)
         try:
@@ -65,12 +65,12 @@ class SchemaChecks:
 
 Fetch = asyncio.Future[None]
 
-# Levels to which a prompt's history is more than drafts: it is taken over, or has the sample's own noise.
+# Levels at which a prompt's history is more than drafts: it is taken over, or has the sample's own noise.
 _NEED_HISTORY = (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY)
 
 
 class SampleIntake:
-    """Takes requests of work streams in the event loop and carries them out in the engine thread."""
+    """Receives requests of work streams in the event loop and carries them out in the engine thread."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class SampleIntake:
         Args:
             loop: where samples run.
             terms: returns the terms on which samples are taken now.
-            fetcher: of rollouts; None: there is no draft store, and nothing waits.
-            claim: hands a sample that was moved here to the stream that claims it, in the engine thread.
-            metrics: where waits are counted.
-            wait_seconds: longest time that an item is parked for them.
+            fetcher: of rollouts; None: there is no draft store, and items do not wait.
+            claim: gives a sample that was moved here to the stream that claims it, in the engine thread.
+            metrics: counts waits that expired.
+            wait_seconds: longest time that an item is parked for its rollouts.
             schemas: checks of JSON schemas; None: items with one are not checked beforehand.
         """
         self._loop = loop
@@ -103,7 +103,7 @@ class SampleIntake:
         self._waits: set[asyncio.Task[None]] = set()
 
     def open(self, stream: WorkStream) -> asyncio.Future[None]:
-        """Serve a stream; the future resolves when the engine does, with Unavailable when it has ended."""
+        """Serve a stream; the future resolves once the engine does, with Unavailable if the engine has ended."""
         return asyncio.wrap_future(self._loop.call(lambda: self._loop.open(stream)))
 
     def take(self, stream: WorkStream, request: pb.WorkRequest) -> None:
@@ -121,8 +121,8 @@ class SampleIntake:
                 self._begin(self._release_checked(stream, item, fetch))
             elif fetch is not None:
                 waiting.setdefault(fetch, []).append(item)
-        for fetch, those in waiting.items():
-            self._begin(self._release_in_time(stream, those, fetch))
+        for fetch, parked in waiting.items():
+            self._begin(self._release_in_time(stream, parked, fetch))
 
     def _begin(self, wait: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(wait)
@@ -148,11 +148,11 @@ class SampleIntake:
         if self._fetcher is None or not (lenient or self._loop.drafts.speculation is not None):
             return None
         fetch = self._fetcher.want(Origin.of(item), whole=item.exactness.level in _NEED_HISTORY)
-        # A sample that is gone on with takes nothing over any more.
+        # A resumed sample takes over no rollout any more.
         return fetch if lenient and not item.prefix_token_ids else None
 
     async def _release_in_time(self, stream: WorkStream, items: Sequence[pb.WorkItem], fetch: Fetch) -> None:
-        # Not wait_for, which would cancel what others wait for too.
+        # Not wait_for, which would cancel a future that others wait for, too.
         await asyncio.wait([fetch], timeout=self._wait_seconds)
         if not fetch.done():
             self._metrics.waits_expired.inc(len(items))
@@ -191,7 +191,7 @@ class SampleIntake:
 
     def _release(self, stream: WorkStream, items: Iterable[pb.WorkItem]) -> None:
         for item in items:
-            # It may have been aborted meanwhile, and its handle used again.
+            # It may have been aborted meanwhile, and its handle reused.
             if stream.parked.get(item.handle) is item:
                 del stream.parked[item.handle]
                 self._start(stream, item, parks=False)

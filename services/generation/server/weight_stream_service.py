@@ -27,13 +27,13 @@ from services.platform.tasks import end
 async def outgoing(
     stream: StoredStream, position: int, reception: Reception | None, limits: StreamLimits
 ) -> AsyncIterator[peer_pb.FetchWeightsResponse]:
-    """Yield a stream from a position on, and signs of life while there is no more of it.
+    """Yield a stream from a position on, and empty messages at intervals while no more bytes have arrived.
 
-    More of it comes to the `reception`, if there is one.
+    More bytes arrive at the `reception`, if there is one.
 
     Raises:
-        Unavailable: no more will come, or the files were removed.
-        WeightsRefused: they were refused here.
+        Unavailable: no more bytes will arrive, or the files were removed.
+        WeightsRefused: the weights were refused here.
     """
     while True:
         if reception is not None and reception.refused is not None:
@@ -63,7 +63,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightStreamService(rpc.WeightStreamServiceServicer):
-    """Takes the bytes that a trainer pushes, for the update that its ticket is of."""
+    """Servicer that receives the bytes that a trainer pushes, for the update of its ticket."""
 
     def __init__(self, streams: WeightStreams) -> None:
         self._streams = streams
@@ -71,12 +71,12 @@ class WeightStreamService(rpc.WeightStreamServiceServicer):
     async def PushWeights(
         self, request_iterator: AsyncIterator[pb.PushWeightsRequest], context: Context
     ) -> AsyncIterator[pb.PushWeightsResponse]:
-        """Take bytes, and say how far they came."""
+        """Receive bytes, and report how many have arrived."""
         metadata = {key: value for key, value in context.invocation_metadata() or ()}
         reception = self._streams.ticketed(bearer_token(str(metadata.get("authorization", ""))))
         reader = asyncio.create_task(_take(reception, request_iterator))
         tasks: list[asyncio.Task[Any]] = [reader]
-        told = None
+        reported = None
         try:
             while True:
                 coming = asyncio.create_task(reception.changed.next_change().wait())
@@ -85,12 +85,12 @@ class WeightStreamService(rpc.WeightStreamServiceServicer):
                     await reader
                     reception.check()
                 state = (reception.stream.log.end, reception.confirmed)
-                if state != told:
+                if state != reported:
                     yield pb.PushWeightsResponse(received=state[0], confirmed=state[1])
-                    told = state
+                    reported = state
                 if over and state[0] == state[1]:
                     return
-                # What is confirmed may also change with time.
+                # The confirmed position may also change with time.
                 await asyncio.wait(
                     {coming} if over else {coming, reader},
                     timeout=self._streams.limits.stall_seconds / 4,
@@ -107,7 +107,7 @@ async def _take(reception: Reception, requests: AsyncIterator[pb.PushWeightsRequ
 
 
 class WeightPeerService(peer_rpc.WeightPeerServiceServicer):
-    """Serves the weights that an instance has, and those that still come to it."""
+    """Servicer of the weights that an instance has or is receiving."""
 
     def __init__(self, streams: WeightStreams) -> None:
         self._streams = streams
@@ -130,7 +130,7 @@ class WeightPeerService(peer_rpc.WeightPeerServiceServicer):
             async for answer in outgoing(stream, first.position, reception, self._streams.limits):
                 sent.inc(len(answer.piece.data))
                 yield answer
-            # What the other side has got, it is still to say.
+            # The other side still has to acknowledge the last bytes.
             with suppress(TimeoutError, grpc.RpcError):
                 await asyncio.wait_for(asyncio.shield(reader), self._streams.limits.stall_seconds)
         finally:

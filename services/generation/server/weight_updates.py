@@ -1,4 +1,4 @@
-"""Weight updates of an instance: weights are staged beside the running engine, and applied between two steps."""
+"""Weight updates of an instance: weights are staged while the engine runs, and applied between two steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = structlog.get_logger(__name__)
 class AppliedWeights:
     """Cost of applying weights: KV blocks that were dropped, and seconds until pre-generation had stopped.
 
-    `continued`: samples that go on under them.
+    `continued` samples continue under them.
     """
 
     dropped_blocks: int = 0
@@ -90,7 +90,7 @@ class WeightUpdates:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def stage(self, version: int, given: GivenWeights) -> StagedWeights:
-        """Read and check weights in a thread of their own; the engine steps on meanwhile."""
+        """Read and check weights in a separate thread, while the engine keeps stepping."""
         async with self._updating:
             self._supersede(version)
             with self._metrics.weight_seconds.labels("stage").time():
@@ -100,7 +100,7 @@ class WeightUpdates:
         return staged
 
     async def receive(self, version: int, order: PeerWeights) -> StagedWeights:
-        """Have weights come from a trainer or other instances, and check them; the engine steps on meanwhile."""
+        """Receive weights from a trainer or other instances and check them, while the engine keeps stepping."""
         self._supersede(version)
         received = await self.streams.receive(version, order)
         read = partial(self._reader.read_received, version, received.folder, received.checksum)
@@ -112,23 +112,23 @@ class WeightUpdates:
         _log.info("weights_staged", version=version, checksum=staged.checksum)
         return staged
 
-    async def apply(self, version: int, *, goes_on: bool = False) -> AppliedWeights:
+    async def apply(self, version: int, *, in_flight: bool = False) -> AppliedWeights:
         """Serve the staged weights from the next step on. Background samples end, and are stored.
 
-        With `goes_on` the others keep their tokens and go on under these weights; those that are being moved are
-        handed back.
+        With `in_flight` the other samples keep their tokens and continue under these weights; samples that are
+        being moved are handed back.
 
         Raises:
-            FailedPrecondition: these weights are not staged, or samples are running and not to go on.
+            FailedPrecondition: these weights are not staged, or samples are running without `in_flight`.
         """
-        # The engine goes on if the caller goes away, and so does what follows.
-        return await to_the_end(self._apply_staged(version, goes_on), self._tasks)
+        # The engine continues if the caller disconnects, and so does the rest of the update.
+        return await to_the_end(self._apply_staged(version, in_flight), self._tasks)
 
     async def discard(self, version: int) -> None:
-        """Forget staged weights of a version, and give up what has not come yet."""
+        """Forget staged weights of a version, and give up receiving the rest."""
         await to_the_end(self._discard(version), self._tasks)
 
-    async def _apply_staged(self, version: int, goes_on: bool) -> AppliedWeights:
+    async def _apply_staged(self, version: int, in_flight: bool) -> AppliedWeights:
         async with self._updating:
             if self._loop.policy_version == version:
                 return AppliedWeights()
@@ -140,12 +140,12 @@ class WeightUpdates:
                 )
             with self._metrics.weight_seconds.labels("apply").time():
                 halt_seconds = await self._halt()
-                dropped, continued = await self._loop.execute(lambda: self._apply(staged, goes_on))
+                dropped, continued = await self._loop.execute(lambda: self._apply(staged, in_flight))
             self.staged = None
             if self._adopted is not None:
                 await asyncio.to_thread(self._adopted.prune, version, staged.checksum)
             if self._pregenerator is not None:
-                # Uploaded since the halt: the instances of the coming step are to find them.
+                # Uploaded since the halt, so that the instances of the next step find them.
                 await self._pregenerator.stored()
         _log.info("weights_applied", version=version, dropped_blocks=dropped, continued=continued)
         return AppliedWeights(dropped, halt_seconds, continued)
@@ -158,12 +158,12 @@ class WeightUpdates:
             self._adopted.hide(version)
 
     def _supersede(self, version: int) -> None:
-        """Let the staged weights of another version go before those of this one take room."""
+        """Forget the staged weights of another version, before the new ones need memory."""
         if self.staged is not None and self.staged.version != version:
             self.staged = None
 
     async def _halt(self) -> float:
-        """End the background samples; returns the seconds it took, 0 when there were none."""
+        """End the background samples; return the seconds it took, 0 if there were none."""
         began = time.monotonic()
         if not await self._loop.execute(self._loop.end_background):
             return 0.0
@@ -172,26 +172,28 @@ class WeightUpdates:
             self._pregenerator.metrics.update_halt_seconds.observe(seconds)
         return seconds
 
-    def _apply(self, staged: StagedWeights, goes_on: bool) -> tuple[int, int]:
+    def _apply(self, staged: StagedWeights, in_flight: bool) -> tuple[int, int]:
         """Apply weights in the engine thread; see `replace_weights`."""
 
         def tensors() -> Iterable[tuple[str, torch.Tensor]]:
-            # Before the engine is touched, which does not survive a load that breaks off.
+            # Before the engine is changed, because it does not survive a load that fails.
             staged.tensors.check_unchanged()
             return staged.tensors.items()
 
-        counts = replace_weights(self._loop, staged.version, tensors, self._end_unclaimed, goes_on=goes_on)
+        counts = replace_weights(
+            self._loop, staged.version, tensors, self._end_unclaimed, in_flight=in_flight
+        )
         self._metrics.policy_version.set(staged.version)
         return counts
 
 
 async def read_in_thread(read: Callable[[Proceed], StagedWeights]) -> StagedWeights:
-    """Read weights in a thread, which ends soon if the waiting is cancelled: another update may wait for it."""
+    """Read weights in a thread, which ends soon after a cancellation, because another update may wait for it."""
     given_up = threading.Event()
 
     def proceed() -> None:
         if given_up.is_set():
-            raise Aborted("STAGING_ENDED", "these weights are staged no more: the update was given up")
+            raise Aborted("STAGING_ENDED", "staging of these weights was stopped: the update was given up")
 
     return await uninterrupted(asyncio.to_thread(read, proceed), hasten=given_up.set)
 
@@ -202,34 +204,34 @@ def replace_weights(
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     end_unclaimed: Callable[[], None],
     *,
-    goes_on: bool,
+    in_flight: bool,
 ) -> tuple[int, int]:
-    """Replace the weights between two steps; returns the KV blocks that were dropped, and the samples that go on.
+    """Replace the weights between two steps; return the numbers of dropped KV blocks and of samples that continue.
 
-    Called in the engine thread. `tensors` returns the weights, or raises where they cannot be applied any more.
+    Called in the engine thread. `tensors` returns the weights, or raises if they cannot be applied any more.
 
     Raises:
-        FailedPrecondition: samples are running, and they are not to go on.
+        FailedPrecondition: samples are running without `in_flight`.
     """
-    # Samples may have come since the halt.
+    # Samples may have arrived since the halt.
     loop.end_background()
     end_unclaimed()
     running = loop.samples.real_count
-    if running and not goes_on:
+    if running and not in_flight:
         raise FailedPrecondition(
             "SAMPLES_RUNNING",
             f"{running} samples of version {loop.policy_version} are running",
             running=str(running),
         )
     checked = tensors()
-    # Handed back: what is being read of their KV would be of neither version.
+    # Samples that are being moved are handed back, because the KV being read would belong to neither version.
     loop.abort_samples([loop.samples[key] for key in list(loop.watchers) if key in loop.samples])
-    # What was sampled under the old weights is sent as such.
+    # Tokens sampled under the old weights are reported with the old version.
     loop.flush(everything=True)
     try:
-        dropped: int = loop.ready.result().apply_weights(checked, preempt=goes_on)
+        dropped: int = loop.ready.result().apply_weights(checked, preempt=in_flight)
     except Exception as error:
-        # Half-loaded weights or surviving KV: nothing that this engine says can be trusted any more.
+        # The weights may be half loaded, or old KV may survive, so the engine cannot be trusted any more.
         loop.fail(error)
         raise
     loop.policy_version = version

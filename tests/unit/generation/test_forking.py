@@ -92,7 +92,7 @@ def test_a_task_that_has_ended_is_forked_until_other_work_comes() -> None:
     (lease,) = taken(leases, 0)
     grow(leases, lease, [5, 6, 7], [0.05, 3.0, 0.02])
     leases.end(lease.handle, finished=True)
-    leases.told(leases.progress())
+    leases.reported(leases.progress())
     assert len(forked(leases, most=2, room=1)) == 1
     leases.end_forking()
     assert forked(leases, most=2, room=1) == []

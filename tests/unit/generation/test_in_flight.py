@@ -41,10 +41,10 @@ class UpdatedRig(Rig):
     def _end_unclaimed(self) -> None:
         self.unclaimed += 1
 
-    async def update(self, version: int, *, goes_on: bool = True) -> int:
+    async def update(self, version: int, *, in_flight: bool = True) -> int:
         """Stage and apply a version; returns the samples that go on."""
         await self.weights.stage(version, GivenWeights(self.model))
-        return (await self.weights.apply(version, goes_on=goes_on)).continued
+        return (await self.weights.apply(version, in_flight=in_flight)).continued
 
 
 @pytest.fixture
@@ -127,11 +127,11 @@ async def test_samples_that_are_not_to_go_on_keep_the_weights_they_have(rig: Upd
     await caller.start(1, max_tokens=4)
     await rig.step(2)
     with pytest.raises(FailedPrecondition, match="1 samples of version 0") as refused:
-        await rig.update(1, goes_on=False)
+        await rig.update(1, in_flight=False)
     assert refused.value.reason == "SAMPLES_RUNNING"
     assert (rig.engine.applied, rig.loop.policy_version) == ([], 0)
     # They are still staged.
-    assert (await rig.weights.apply(1, goes_on=True)).continued == 1
+    assert (await rig.weights.apply(1, in_flight=True)).continued == 1
     await rig.step(2)
     assert versioned(caller, 1) == [(0, [0, 1]), (1, [2, 3])]
 
@@ -172,7 +172,7 @@ async def test_weights_that_changed_since_they_were_checked_disturb_no_sample(ri
     file = rig.model / "model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(DataLoss):
-        await rig.weights.apply(1, goes_on=True)
+        await rig.weights.apply(1, in_flight=True)
     await rig.step(2)
     assert versioned(caller, 1) == [(0, [0, 1, 2, 3])]
     assert caller.stream.samples == {}

@@ -56,9 +56,9 @@ def test_an_item_is_reported_until_the_coordinator_knows_its_end() -> None:
     leases.grow(lease.handle, [5, 6], [-1.0, -2.0])
     first = leases.progress()
     leases.end(lease.handle, finished=True)
-    leases.told(first)
+    leases.reported(first)
     assert progress(leases) == {7: (2, True, False)}, "its end was not in that report"
-    leases.told(leases.progress())
+    leases.reported(leases.progress())
     assert progress(leases) == {}
 
 

@@ -355,7 +355,7 @@ class ScriptedInstance:
         """Apply weights as `WeightUpdates` does."""
         end_unclaimed = self.migration.arrivals.end_unclaimed
         await self.between_steps(
-            lambda: replace_weights(self.loop, version, lambda: (), end_unclaimed, goes_on=goes_on)
+            lambda: replace_weights(self.loop, version, lambda: (), end_unclaimed, in_flight=goes_on)
         )
 
     def pass_deadlines(self) -> None:
