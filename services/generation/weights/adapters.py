@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's layout: what of them can be merged, and the merge.
+"""LoRA adapters in PEFT's layout: checks whether they can be merged, and the merge.
 
 W + scale * B @ A in float32, rounded to the dtype of W. Every instance gets the same bits: the sums have an order
 (`kernels.lora_merge`), and parts of a tensor that threads share do not depend on each other.
@@ -90,7 +90,7 @@ def plan_merge(
         for option, value in refused(config, BY_FLEET).items()
     ]
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    # Matrices of a higher rank have nothing to add, and any size.
+    # A higher rank adds nothing, and its matrices could have any size.
     most = max((length for shape in shapes.values() for length in shape), default=sys.maxsize)
     if type(rank) is not int or not 1 <= rank <= most:
         violations.append(Violation(f"{CONFIG}.r", f"is {rank!r}, must be an integer from 1 to {most}"))
@@ -113,7 +113,7 @@ def plan_merge(
 def merged(
     base: Mapping[str, torch.Tensor], plan: AdapterPlan, matrices: Mapping[str, torch.Tensor], threads: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the base with what the adapter adds; one of them is in memory at a time."""
+    """Yield the tensors of the base with the adapter added; one of them is in memory at a time."""
     with ThreadPoolExecutor(threads, "merge") as pool:
         for name, tensor in base.items():
             if name not in plan.pairs:
@@ -145,14 +145,14 @@ def _merge(
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """View a tensor as numpy does; of bfloat16, which numpy has not, the bits."""
+    """Return a numpy view of a tensor; of bfloat16, which numpy does not have, the bits."""
     bits = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
     numbers: npt.NDArray[Any] = bits.numpy()
     return numbers.view(np.uint16) if tensor.dtype is torch.bfloat16 else numbers
 
 
 def _as_float32(tensor: torch.Tensor) -> Floats:
-    """Return a copy. numpy, because torch would wake a pool of threads, beside those of the engine."""
+    """Return a copy, made by numpy: torch would wake a pool of threads in addition to the engine's."""
     numbers = _numbers(tensor)
     if tensor.dtype is torch.bfloat16:
         return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -160,9 +160,9 @@ def _as_float32(tensor: torch.Tensor) -> Floats:
 
 
 def _rounded(weights: Floats, dtype: torch.dtype) -> npt.NDArray[Any]:
-    """Round float32 to the nearest, to even where two are as near."""
+    """Return float32 rounded to the nearest value of a dtype, ties to even."""
     if dtype is not torch.bfloat16:
-        # Too large for a float16: infinite, which staging refuses by name.
+        # Values too large for float16 become infinite, and staging refuses them by name.
         with np.errstate(over="ignore"):
             return weights.astype(np.float16 if dtype is torch.float16 else np.float32)
     bits = weights.view(np.uint32)
@@ -206,6 +206,6 @@ def _violation(name: str, text: str) -> Violation:
 
 
 def _allowed(option: str) -> str:
-    """Say which values of an option can be merged."""
+    """Return the values of an option that can be merged, in words."""
     values = BY_FLEET.get(option)
     return f"allowed: {', '.join(map(repr, values))}" if values else "it is not known here: leave it out"

@@ -15,7 +15,7 @@ from paceline.files import read_regular
 from paceline.weights import expansion, safetensors
 from paceline.weights.expansion import BaseWeights
 from services.contracts.errors import FailedPrecondition
-from services.generation.weights.files import Proceed, WeightFile, unhindered
+from services.generation.weights.files import Proceed, WeightFile, never_stop
 
 _COPY_BYTES = 64 << 20
 
@@ -23,17 +23,17 @@ _COPY_BYTES = 64 << 20
 class AdoptedWeights:
     """Weights by version and checksum, which outlive the folders that they came from.
 
-    Several instances share a folder. A version is there as a whole or not at all.
+    Several instances may share the folder. A version is there as a whole or not at all.
     """
 
     def __init__(self, root: Path) -> None:
-        # The ranks of a tensor parallel group get paths, wherever they run.
+        # Absolute, because the ranks of a tensor parallel group may run in other working directories.
         self._root = root.absolute()
 
     def adopt(
-        self, files: Sequence[WeightFile], version: int, checksum: str, proceed: Proceed = unhindered
+        self, files: Sequence[WeightFile], version: int, checksum: str, proceed: Proceed = never_stop
     ) -> Path:
-        """Return the folder here of the weights of a version; its files, in one folder, are taken over if need be.
+        """Return the folder here of the weights of a version; the files, all in one folder, are added if needed.
 
         Files that the SDK wrote are linked where the file system allows it, since it never writes into one again.
         All others are copied, and `proceed` is called meanwhile.
@@ -68,7 +68,7 @@ class AdoptedWeights:
         return place
 
     def links(self, folder: Path) -> bool:
-        """Return True if the weights of a folder take no space and no time here: they would be linked."""
+        """Return True if the weights of a folder would be linked here, which takes no space and no time."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             one_disk = folder.stat().st_dev == self._root.stat().st_dev
@@ -77,7 +77,7 @@ class AdoptedWeights:
             return False
 
     def versions(self) -> list[str]:
-        """Return what is here, as version and checksum; only what the SDK wrote is known by its checksum."""
+        """Return the versions here with their checksums, which are known only of folders that the SDK wrote."""
         return [
             f"{int(place.name[1:9])} {_checksum_of(place) or 'without an index'}"
             for place in sorted(self._root.glob("v*-*"))
@@ -85,9 +85,9 @@ class AdoptedWeights:
 
     @contextmanager
     def checking(self, place: Path, *faults: type[Exception]) -> Iterator[None]:
-        """Give a folder up if one of these errors shows that it is corrupt; the error goes on.
+        """Give a folder up if one of these errors shows that it is corrupt, and raise the error again.
 
-        Not one that is the trainer's own, nor one that another instance has made anew meanwhile.
+        A folder of the trainer stays, and so does one that another instance has replaced meanwhile.
         """
         inode = place.stat().st_ino if place.is_dir() else 0
         try:
@@ -100,9 +100,10 @@ class AdoptedWeights:
             raise
 
     def receiving(self, owner: str) -> Path:
-        """Return an empty folder for weights that an instance receives; what it left unfinished is removed.
+        """Return an empty folder for weights that an instance receives, and remove its unfinished ones.
 
-        So is what was given up: a version that another one supersedes must not be there beside it.
+        Folders that were given up are removed first, because a superseded version must not take space in addition
+        to the new one.
         """
         self.sweep()
         name = f".receiving-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
@@ -117,7 +118,7 @@ class AdoptedWeights:
         return folder
 
     def keep(self, received: Path, version: int, checksum: str) -> Path:
-        """Return the folder here of weights that were received; those of another instance if it was faster."""
+        """Return the folder here of received weights; another instance's folder if that was faster."""
         place = self._place(version, checksum)
         with self._locked():
             if not place.is_dir():
@@ -132,7 +133,7 @@ class AdoptedWeights:
             _hide(place)
 
     def prune(self, version: int, checksum: str) -> None:
-        """Remove what is neither this version, nor the one before, nor what these build on, nor a later one."""
+        """Remove all versions but this one, the previous one, the bases of these two, and later ones."""
         served = self._place(version, checksum)
         upto = [place for place in sorted(self._root.glob("v*-*")) if place.name[:9] <= served.name[:9]]
         before = [place for place in upto if place.name[:9] < served.name[:9]]
@@ -144,7 +145,7 @@ class AdoptedWeights:
         self.sweep()
 
     def sweep(self) -> None:
-        """Free the space of what was given up."""
+        """Remove the folders that were given up."""
         for place in self._root.glob(".removed-*"):
             shutil.rmtree(place, ignore_errors=True)
 
@@ -153,7 +154,7 @@ class AdoptedWeights:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Let one instance take weights over, for all; a lock ends with its process."""
+        """Hold the lock by which one instance takes weights over for all; it ends with its process."""
         self._root.mkdir(parents=True, exist_ok=True)
         with (self._root / ".lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -196,10 +197,10 @@ def _checksum_of(folder: Path) -> str:
 def _base_of(place: Path) -> BaseWeights | None:
     """Return the weights that an adapter was merged with, which the next one will be merged with."""
     try:
-        told = expansion.read(place)
+        described = expansion.read(place)
     except (OSError, ValueError):
         return None
-    return told.base if told else None
+    return described.base if described else None
 
 
 def _link(source: Path, target: Path) -> bool:
@@ -225,9 +226,9 @@ def _copy(file: WeightFile, target: Path, proceed: Proceed) -> None:
 
 
 def _hide(place: Path) -> None:
-    """Take a folder out of sight at once; what is half removed must not look whole.
+    """Rename a folder at once, because a half removed one must not look complete.
 
-    What cannot be removed, or another instance has removed, costs no update.
+    Failures are ignored: no update fails because a folder cannot be removed, or was removed by another instance.
     """
     with suppress(OSError):
         place.rename(place.with_name(f".removed-{uuid.uuid4().hex}"))

@@ -1,8 +1,8 @@
-"""Read the weights of an update, however they are given, and keep them where instances may.
+"""Read the weights of an update in any form, and keep them in the folder of adopted weights.
 
-A folder is linked or copied. A delta is expanded against its base, and an adapter merged with its own: both become
-a full version, which passes the checks of `staging` as any other does. What is kept here and found to be corrupt is
-made anew.
+A folder is linked or copied. A delta is expanded against its base, and an adapter is merged with its base: both
+become a full version, which passes the checks of `staging` like any other. A kept version that is found to be
+corrupt is made again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from services.contracts.files import check_weight_folder
 from services.generation.engine.types import TensorSpec
 from services.generation.weights.adapters import merged, read_adapter
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.files import FileContent, Proceed, unhindered, weight_files
+from services.generation.weights.files import FileContent, Proceed, never_stop, weight_files
 from services.generation.weights.staging import StagedWeights, most_bytes, read_headers, stage
 
 _log = structlog.get_logger(__name__)
-# Beside the engine's and those of other instances.
+# A quarter of the cores at most, because the engine and other instances use them, too.
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 _Item = TypeVar("_Item")
 
@@ -42,7 +42,7 @@ class GivenWeights:
     folder: Path | None
     checksum: str = ""
     delta: Path | None = None
-    """What changed since some version, for instances that hold that one."""
+    """Folder with the changes since a version, for instances that hold that version."""
 
 
 class WeightReader:
@@ -59,9 +59,9 @@ class WeightReader:
 
         Args:
             model: folder that the instance started with.
-            manifest: tensors of the model that is served.
+            manifest: tensors of the served model.
             root: folder that weights must be in; None: any.
-            adopted: where they are kept; without it they are read where they are, and nothing is expanded.
+            adopted: folder in which they are kept; without it they are read in place, and nothing is expanded.
         """
         self._model = model
         self._manifest = manifest
@@ -70,15 +70,15 @@ class WeightReader:
         # The base that was checked last: the next adapter builds on it, too.
         self._base: StagedWeights | None = None
 
-    def read(self, version: int, given: GivenWeights, proceed: Proceed = unhindered) -> StagedWeights:
+    def read(self, version: int, given: GivenWeights, proceed: Proceed = never_stop) -> StagedWeights:
         """Stage the weights of a version; `proceed` is called meanwhile.
 
-        Before a file is hashed or copied, its header was found to be of the model that is served.
+        A file is hashed or copied only after its header was found to fit the served model.
 
         Raises:
             InvalidArgument: folder missing or not allowed, or weights that cannot be served.
             FailedPrecondition: the weights cannot be kept, or build on weights that are not here.
-            DataLoss: they are corrupt.
+            DataLoss: the weights are corrupt.
         """
         for folder in filter(None, (given.folder, given.delta)):
             check_weight_folder(str(folder), self._root, follow_links=True)
@@ -104,11 +104,11 @@ class WeightReader:
         place: Path,
         checksum: str,
         read: Mapping[tuple[int, ...], FileContent],
-        proceed: Proceed = unhindered,
+        proceed: Proceed = never_stop,
     ) -> StagedWeights:
-        """Stage weights that came from a trainer or another instance and are kept here. Raises as `read`.
+        """Stage weights that were received and are kept here. Raises as `read`.
 
-        `read` has the contents of files that were read while the others came, by the files' stamps.
+        `read` has the contents of files that were read during the reception, by the files' stamps.
         """
         checking = (
             self._adopted.checking(place, DataLoss, InvalidArgument) if self._adopted else nullcontext()
@@ -134,7 +134,7 @@ class WeightReader:
         is_merged = given.checksum.startswith(expansion.ADAPTER_CHECKSUM)
         with adopted.checking(place, DataLoss):
             if is_merged:
-                # That of the adapter names these weights; their own is known to nobody else.
+                # The adapter's checksum names these weights, because no other process knows their own.
                 merged_weights = stage(place, version, self._manifest, proceed=proceed)
                 return replace(merged_weights, checksum=given.checksum)
             self._base = stage(place, version, self._manifest, given.checksum, proceed=proceed)
@@ -143,23 +143,24 @@ class WeightReader:
     def _ways(
         self, adopted: AdoptedWeights, version: int, given: GivenWeights, proceed: Proceed
     ) -> Iterator[Callable[[], Path]]:
-        """Yield functions that return a folder with the weights; each is tried if those before gave corrupt ones.
+        """Yield functions that return a folder with the weights; each is tried if the previous ones fail.
 
-        A version that is here is used; what can be linked takes no time; then comes what moves the fewest bytes.
+        A version that is here comes first, then one that can be linked in no time, then the way with the fewest
+        bytes.
         """
         held, folder, change = adopted.held(version, given.checksum), given.folder, given.delta
         if held is not None:
             yield lambda: held
         if change is not None and not (folder is not None and adopted.links(folder)):
-            told = _delta_of(change, needed=folder is None)
-            base = told and adopted.held(told.base.version, told.base.checksum)
+            described = _delta_of(change, needed=folder is None)
+            base = described and adopted.held(described.base.version, described.base.checksum)
             if base:
                 yield lambda: self._expand(adopted, base, version, given.checksum, change, proceed)
             elif folder is None:
                 raise _base_not_held(
                     f"{change} builds on weights that are not here",
                     adopted.versions(),
-                    told.base if told else None,
+                    described.base if described else None,
                 )
         if folder is not None and given.checksum.startswith(expansion.ADAPTER_CHECKSUM):
             yield lambda: self._merge(adopted, version, given.checksum, folder, proceed)
@@ -187,10 +188,10 @@ class WeightReader:
     def _merge(
         self, adopted: AdoptedWeights, version: int, checksum: str, folder: Path, proceed: Proceed
     ) -> Path:
-        told = _adapter_of(folder, checksum)
-        base = self._base_of(adopted, told.base, proceed)
+        described = _adapter_of(folder, checksum)
+        base = self._base_of(adopted, described.base, proceed)
         plan, matrices = read_adapter(folder, {name: base.tensors.shape(name) for name in base.tensors})
-        _check_files(folder, told)
+        _check_files(folder, described)
 
         def fill(unfinished: Path) -> None:
             made = merged(base.tensors, plan, matrices, _THREADS)
@@ -210,7 +211,7 @@ class WeightReader:
             if place is None and base.path:
                 check_weight_folder(base.path, self._root, follow_links=True)
                 place = self._adopt(adopted, base.version, base.checksum, Path(base.path), proceed)
-            # Without a path it is what the fleet started with.
+            # Without a path it is the model that the fleet started with.
             place = place or self._model
             with adopted.checking(place, InvalidArgument, DataLoss):
                 self._base = stage(place, base.version, self._manifest, base.checksum, proceed=proceed)
@@ -228,35 +229,35 @@ def _interruptible(items: Iterable[_Item], proceed: Proceed) -> Iterator[_Item]:
 
 
 def _adapter_of(folder: Path, checksum: str) -> Expansion:
-    """Return what an adapter says of itself."""
+    """Return the description of an adapter; InvalidArgument or DataLoss if it has none that is right."""
     try:
-        told = expansion.read(folder)
-        if told is None or told.kind is not ExpansionKind.ADAPTER:
+        described = expansion.read(folder)
+        if described is None or described.kind is not ExpansionKind.ADAPTER:
             text = f"{folder} is no folder with an adapter that this instance can read"
             raise InvalidArgument([Violation("disk.path", text)])
         if (found := expansion.checksum(folder)) != checksum:
             raise DataLoss(f"checksum of {folder} is {found}, the sender computed {checksum}")
     except (OSError, ValueError) as error:
         raise DataLoss(f"{folder} is corrupt: {error}") from error
-    return told
+    return described
 
 
-def _check_files(folder: Path, told: Expansion) -> None:
-    """Check the files that are read of an adapter, whose sizes were found to be right, against what it says."""
+def _check_files(folder: Path, described: Expansion) -> None:
+    """Check the files of an adapter, whose sizes were found to be right, against its description."""
     try:
         for name in (CONFIG, *(file.name for file in weight_files(folder))):
-            if name not in told.files or expansion.describe(folder / name) != told.files[name]:
+            if name not in described.files or expansion.describe(folder / name) != described.files[name]:
                 raise DataLoss(f"{folder / name} is corrupt: its SHA-256 is not that of {expansion.MANIFEST}")
     except OSError as error:
         raise DataLoss(f"{folder} is corrupt: {error}") from error
 
 
 def _delta_of(change: Path, *, needed: bool) -> Expansion | None:
-    """Return what a delta says of itself; None if it says nothing, unless it is needed."""
+    """Return the description of a delta; None if it has none, unless it is needed."""
     try:
-        told = expansion.read(change)
-        if told is not None and told.kind is ExpansionKind.DELTA:
-            return told
+        described = expansion.read(change)
+        if described is not None and described.kind is ExpansionKind.DELTA:
+            return described
         text = f"{change} is no folder with a delta that this instance can read"
     except (OSError, ValueError) as error:
         text = str(error)

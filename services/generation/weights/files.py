@@ -37,10 +37,10 @@ DTYPES = FLOATS | {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# A header larger than this is not one, and a folder with more tensors no model: DeepSeek V3 has 92,000.
+# Limits of any header, and of the tensors of any folder: DeepSeek V3 has 92,000.
 _MOST_HEADER_BYTES = 32 << 20
 _MOST_TENSORS = 1 << 18
-# What a folder may have for a model of so many tensors: others that are refused by name, and long names.
+# Limits by the number of the model's tensors, with room for others, which are refused by name, and for long names.
 _SPARE_TENSORS, _SPARE_HEADER_BYTES = 1024, 1 << 20
 _TENSORS_FOR_EACH, _HEADER_BYTES_FOR_EACH = 4, 512
 _MOST_DIMENSIONS = 64
@@ -63,7 +63,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file as it was when its header was read. `sha256`: from the index, or "" without one."""
+    """Safetensors file as it was when its header was read; `sha256` is from the index, "" without one."""
 
     path: Path
     header_bytes: int
@@ -77,7 +77,7 @@ class WeightFile:
         return self.stamp[-1]
 
     def open(self) -> int:
-        """Return a file descriptor. DataLoss: the file was changed or removed since."""
+        """Return a file descriptor; DataLoss if the file was changed or removed since."""
         try:
             descriptor = open_regular(self.path)
         except OSError as error:
@@ -89,10 +89,10 @@ class WeightFile:
 
 
 class MappedTensors(Mapping[str, torch.Tensor]):
-    """Tensors of checked files, each mapped from its file when it is asked for.
+    """Tensors of checked files, each mapped from its file on access.
 
-    They take no memory but the page cache's, which all processes share. Pickled as paths: every rank of a tensor
-    parallel group maps the files itself, and touches the pages that it loads.
+    They use no memory but the page cache, which all processes share. They are pickled as paths: every rank of a
+    tensor parallel group maps the files itself, and reads only the pages that it loads.
     """
 
     def __init__(self, files: Mapping[str, WeightFile]) -> None:
@@ -115,7 +115,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return iter(self._files)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Map a tensor; DataLoss: its file was changed or removed."""
+        """Map a tensor; DataLoss if its file was changed or removed."""
         file = self._files[name]
         stored = file.tensors[name]
         if not stored.size:
@@ -131,7 +131,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
             os.close(descriptor)
         flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=lead)
         if lead % stored.torch_dtype.itemsize:
-            # Files of others may have tensors at odd addresses, which torch does not view.
+            # Files of other writers may have tensors at odd addresses, which torch cannot view.
             flat = flat.clone()
         return flat.view(stored.torch_dtype).reshape(stored.shape)
 
@@ -140,9 +140,9 @@ def open_weight_files(folder: Path, *, indexed: bool, served: int) -> list[Weigh
     """Read the headers of a folder's weights, in the order of the file names.
 
     Args:
-        folder: where the files are.
+        folder: of the files.
         indexed: take the files and checksums of the index, rather than all safetensors files.
-        served: how many tensors the model has that the weights are for. They bound the headers that are read.
+        served: number of tensors of the served model, which bounds the headers that are read.
 
     Raises:
         InvalidArgument: no such folder, no weights in it, or a tensor that torch cannot hold.
@@ -152,8 +152,8 @@ def open_weight_files(folder: Path, *, indexed: bool, served: int) -> list[Weigh
     if not indexed:
         return _opened(((file, "") for file in weight_files(folder)), most)
     try:
-        told = read_object(folder / INDEX, MOST_INDEX_BYTES)["metadata"]["shards"]
-        checksums = {str(name): str(entry["sha256"]) for name, entry in sorted(told.items())}
+        listed = read_object(folder / INDEX, MOST_INDEX_BYTES)["metadata"]["shards"]
+        checksums = {str(name): str(entry["sha256"]) for name, entry in sorted(listed.items())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataLoss(f"{folder / INDEX} is corrupt: {error!r}") from error
     for name in checksums:
@@ -188,7 +188,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path, most: int | None = None) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the size of a file's header in bytes, and its entries by tensor, of which it has `most`."""
+    """Return the size of a file's header in bytes, and its entries by tensor, at most `most`."""
     most = _MOST_TENSORS if most is None else most
     most_bytes = min(_MOST_HEADER_BYTES, _SPARE_HEADER_BYTES + _HEADER_BYTES_FOR_EACH * most)
     try:
@@ -216,7 +216,7 @@ def read_header(file: Path, most: int | None = None) -> tuple[int, dict[str, dic
 
 
 def open_weight_file(file: Path, sha256: str, most: int | None = None) -> WeightFile:
-    """Read the header of a file, of `most` tensors. Raises as `open_weight_files`; `sha256` is the index's."""
+    """Read the header of a file of at most `most` tensors; errors as `open_weight_files`, `sha256` of the index."""
     start, header = read_header(file, most)
     try:
         entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
@@ -243,7 +243,7 @@ def _size(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _check_spans(spans: list[tuple[int, ...]], tensors: list[StoredTensor], size: int) -> None:
-    """Raise ValueError unless tensors lie one after the other and fill the `size` bytes behind the header."""
+    """Raise ValueError unless the tensors are contiguous and fill the `size` bytes after the header."""
     ends = [0, *(end for _, end in spans)]
     holes = [begin for (begin, _), end in zip(spans, ends, strict=False) if begin != end]
     wrong = [span for span, tensor in zip(spans, tensors, strict=True) if span[1] - span[0] != tensor.size]
@@ -273,7 +273,7 @@ def _unusable(text: str) -> Violation:
 
 
 _CHUNK_BYTES = 1 << 20
-# Bits of floats as integers: shifted left by the sign, they are in the order of the values, NaN last.
+# Integer types for the bits of floats: shifted left by the sign, they are in the order of the values, NaN last.
 _BITS: dict[str, type[np.unsignedinteger[Any]]] = {
     "F64": np.uint64,
     "F32": np.uint32,
@@ -285,18 +285,18 @@ _BITS: dict[str, type[np.unsignedinteger[Any]]] = {
 
 
 Proceed = Callable[[], object]
-"""Called again and again while weights are read or written; what it raises ends the work."""
+"""Called repeatedly while weights are read or written; an exception that it raises ends the work."""
 
 
-def unhindered() -> None:
-    """Let work go on to its end."""
+def never_stop() -> None:
+    """Do nothing: the default of `Proceed`, with which work continues to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """Contents of a file as they were read: their SHA-256, and the largest value of each tensor of floats.
+    """SHA-256 of a file's contents, and the largest absolute value of each tensor of floats.
 
-    `largest` is the bits of that value, shifted left by the sign.
+    `largest` has the bits of these values, shifted left by the sign.
     """
 
     sha256: str
@@ -304,14 +304,15 @@ class FileContent:
 
 
 def read_content(
-    file: WeightFile, whole: OverlappedSha256 | None = None, proceed: Proceed = unhindered
+    file: WeightFile, whole: OverlappedSha256 | None = None, proceed: Proceed = never_stop
 ) -> FileContent:
-    """Read a file once. Its SHA-256 is of its tensors and then its header, as the index has it.
+    """Read a file once. Its SHA-256 covers its tensors and then its header, as in the index.
 
-    Without an index the file is added to `whole` as it is. DataLoss: it changed since its header was read.
+    Without an index the file is added to `whole` in its own order. DataLoss if it changed since its header was
+    read.
     """
     digest = OverlappedSha256() if whole is None else whole
-    # One is filled and looked at while the other is hashed.
+    # One buffer is filled and searched while the other is hashed.
     buffers = cycle([memoryview(bytearray(max(_CHUNK_BYTES, file.header_bytes))) for _ in range(2)])
     largest: dict[str, int] = {}
     with os.fdopen(file.open(), "rb", buffering=0) as stream:
@@ -332,9 +333,9 @@ def read_content(
 
 
 def fault_of(file: WeightFile, name: str, largest: int, served: str) -> str:
-    """Return what is wrong with the values of a tensor that is served as another dtype; "" if nothing is.
+    """Return the fault of a tensor's values when it is served as another dtype; "" if it has none.
 
-    A tensor in which something is wrong is read again. DataLoss: its file changed since its header was read.
+    A tensor with a fault is read again. DataLoss if its file changed since its header was read.
     """
     dtype = file.tensors[name].dtype
     nonfinite, overflow = least_infinite(dtype, dtype), least_infinite(dtype, served or dtype)
@@ -350,12 +351,12 @@ def fault_of(file: WeightFile, name: str, largest: int, served: str) -> str:
 def least_infinite(dtype: str, served: str) -> int:
     """Return the least value of a dtype that is infinite or NaN as another: its bits, shifted left by the sign.
 
-    Found by asking torch, which loads the weights: rounding up to infinity is its own.
+    Found by torch, which loads the weights, because torch decides what is rounded up to infinity.
     """
     kind = _BITS[dtype]
     low, high = 0, int(np.iinfo(kind).max)
     while low < high:
-        # Bits without the sign's, which is 0 below.
+        # The sign bit is 0 below.
         middle = (low + high) // 2
         value = torch.from_numpy(np.array([middle >> 1], kind).view(np.uint8).copy()).view(DTYPES[dtype])
         if torch.isfinite(value.to(DTYPES[served]).to(torch.float64)).item():
@@ -366,7 +367,7 @@ def least_infinite(dtype: str, served: str) -> int:
 
 
 def _count(file: WeightFile, name: str, least: int) -> int:
-    """Return how many values of a tensor are at least so large."""
+    """Return how many absolute values of a tensor are at least `least`."""
     stored = file.tensors[name]
     buffers = cycle([memoryview(bytearray(_CHUNK_BYTES))])
     with os.fdopen(file.open(), "rb", buffering=0) as stream:
@@ -383,7 +384,7 @@ def _chunks(stream: FileIO, stored: StoredTensor, buffers: Iterator[memoryview])
 
 
 def _filled(stream: FileIO, view: memoryview) -> memoryview:
-    """Read as many bytes as the view has."""
+    """Fill the view from the file, and return it."""
     read = 0
     while read < len(view):
         count = stream.readinto(view[read:])
@@ -396,7 +397,7 @@ def _filled(stream: FileIO, view: memoryview) -> memoryview:
 def _largest(chunk: memoryview, dtype: str) -> int:
     """Return the largest value of a chunk, 0 if it has no floats.
 
-    By numpy: torch would wake a pool of threads for each chunk, beside those of the engine.
+    By numpy, because torch would wake a pool of threads for each chunk, in addition to the engine's.
     """
     return int(_without_sign(chunk, dtype).max()) if dtype in _BITS else 0
 

@@ -1,11 +1,11 @@
 """Stage weights: read and check every byte once, in bounded memory, before any of it reaches the engine.
 
-A reload that fails half-way leaves vLLM unusable, so nothing gets there that has not passed here: names, shapes
-and dtypes by the headers of all files, then the checksum of each file and the finiteness of each tensor, in one
-pass of reads into one buffer. The checked weights are mapped from the same files when they are applied.
+A reload that fails half-way leaves vLLM unusable, so all weights are checked first: names, shapes and dtypes by the
+headers of all files, then the checksum of each file and the finiteness of each tensor, in one pass of reads into
+one buffer. The checked weights are mapped from the same files when they are applied.
 
-The manifest of the served model lists the tensors that an update must have. Where an update names its tensors
-differently, the error shows the missing names, the unknown ones, and the likely reason.
+The manifest of the served model lists the tensors that an update must have. If an update names its tensors
+differently, the error shows missing and unknown names, and the likely reason.
 """
 
 from __future__ import annotations
@@ -30,22 +30,31 @@ from services.generation.weights.files import (
     Proceed,
     WeightFile,
     fault_of,
+    never_stop,
     open_weight_file,
     open_weight_files,
     read_content,
     read_header,
-    unhindered,
     weight_files,
 )
 
+# Number of names that are compared: a wrong prefix or part is in all names, or in all of a layer.
 _SAMPLE = 64
-"""Names that are looked at: a mistake of this kind is in all of them, or in all of a layer."""
+# Most faults in one error.
+_MOST_VIOLATIONS = 16
+HEAD = "lm_head.weight"
+"""Output head, where a model has one that may be tied to the embedding of its input."""
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
+_BLOCK_ROWS = 4096
+# The widest number, the most bytes of a tensor's entry in addition to its numbers, and room to spare.
+_NUMBER_BYTES, _TENSOR_BYTES, _SPARE_BYTES = 8, 128 << 10, 64 << 20
 
 
 def naming_hint(missing: Collection[str], surplus: Collection[str]) -> str:
-    """Return what the names that came have in common that those of the model do not; "" if nothing is found.
+    """Return how the given names differ from the model's in common; "" if no such difference is found.
 
-    Found are a prefix too many or too few, and a part too many within the names, as a wrapper of a module adds it.
+    It finds an additional or a missing prefix, and an additional part within the names, as a module's wrapper adds
+    it.
     """
     if not missing or not surplus:
         return ""
@@ -71,28 +80,20 @@ def naming_hint(missing: Collection[str], surplus: Collection[str]) -> str:
 
 
 def shown(missing: Collection[str], surplus: Collection[str], most: int) -> tuple[list[str], list[str]]:
-    """Return those of the missing and of the surplus names that an error has room for, some of both."""
+    """Return the missing and the surplus names that an error of `most` names has room for, some of both."""
     room = max(most // 2, most - len(surplus))
     first = sorted(missing)[:room]
     return first, sorted(surplus)[: most - len(first)]
 
 
 def _without_a_part(parts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return names that are left when the first parts, or one within, are taken away, and what was taken."""
+    """Return (part, rest) of a name for each beginning, and for each single part within, that is removed."""
     prefixes = [(".".join(parts[:end]) + ".", ".".join(parts[end:])) for end in range(1, len(parts))]
     within = [
         (parts[place] + ".", ".".join([*parts[:place], *parts[place + 1 :]]))
         for place in range(1, len(parts) - 1)
     ]
     return prefixes + within
-
-
-HEAD = "lm_head.weight"
-"""Output head, where a model has one that may be tied to the embedding of its input."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
-_BLOCK_ROWS = 4096
-# The widest number, and what a file has beside a tensor's numbers, with room to spare.
-_NUMBER_BYTES, _TENSOR_BYTES, _SPARE_BYTES = 8, 128 << 10, 64 << 20
 
 
 def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) -> dict[str, TensorSpec]:
@@ -103,8 +104,8 @@ def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) 
 
     Args:
         folder: of the model.
-        dtype: in which the engine has the floats, such as bfloat16; "": as they are stored.
-        ties_head: what the engine's configuration says of the head; None: what config.json says.
+        dtype: dtype of the engine's floats, such as bfloat16; "": as they are stored.
+        ties_head: True if the engine's configuration ties the head; None: config.json decides.
 
     Raises:
         InvalidArgument: no such folder, or no safetensors in it.
@@ -132,7 +133,7 @@ def read_manifest(folder: Path, dtype: str = "", ties_head: bool | None = None) 
 
 
 def most_bytes(expected: Iterable[TensorSpec]) -> int:
-    """Return how many bytes the files of a version have at most, however its numbers are stored."""
+    """Return the most bytes that the files of a version can have, however its numbers are stored."""
     each = (_NUMBER_BYTES * prod(tensor.shape) + _TENSOR_BYTES for tensor in expected)
     return sum(each) + _SPARE_BYTES
 
@@ -159,20 +160,16 @@ def same_tensor(placed: Mapping[str, WeightFile], one: str, other: str, served: 
     if left.shape != right.shape or (not served and left.dtype != right.dtype):
         return False
     dtype = FLOATS.get(served, left.dtype)
-    # Not one copy of all: an embedding may be gigabytes.
+    # In blocks, because a copy of the whole embedding may take gigabytes.
     return all(
         torch.equal(left[row : row + _BLOCK_ROWS].to(dtype), right[row : row + _BLOCK_ROWS].to(dtype))
         for row in range(0, max(1, left.shape[0] if left.ndim else 1), _BLOCK_ROWS)
     )
 
 
-# More than this many faults of one kind help nobody.
-_MOST_VIOLATIONS = 16
-
-
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """A complete, checked set of weights on disk, and its checksum (see `safetensors.checksum`)."""
+    """Complete, checked set of weights on disk, and its checksum (see `safetensors.checksum`)."""
 
     version: int
     checksum: str
@@ -181,20 +178,20 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightHeaders:
-    """Headers of a folder's files, whose tensors are those of the model that is served."""
+    """Headers of a folder's files, which have the tensors of the served model."""
 
     files: Sequence[WeightFile]
     placed: Mapping[str, WeightFile]
-    """The file of each tensor."""
+    """File of each tensor."""
     index: str
-    """Checksum of the index; "" where that has none of the files, or another kind is given."""
+    """Checksum of the index; "" if the index has no checksums, or another kind of checksum is given."""
 
 
 def read_headers(folder: Path, expected: Mapping[str, TensorSpec], checksum: str = "") -> WeightHeaders:
-    """Read and check the headers of a folder's files. Arguments and errors are those of `stage`.
+    """Read and check the headers of a folder's files. Arguments and errors are the same as of `stage`.
 
-    They bound what it costs to read or copy the files: each has the size that its header says, and no tensors but
-    the model's.
+    This bounds the cost of reading or copying the files: each has the size that its header gives, and only tensors
+    of the model.
     """
     index = "" if checksum.startswith("sha256:") else _index_checksum(folder)
     if index and checksum not in ("", index):
@@ -213,15 +210,15 @@ def stage(
     expected: Mapping[str, TensorSpec],
     checksum: str = "",
     read: Mapping[tuple[int, ...], FileContent] | None = None,
-    proceed: Proceed = unhindered,
+    proceed: Proceed = never_stop,
 ) -> StagedWeights:
     """Read and check the weights of a policy version.
 
     Args:
-        folder: where the safetensors files are.
-        version: the policy version that they will be.
-        expected: the manifest of the model that is served.
-        checksum: what the sender computed, or "" when it did not.
+        folder: of the safetensors files.
+        version: policy version of the weights.
+        expected: manifest of the served model.
+        checksum: of the sender, "" if it computed none.
         read: contents of files that were read already, by the files' stamps.
         proceed: called while files are read.
 
@@ -274,7 +271,7 @@ def _drop_tied_head(placed: dict[str, WeightFile], expected: Mapping[str, Tensor
     if HEAD in expected or HEAD not in placed or embedding not in placed:
         return
     if placed[embedding].tensors[embedding].shape != expected[embedding].shape:
-        return  # It is refused, and may have any size.
+        return  # The head is refused, and may have any size.
     names = (HEAD, embedding)
     if same_tensor({name: placed[name] for name in names}, *names, expected[embedding].served):
         del placed[HEAD]
@@ -297,7 +294,7 @@ def _compare(placed: Mapping[str, WeightFile], expected: Mapping[str, TensorSpec
 
 
 def _compare_names(placed: Mapping[str, WeightFile], expected: Mapping[str, TensorSpec]) -> list[Violation]:
-    """Return what is missing and what came instead, beside each other."""
+    """Return violations for missing names and the given unknown names, side by side."""
     missing, surplus = expected.keys() - placed.keys(), placed.keys() - expected.keys()
     violations = []
     if hint := naming_hint(missing, surplus):

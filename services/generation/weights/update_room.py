@@ -1,10 +1,11 @@
 """Memory and disk that an update of the weights needs, compared with what the machine has.
 
-Files are mapped, and tensors loaded one at a time: the memory of an update is at least the size of its largest
-tensor. The folder `adopted_weights` is on disk, or in memory where it is on tmpfs: then every version counts.
+Files are mapped, and tensors loaded one at a time, so an update needs at least the memory of its largest tensor.
+The folder `adopted_weights` is on disk, or in memory if it is on tmpfs: then every version counts.
 
-Only a certain lack is refused. A limit that other processes share, or a disk that others fill, is a warning.
-`check_update_room` decides, before an instance serves, and is pure; `check_host` reads the sizes from Linux.
+An instance is refused only if updates are certain to fail. A limit that other processes share, or a disk that
+others fill, is a warning. `check_update_room` decides, before an instance serves, and is pure; `check_host` reads
+the sizes.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class HostMemory:
     """Memory of the host, in bytes."""
 
     limit: int
-    """The least of the machine's memory and the limits of the instance's control groups."""
+    """Minimum of the machine's memory and the limits of the instance's control groups."""
     serving: int
-    """Private memory of all ranks together, while they serve and no update is under way."""
+    """Private memory of all ranks together, while they serve and no update is in progress."""
     processes: int
 
 
@@ -53,14 +54,14 @@ class AdoptedDisk:
     total: int
     free: int
     held: int
-    """Of versions that are there already."""
+    """Bytes of versions that are there already."""
     in_memory: bool
     """True on tmpfs, whose files count against the memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """A part of what is needed, by name."""
+    """Part of the needed memory, by name."""
 
     name: str
     bytes: int
@@ -127,7 +128,7 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def check_host(config: GenerationConfig) -> None:
-    """Log what updates of an instance that has loaded its model may lack.
+    """Log whether updates of an instance that has loaded its model may lack memory or disk.
 
     Raises:
         UpdateDoesNotFit: none could be staged (see `check_update_room`).
@@ -147,7 +148,7 @@ def weight_sizes(model: Path) -> WeightSizes:
 
 
 def host_memory() -> HostMemory:
-    """Return the memory that this process, its children and their control groups have."""
+    """Return the memory of this process and its children, and their limits."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     # Ranks on other machines are not among them.
     private = [private_dirty(process.pid) for process in processes]
@@ -157,7 +158,7 @@ def host_memory() -> HostMemory:
 
 
 def adopted_disk(path: Path) -> AdoptedDisk:
-    """Return the file system of a folder, which need not be there yet."""
+    """Return the file system of a folder, which need not exist yet."""
     there = next(each for each in [path.absolute(), *path.absolute().parents] if each.is_dir())
     found = os.statvfs(there)
     held = 0
@@ -174,7 +175,7 @@ def adopted_disk(path: Path) -> AdoptedDisk:
 
 
 def private_dirty(pid: int) -> int:
-    """Return the memory that a process has for itself and that no file could give back, in bytes; 0 if it ended."""
+    """Return the private memory of a process that no file backs, in bytes; 0 if the process ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Private_Dirty:"):

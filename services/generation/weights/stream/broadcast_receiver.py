@@ -1,8 +1,8 @@
-"""Rank of an instance in weight broadcasts: the program of a process beside the instance's.
+"""Rank of an instance in weight broadcasts: the program of a separate process.
 
 It reads orders from its standard input and writes reports to its standard output, as lines of JSON. It ends when
-its input ends, whatever it does then. It is a process because one that hangs in a broadcast can be killed, and
-because the bytes then take no time from the thread of the engine.
+its input ends, whatever it is doing. It is a process because one that hangs in a broadcast can be killed, and
+because receiving the bytes then takes no time from the thread of the engine.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class BroadcastReceiver:
-    """Takes one broadcast, in as many rounds as the trainer makes of it."""
+    """Receives one broadcast, in as many rounds as the trainer uses for it."""
 
     def __init__(
         self, described: CollectiveRendezvous, instance_id: str, folder: Path, most_bytes: int, report: Report
     ) -> None:
-        """Receive files of at most `most_bytes` into an empty folder. `report` is told of progress."""
+        """Receive files of at most `most_bytes` into an empty folder, and report progress to `report`."""
         self._described = described
         self._instance_id = instance_id
         self._stored = StoredStream(folder, most_bytes)
@@ -61,7 +61,7 @@ class BroadcastReceiver:
 
         Raises:
             Unavailable: the trainer is gone, has given up, or has left this instance out.
-            ServiceError: the disk is full, for example, or what came is corrupt.
+            ServiceError: the disk is full, for example, or the bytes are corrupt.
         """
         number = 0
         try:
@@ -91,12 +91,12 @@ class BroadcastReceiver:
         except RankGone as gone:
             rendezvous.lose_round(number, f"{self._instance_id}: {gone}")
         finally:
-            # Its connections end with the last reference to it, and those that wait for this rank learn of it.
+            # The group's connections end with its last reference, which ranks that wait for this one notice.
             del group
         return number + 1
 
     def _take(self, rendezvous: InstanceRendezvous, ranks: RoundRanks, group: Any) -> None:
-        """Take buckets until the last. One is written while the next one comes."""
+        """Receive buckets until the last one; each is written while the next one arrives."""
         limit = timedelta(seconds=rendezvous.stall_seconds)
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, limit
@@ -130,7 +130,7 @@ class BroadcastReceiver:
 
 
 class CompleteFiles:
-    """Reads each file in a thread once it is complete, while the next one comes."""
+    """Reads each file in a thread once it is complete, while the next one arrives."""
 
     def __init__(self, stored: StoredStream) -> None:
         self._stored = stored
@@ -154,11 +154,11 @@ class CompleteFiles:
             file = open_weight_file(unfinished_file(self._stored.folder, number), "")
             self._found.append((file.stamp, read_content(file)))
         except (ServiceError, OSError):
-            pass  # Renamed meanwhile; whoever stages it reads it, and says what is wrong.
+            pass  # Renamed meanwhile, or unreadable: staging reads the file and reports its fault.
 
 
 def obey(order: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Carry out an order; return the report of how it ended."""
+    """Carry out an order; return the report of its outcome."""
     described = CollectiveRendezvous.FromString(base64.b64decode(order["rendezvous"]))
     try:
         folder, most = Path(order["folder"]), int(order["most_bytes"])
@@ -173,7 +173,7 @@ def obey(order: dict[str, Any], report: Report) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Obey orders until the input ends."""
+    """Carry out orders until the input ends."""
     # gloo writes to the standard output.
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -183,7 +183,7 @@ def main() -> None:
     def read() -> None:
         for line in sys.stdin:
             orders.put(line)
-        # Whatever is in work.
+        # End at once, whatever is in progress.
         os._exit(0)
 
     def report(content: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Broadcasts of weights that an instance takes part in, and the process that receives them.
 
-The process starts with the first broadcast and ends after a silence (see `broadcast_receiver` for its program).
+The process starts with the first broadcast, and is killed after a silence (see `broadcast_receiver` for its
+program).
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from services.generation.weights.stream.metrics import TRAINER, WeightStreamMetr
 from services.generation.weights.stream.reception import Received
 
 _log = structlog.get_logger(__name__)
-# The longest line is the report of what was read of each file.
+# The longest line is the report of the contents of each file.
 _MOST_LINE = 64 << 20
-# It imports torch before it says anything.
+# Time to import torch before the first report.
 _START_SECONDS = 120.0
 
 
 class ReceiverProcess:
-    """One process, which does one broadcast at a time. Its methods run in the event loop."""
+    """Process that receives one broadcast at a time. Its methods run in the event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -51,19 +52,19 @@ class ReceiverProcess:
     async def receive(
         self, order: Mapping[str, Any], silence_seconds: float, progress: Callable[[int], None]
     ) -> dict[str, Any]:
-        """Have it take a broadcast; return its report. `progress` is told positions.
+        """Receive a broadcast in the process, and return its report; `progress` is called with positions.
 
-        Cancelled, it kills the process.
+        A cancellation kills the process.
 
         Raises:
-            Unavailable: the process died, or was killed because it said nothing for `silence_seconds`.
+            Unavailable: the process died, or was killed because it reported nothing for `silence_seconds`.
             ServiceError: the broadcast failed.
         """
         try:
             process = await self._started()
             assert process.stdin is not None
             process.stdin.write(json.dumps(dict(order)).encode() + b"\n")
-            # Until it obeys, it may still be importing torch.
+            # Before its first report it may still be importing torch.
             limit = silence_seconds + _START_SECONDS
             while True:
                 report = await self._report(process, limit)
@@ -82,7 +83,7 @@ class ReceiverProcess:
             raise
 
     async def stop(self) -> None:
-        """Kill the process, whatever it does; harmless when there is none."""
+        """Kill the process, if there is one."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
@@ -91,7 +92,7 @@ class ReceiverProcess:
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
-            # torch and gloo say on stderr what the reports have, with their stacks.
+            # torch and gloo would write the errors that the reports have to stderr, with their stacks.
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -121,9 +122,9 @@ class ReceiverProcess:
         return report
 
 
-def _error(told: Mapping[str, str]) -> ServiceError:
-    details = parse_details(base64.b64decode(told["status"]))
-    return ServiceError(told["message"], *details, code=grpc.StatusCode[told["code"]])
+def _error(report: Mapping[str, str]) -> ServiceError:
+    details = parse_details(base64.b64decode(report["status"]))
+    return ServiceError(report["message"], *details, code=grpc.StatusCode[report["code"]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +136,7 @@ class _Broadcast:
 
 
 class WeightBroadcasts:
-    """The broadcast that an instance takes part in, or the last one. Its methods run in the event loop."""
+    """Present or last broadcast that an instance takes part in. Its methods run in the event loop."""
 
     def __init__(
         self,
@@ -154,11 +155,11 @@ class WeightBroadcasts:
         self._current: _Broadcast | None = None
 
     async def receive(self, version: int, order: PeerWeights, adopted: AdoptedWeights) -> Received:
-        """Return the weights of a version once all have come. Called again, it goes on with what has.
+        """Return the weights of a version once all have arrived; a repeated call continues the reception.
 
         Raises:
             FailedPrecondition: this instance is not set up for broadcasts.
-            ServiceError: they cannot be had.
+            ServiceError: they cannot be received.
         """
         if not self._allowed:
             text = "weight_collective is off: this instance takes part in no broadcast; set it, or push by stream"
@@ -171,10 +172,10 @@ class WeightBroadcasts:
             await self.close()
             work = self._receive(version, order, adopted)
             task = asyncio.create_task(work, name=f"broadcast-{order.update_id}")
-            # Its error is not lost where nobody waits for it.
+            # Read its error, which asyncio would otherwise log as never retrieved.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             found = self._current = _Broadcast(order.update_id, version, described.key, task)
-        # It goes on if this caller goes away.
+        # It continues if this caller disconnects.
         try:
             return await asyncio.shield(found.task)
         except asyncio.CancelledError:
@@ -183,12 +184,12 @@ class WeightBroadcasts:
             raise
 
     async def end(self, version: int) -> None:
-        """Give up what has not come yet of a version."""
+        """Give up the broadcast of a version, if it is in progress."""
         if self._current is not None and self._current.version == version:
             await self.close()
 
     async def close(self) -> None:
-        """Give up what has not come yet, and the process that waits for it."""
+        """Give up the broadcast, and the process that receives it."""
         broadcast, self._current = self._current, None
         if broadcast is not None:
             broadcast.task.cancel()
@@ -197,7 +198,7 @@ class WeightBroadcasts:
     async def _receive(self, version: int, order: PeerWeights, adopted: AdoptedWeights) -> Received:
         described = order.collective
         folder = await asyncio.to_thread(adopted.receiving, self._instance_id)
-        # What the process itself waits for at most, between two reports.
+        # Longest time that the process itself waits between two reports.
         silence = seconds_of(described.join) + 5 * seconds_of(described.stall)
         try:
             report = await self._process.receive(

@@ -31,7 +31,7 @@ from services.platform.tasks import ExponentialBackoff, Notifier, end
 
 @dataclass(eq=False, slots=True)
 class StreamFollower:
-    """An instance that fetches: what it has, and when it last said so."""
+    """Instance that fetches: the position up to which it has all bytes, and the time of its last message."""
 
     position: int
     seen_at: float
@@ -41,37 +41,38 @@ class Followers:
     """Instances that fetch the same stream. Times are in seconds, monotonic."""
 
     def __init__(self, grace: float, now: float) -> None:
-        """Without a word of theirs for `grace` seconds followers are not waited for."""
+        """Followers that have sent nothing for `grace` seconds are not waited for."""
         self._grace = grace
         self._followers: set[StreamFollower] = set()
         self._seen_at = now
         self._confirmed = 0
 
     def join(self, position: int, now: float) -> StreamFollower:
-        """Add one that begins at this position."""
+        """Add a follower that begins at this position."""
         follower = StreamFollower(position, now)
         self._followers.add(follower)
         self._seen_at = now
         return follower
 
     def acknowledge(self, follower: StreamFollower, position: int, now: float) -> None:
-        """Record what one has."""
+        """Record the position of a follower."""
         follower.position = max(follower.position, position)
         follower.seen_at = self._seen_at = now
 
     def leave(self, follower: StreamFollower) -> None:
-        """Remove one whose call has ended."""
+        """Remove a follower whose call has ended."""
         self._followers.discard(follower)
 
     def confirmed(self, received: int, expected: bool, now: float) -> int:
         """Return the position before which nothing needs to be kept at the source.
 
-        That is what the foremost follower has. Where followers are `expected` and there is none, the next one may
-        still come; after the grace it is all that was `received`, since nobody would go on from there.
+        It is the position of the foremost follower. If followers are `expected` and there is none, the next one may
+        still come; after the grace period it is the position `received`, because no follower would continue from
+        there.
         """
-        heard = [each.position for each in self._followers if now - each.seen_at <= self._grace]
-        if heard:
-            self._confirmed = max(self._confirmed, *heard)
+        live = [each.position for each in self._followers if now - each.seen_at <= self._grace]
+        if live:
+            self._confirmed = max(self._confirmed, *live)
         elif not expected or now - self._seen_at > self._grace:
             self._confirmed = received
         return min(self._confirmed, received)
@@ -81,26 +82,26 @@ _PAUSE, _LONGEST_PAUSE = 0.25, 4.0
 
 
 class PeerOrder:
-    """Addresses, the best first. One that failed is left alone for a while. Times are in seconds, monotonic."""
+    """Addresses of peers, best first; one that failed rests for a while. Times are in seconds, monotonic."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._rests = {address: ExponentialBackoff(_PAUSE, _LONGEST_PAUSE) for address in addresses}
         self._until: dict[str, float] = {}
 
     def choose(self, now: float) -> str | None:
-        """Return the best address that is not left alone; None: wait."""
+        """Return the best address that does not rest; None if all do."""
         return next((each for each in self._rests if self._until.get(each, now) <= now), None)
 
     def failed(self, address: str, now: float) -> None:
-        """Leave an address alone, each time longer."""
+        """Let an address rest, each time longer."""
         self._until[address] = now + self._rests[address].failed()
 
     def worked(self, address: str) -> None:
-        """Forget the failures of an address that sent something."""
+        """Forget the failures of an address that sent bytes."""
         self._rests[address].succeeded()
 
     def wait(self, now: float) -> float | None:
-        """Return the seconds until an address may be tried again; None if there are none."""
+        """Return the seconds until an address may be tried again; None if there are no addresses."""
         return min((max(0.0, until - now) for until in self._until.values()), default=None)
 
 
@@ -109,16 +110,16 @@ _STATUS_DETAILS = "grpc-status-details-bin"
 
 
 class WeightsRefused(ServiceError):
-    """Raised to who wants weights that were refused here: code, message and details are those of the refusal."""
+    """Raised to callers that fetch weights that were refused here; has code, message and details of the refusal."""
 
     def __init__(self, refusal: ServiceError) -> None:
-        # First, since details that have no room are left out.
-        told = error_details_pb2.ErrorInfo(reason=_REASON, domain=DOMAIN)
-        super().__init__(refusal.message, told, *refusal.details, code=refusal.code)
+        # First, because details that have no room are left out.
+        marker = error_details_pb2.ErrorInfo(reason=_REASON, domain=DOMAIN)
+        super().__init__(refusal.message, marker, *refusal.details, code=refusal.code)
 
 
 def refusal_of(error: grpc.aio.AioRpcError) -> ServiceError | None:
-    """Return the refusal of which a peer tells; None if it failed otherwise."""
+    """Return the refusal that a peer passes on; None if it failed otherwise."""
     for key, value in error.trailing_metadata() or ():
         if key == _STATUS_DETAILS and isinstance(value, bytes):
             details = parse_details(value)
@@ -129,7 +130,7 @@ def refusal_of(error: grpc.aio.AioRpcError) -> ServiceError | None:
 
 
 _log = structlog.get_logger(__name__)
-# Corrupt bytes in a row after which a disk or a network is given up, and not just one piece.
+# Number of corrupt pieces in a row after which the reception fails.
 _MOST_CORRUPT = 3
 # InvalidStateError: the call ended between reading and writing.
 _LOST = (
@@ -145,20 +146,20 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Bytes of a piece and of all weights, and times in seconds."""
+    """Limits of a reception: bytes of a piece and of all weights, and times in seconds."""
 
     piece_bytes: int
     most_bytes: int
-    """Of the files of a version."""
+    """Most bytes of the files of a version."""
     stall_seconds: float
-    """A peer that has bytes and sends none for so long is left."""
+    """Time after which a peer that has bytes and sends none is given up."""
     idle_seconds: float
-    """Weights of which nothing has come for so long are given up."""
+    """Time without any bytes after which the weights are given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Weights that are complete, and what was read of their files while they came."""
+    """Complete weights, and the contents of the files that were read during the reception."""
 
     folder: Path
     checksum: str
@@ -166,7 +167,7 @@ class Received:
 
 
 class Reception:
-    """Weights of one update. Its methods run in the event loop; files are written and read in threads."""
+    """Reception of the weights of one update. Its methods run in the event loop; threads write and read files."""
 
     def __init__(
         self,
@@ -177,17 +178,17 @@ class Reception:
         limits: StreamLimits,
         metrics: WeightStreamMetrics,
     ) -> None:
-        """Receive into an empty folder, which is removed when it fails. `dial` opens a channel to a peer."""
+        """Receive into an empty folder, which is removed at a failure. `dial` opens a channel to a peer."""
         self.version = version
         self.ticket = order.ticket
         self.stream = StoredStream(folder, limits.most_bytes)
         self.changed = Notifier()
-        """Notifies of bytes that came, and of the end."""
+        """Notifies of new bytes, and of the end."""
         self.refused: WeightsRefused | None = None
-        """What was found to be wrong with the weights, once all had come."""
+        """Refusal of the weights, if their check after the reception failed."""
         self.followers = Followers(limits.stall_seconds, time.monotonic())
         self.done: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
-        # Whether or not somebody waits for it.
+        # Read its error, which asyncio would otherwise log as never retrieved.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._dial, self._limits, self._metrics = dial, limits, metrics
         self._writing = asyncio.Lock()
@@ -218,10 +219,10 @@ class Reception:
 
         Raises:
             DataLoss: they are corrupt; they can be sent again.
-            FailedPrecondition: bytes before them are missing.
-            ServiceError: the reception is over with this error; the disk is full, for example.
+            FailedPrecondition: earlier bytes are missing.
+            ServiceError: the reception has ended with this error; the disk is full, for example.
         """
-        # What is being written is written to its end, and told, also if the caller goes away.
+        # The piece is written to its end and notified, also if the caller disconnects.
         await asyncio.shield(asyncio.ensure_future(self._take(piece, peer)))
 
     async def _take(self, piece: pb.WeightPiece, peer: str) -> None:
@@ -245,7 +246,7 @@ class Reception:
         self.changed.notify()
 
     def check(self) -> None:
-        """Raise the error with which the reception has ended, if it has, or by which the weights were refused."""
+        """Raise the error that ended the reception, if it has failed, or the refusal of the weights."""
         if self.refused is not None:
             raise self.refused
         if self.done.done() and not self.stream.whole:
@@ -253,25 +254,25 @@ class Reception:
 
     @property
     def failed(self) -> bool:
-        """True once it has ended without the weights, or with such as were refused."""
+        """True once it has ended without the weights, or they were refused."""
         if self.refused is not None:
             return True
         return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
     def fail(self, error: ServiceError) -> None:
-        """End the reception with an error, unless all has come."""
+        """End the reception with an error, unless all bytes have arrived."""
         if not self.done.done() and not self.stream.whole:
             self.done.set_exception(error)
             _log.warning("weights_not_received", version=self.version, error=error.message)
             self.changed.notify()
 
     def refuse(self, error: ServiceError) -> None:
-        """Tell all who fetch these weights from here, or push them, what is wrong with them."""
+        """Send this refusal to all that fetch the weights from here, or push them."""
         self.refused = WeightsRefused(error)
         self.changed.notify()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """End the reception with a task of its own that failed: nobody is to wait for what will not come."""
+        """Fail the reception when one of its tasks fails, so that waiters do not hang."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.done.done():
             _log.error("weight_reception_failed", version=self.version, task=task.get_name(), exc_info=error)
@@ -280,7 +281,7 @@ class Reception:
             self.changed.notify()
 
     async def close(self) -> None:
-        """End everything, and remove what is not whole."""
+        """End the reception, and remove incomplete weights."""
         self.fail(Unavailable("the update was given up"))
         await end(self._tasks)
         async with self._writing:
@@ -289,13 +290,13 @@ class Reception:
         self.done.cancel()
         self.changed.notify()
 
-    # Reading what has come ------------------------------------------------------------------------------
+    # Reading complete files -----------------------------------------------------------------------------
 
     async def _reading(self) -> None:
-        """Read each file once it is complete, while the next ones come."""
+        """Read each file once it is complete, while the next ones arrive."""
         while not self.done.done():
             whole = self.stream.whole
-            # The last files have other names once all is there; whoever stages them reads them then.
+            # The last files are renamed once all bytes are there; staging reads them then.
             if not whole and self._read_files < self.stream.complete_files:
                 await asyncio.to_thread(self._read, self._read_files)
                 self._read_files += 1
@@ -310,12 +311,12 @@ class Reception:
             file = open_weight_file(unfinished_file(self.stream.folder, number), "")
             self._contents[file.stamp] = read_content(file)
         except (ServiceError, OSError) as error:
-            # Renamed meanwhile, because all is there; or whoever stages it finds the same, and says so.
+            # Renamed meanwhile, because all bytes are there; else staging finds the same error and reports it.
             reason = error.message if isinstance(error, ServiceError) else str(error)
             _log.info("weights_not_read", version=self.version, file=number, error=reason)
 
     async def _watching(self) -> None:
-        """Give up when nothing comes any more."""
+        """Give up when no more bytes arrive."""
         while not self.done.done():
             silent = time.monotonic() - self._came_at
             if silent > self._limits.idle_seconds:
@@ -340,7 +341,7 @@ class Reception:
                 await self._fetch(address, peers)
             except _LOST as error:
                 if isinstance(error, grpc.aio.AioRpcError) and (refusal := refusal_of(error)):
-                    # The peer had all of it: nobody has other bytes.
+                    # The peer had all bytes, and other peers have the same.
                     return self.fail(refusal)
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 _log.info("weights_peer_left", peer=address, position=self.stream.log.end, reason=reason)
@@ -348,7 +349,7 @@ class Reception:
                 peers.failed(address, time.monotonic())
 
     async def _fetch(self, address: str, peers: PeerOrder) -> None:
-        """Fetch from a peer until all is there. TimeoutError: it has more, and sends nothing."""
+        """Fetch from a peer until all bytes are here. TimeoutError: it has more, and sends nothing."""
         async with self._dial(address) as channel:
             call = peer_rpc.WeightPeerServiceStub(channel).FetchWeights()  # type: ignore[no-untyped-call]
             try:
@@ -358,14 +359,14 @@ class Reception:
                     if answer is grpc.aio.EOF:
                         if (await call.code()) is grpc.StatusCode.OK:
                             raise Unavailable(f"{address} ended before all was sent")
-                        # Raises what the peer said.
+                        # Raises the peer's error.
                         await call
                     if answer.HasField("piece"):
                         await self.take(answer.piece, INSTANCE)
                         peers.worked(address)
                     await call.write(self._request())
                 if self.stream.whole:
-                    # The peer is to know, so that its source need not keep anything.
+                    # The end is acknowledged, so that the peer's source need not keep any bytes.
                     await call.done_writing()
                     await asyncio.wait_for(call.read(), self._limits.stall_seconds)
             finally:

@@ -1,4 +1,4 @@
-"""A version's stream in the files of a folder: bytes are put at its end and read at any position."""
+"""Stream of a version's bytes in the files of a folder, appended at its end and read at any position."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MOST_FILES = 1 << 16
 
 
 class StoredStream:
-    """Bytes of a version. One caller writes at a time, in a thread; any number read, each in a thread."""
+    """Bytes of a version. One thread writes at a time, and any number of threads read."""
 
     def __init__(self, folder: Path, most_bytes: int = sys.maxsize) -> None:
-        """Put bytes into an empty folder, whose files have at most `most_bytes`."""
+        """Write to an empty folder, whose files have at most `most_bytes`."""
         self.folder = folder
         self._room = most_bytes
         """Bytes that files may still take."""
@@ -42,16 +42,16 @@ class StoredStream:
         self.log = PieceLog()
         self.whole = False
         self._index = bytearray()
-        """The index, or what there is of it: it is no file until the stream is whole."""
+        """Bytes of the index so far; it becomes a file only when the stream is complete."""
         self._index_from = sys.maxsize
-        """Position at which it begins."""
+        """Position at which the index begins."""
         self._files = 0
-        """Files that have begun."""
+        """Number of files that have begun."""
         self._descriptor = -1
 
     @classmethod
     def of_folder(cls, folder: Path) -> StoredStream:
-        """Return the stream of a folder that is whole. OSError or ValueError: it has no index with its files."""
+        """Return the stream of a complete folder; OSError or ValueError if it has no index with its files."""
         found = cls(folder)
         content = read_regular(folder / INDEX, MOST_INDEX_BYTES)
         try:
@@ -73,21 +73,21 @@ class StoredStream:
 
     @property
     def complete_files(self) -> int:
-        """Number of files that nothing is put into any more."""
+        """Number of complete files."""
         return self._files if self._index else max(0, self._files - 1)
 
     @property
     def checksum(self) -> str:
-        """Checksum of the weights (see `safetensors.checksum`), once they are whole."""
+        """Checksum of the complete weights (see `safetensors.checksum`)."""
         return f"index-sha256:{hashlib.sha256(self._index).hexdigest()}"
 
     def put(self, piece: pb.WeightPiece) -> None:
-        """Put bytes at the end. Those that are there already are skipped.
+        """Append bytes; bytes that are there already are skipped.
 
         Raises:
             DataLoss: they are not the bytes that were sent.
-            InvalidArgument: there are more than the model that is served can have.
-            FailedPrecondition: bytes before them are missing.
+            InvalidArgument: they are more than the served model can have.
+            FailedPrecondition: earlier bytes are missing.
             ResourceExhausted: the disk is full.
         """
         data = memoryview(piece.data)
@@ -108,11 +108,11 @@ class StoredStream:
             self._write(piece.file, piece.offset + known, data)
         if piece.last:
             self._finish()
-        # Only now, so that whoever reads the last bytes is told that they are.
+        # Only now, so that a reader of the last bytes learns that they are the last.
         self.log.append(piece.file, piece.offset + known, len(data))
 
     def read(self, position: int, most: int) -> pb.WeightPiece:
-        """Return bytes from a position on, which is before the end. OSError: the folder was removed."""
+        """Return bytes from a position before the end; OSError if the folder was removed."""
         segment = self.log.at(position, most)
         data = self._content(segment)
         return pb.WeightPiece(
@@ -134,7 +134,7 @@ class StoredStream:
         if file not in (self._files - 1, self._files) or self._index or file >= _MOST_FILES:
             raise FailedPrecondition("NOT_NEXT", f"file {file} came where {self._files} is the next")
         held = self._file_bytes if file < self._files else 0
-        # A file may have holes, which cost its sender nothing and whoever reads it as much as bytes.
+        # Holes in a file count as bytes: they cost its sender nothing, but its readers as much.
         size = max(held, offset + len(data))
         self._check_room(size - held, self._room, "files")
         try:

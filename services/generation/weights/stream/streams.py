@@ -1,4 +1,4 @@
-"""All weights that an instance receives, and those that it serves to others."""
+"""Weights that an instance receives, and weights that it serves to other instances."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class WeightStreams:
         )
 
     async def receive(self, version: int, order: pb.PeerWeights) -> Received:
-        """Return the weights of a version once all have come. Called again, it goes on with what has.
+        """Return the weights of a version once all have arrived; a repeated call continues the reception.
 
         Raises:
-            FailedPrecondition: this instance has no place for them.
-            ServiceError: they cannot be had.
+            FailedPrecondition: this instance has no folder for them.
+            ServiceError: they cannot be received.
         """
         if self._adopted is None:
             text = (
@@ -82,7 +82,7 @@ class WeightStreams:
         if not order.ticket and not order.peers:
             raise FailedPrecondition("NO_PEER", f"no instance has version {version}, which was pushed")
         reception = await self._reception(version, order, self._adopted)
-        # It goes on if this caller goes away.
+        # It continues if this caller disconnects.
         try:
             received = await asyncio.shield(reception.done)
         except asyncio.CancelledError:
@@ -94,7 +94,7 @@ class WeightStreams:
 
     @contextmanager
     def judging(self, update_id: str) -> Iterator[None]:
-        """Tell those who fetch the weights of an update from here when they are refused in the block."""
+        """Pass a refusal in the block on to instances that fetch the weights of the update from here."""
         try:
             yield
         except (InvalidArgument, DataLoss) as refusal:
@@ -103,7 +103,7 @@ class WeightStreams:
             raise
 
     async def end(self, version: int) -> None:
-        """Give up what has not come yet of a version."""
+        """Give up receiving a version."""
         await self._broadcasts.end(version)
         for update_id, reception in list(self._receptions.items()):
             if reception.version == version:
@@ -111,7 +111,7 @@ class WeightStreams:
                 await reception.close()
 
     async def close(self) -> None:
-        """Give up everything that has not come yet."""
+        """Give up all receptions."""
         await self._broadcasts.close()
         await self._close_receptions()
 
@@ -120,7 +120,7 @@ class WeightStreams:
             await self._receptions.popitem()[1].close()
 
     def ticketed(self, ticket: str) -> Reception:
-        """Return the reception that a ticket lets its bearer push to. Unauthenticated: there is none."""
+        """Return the reception that the bearer of a ticket may push to; Unauthenticated if there is none."""
         found = None
         for each in self._receptions.values():
             if each.ticket and hmac.compare_digest(each.ticket.encode(), ticket.encode()):
@@ -130,9 +130,11 @@ class WeightStreams:
         return found
 
     async def wanted(self, request: pb.FetchWeightsRequest) -> tuple[StoredStream, Reception | None]:
-        """Return the stream that is asked for, and its reception while there is one. NotFound: neither.
+        """Return the requested stream, and its reception while there is one.
 
-        WeightsRefused: they were refused here.
+        Raises:
+            NotFound: there is no such stream.
+            WeightsRefused: the weights were refused here.
         """
         reception = self._receptions.get(request.update_id)
         if reception is not None and reception.refused is not None:
@@ -144,7 +146,7 @@ class WeightStreams:
             try:
                 return await asyncio.to_thread(StoredStream.of_folder, folder), None
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                pass  # files of others, which have no stream
+                pass  # Files of other writers, which have no stream.
         raise NotFound("weights", f"version {request.policy_version}")
 
     async def _reception(self, version: int, order: pb.PeerWeights, adopted: AdoptedWeights) -> Reception:
@@ -152,7 +154,7 @@ class WeightStreams:
         if found is not None and not found.failed:
             found.follow(order)
             return found
-        # One update is in progress at a time; whoever fetched from an earlier one finds its folder.
+        # One update is in progress at a time; fetches of an earlier one read its folder.
         await self._broadcasts.close()
         await self._close_receptions()
         folder = await asyncio.to_thread(adopted.receiving, self._owner)
