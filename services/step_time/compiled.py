@@ -1,4 +1,4 @@
-"""Compiled part of the estimator: prior, regression and prediction. Importing this module imports numba.
+"""Compiled functions of the estimator: prior, regression and prediction. Importing this module imports numba.
 
 A shape is samples, rows and context. The prior is a `StepTimePrior`.
 """
@@ -15,20 +15,20 @@ from kernels import jit
 
 # Columns of the table of cells: the shape, mean seconds, measurements in the mean, and when the last one came.
 SAMPLES, ROWS, CONTEXT, SECONDS, COUNT, AT = range(6)
-# Places in what is derived of a shape: its prior, the terms that deviations from the prior are sums of, in standard
-# deviations, and its place on the axes of samples, rows and context of a sample, by how far own shares reach.
+# Places in the values derived from a shape: its prior; the terms that deviations from the prior are sums of, in
+# standard deviations; and its place on the axes of samples, rows and context of a sample, in units of the reaches.
 PRIOR, FEATURES, AXES, _DERIVED = 0, 1, 5, 8
-# Standard deviations, as shares of the prior: of the whole, of reading and of attending to the context by the
-# assumed time of a token, of a shape's own share, of a measurement.
+# Standard deviations: of the whole, as a share of the prior; of reading and of attending to the context, as
+# multiples of the assumed time of a token; of a shape's own share and of a measurement, as shares of the prior.
 _WHOLE, _READING, _ATTENDING, _OWN, _NOISE = 0.3, 4.0, 1.0, 0.06, 0.04
-# How far the own share of a shape reaches, in octaves: rows, samples, context of a sample.
+# Reach of the own share of a shape, in octaves: rows, samples, context of a sample.
 _ROWS_REACH, _SAMPLES_REACH, _CONTEXT_REACH = 0.7, 1.0, 2.0
 # Measurements after which the weight of an older one has halved.
 _HALF_LIFE = 256.0
 # Half the squared distance beyond which a cell does not count.
 _FAR = 12.0
-# Ratio to its prior up to which the noise of a measurement grows with it: a prior that is wrong by orders of
-# magnitude must not make all that contradicts it look like noise.
+# Ratio to its prior up to which the noise of a measurement grows with it: if a prior is wrong by orders of
+# magnitude, the measurements that contradict it must not look like noise.
 _FARTHEST = 2.0
 # Predictions are at least this share of the prior.
 _LEAST = 1.0 / 64.0
@@ -47,14 +47,14 @@ def line_of(corners, x):
 
 @jit.kernel
 def derive(prior, samples, rows, context, derived):
-    """Fill what is derived of a shape."""
+    """Fill the values derived from a shape."""
     seconds, reading = line_of(prior.plains, samples), prior.per_token * context
     if rows > samples:
         seconds = max(seconds, line_of(prior.corners, rows) + prior.per_sample * samples + prior.verifying)
     derived[PRIOR] = seconds
     derived[FEATURES] = _WHOLE * seconds
     derived[FEATURES + 1] = _READING * reading
-    # Attention to a sample's context costs each of its rows the same, or each less than the one before.
+    # Attention to a sample's context costs the same for each of its rows, or less for each further row.
     drafted = max(rows / samples - 1.0, 0.0)
     derived[FEATURES + 2] = _ATTENDING * reading * sqrt(drafted)
     derived[FEATURES + 3] = _ATTENDING * reading * drafted
@@ -74,7 +74,7 @@ def shared(a, b):
 
 @jit.kernel
 def regress(derived, cells, now, shares, weights):
-    """Fill the shares of the features and the weights of the cells [m] by regression on what is derived of them."""
+    """Fill the shares of the features and the weights of the cells [m] by regression on their derived values."""
     m = len(cells)
     # Cholesky decomposition of the covariance, row by row.
     root = np.empty((m, m))
@@ -110,11 +110,11 @@ def regress(derived, cells, now, shares, weights):
 
 @jit.kernel
 def solve(prior, cells, now, derived, shares, weights):
-    """Fill what is derived of the cells [m, 8], the shares of the features [4] and the weights of the cells [m]."""
+    """Fill the derived values [m, 8] and the weights [m] of the cells, and the shares of the features [4]."""
     for i in range(len(cells)):
         derive(prior, cells[i, SAMPLES], cells[i, ROWS], cells[i, CONTEXT], derived[i])
     regress(derived, cells, now, shares, weights)
-    # No context makes a step faster. Without one term another may come to do so.
+    # More context never makes a step faster. Once one term is left out, another may become negative.
     while shares[1:].min() < 0.0:
         for k in range(1, len(shares)):
             if shares[k] < 0.0:

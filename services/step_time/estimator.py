@@ -1,17 +1,18 @@
 """Estimate how long an engine step takes, from a sweep at the start and from every measured step. Pure.
 
-The estimator serves any model and device, because it knows nothing of either. It keeps a table of measured steps,
-one for each cell of similar shapes (samples, verified tokens, context), and predicts by Gaussian-process regression
-from the prior of the sweep (see `prior`). The deviation of a step from its prior is taken as the sum of
+The estimator works for any model and device, because it assumes nothing about them. It keeps a table of measured
+steps, one for each cell of similar shapes (samples, verified tokens, context), and predicts by Gaussian-process
+regression from the prior of the sweep (see `StepTimePrior`). The deviation of a step from its prior is taken as the
+sum of
 
 - a share of the whole, because clocks change;
 - a time for each token of context, and for each that draft tokens attend to, because the sweep has short contexts;
-- a share of its own, common to similar shapes.
+- a separate share for each shape, common to similar shapes.
 
-Each has a variance. So a cell that is measured often is predicted as measured, its neighbours are drawn along, and
-without measurements the prior remains. Predictions never fall with the verified tokens. Measurements lose weight
-with age; three outliers in a row, or a dozen smaller surprises, on the same side are a change of the machine, and
-what came before them is almost forgotten. They may arrive late and in any order.
+Each has a variance. So a cell that is measured often is predicted as measured, its neighbours follow, and without
+measurements the prior remains. Predictions never fall with the verified tokens. Measurements lose weight with age;
+three outliers in a row, or a dozen smaller surprises, on the same side are a change of the machine, and earlier
+measurements are almost forgotten. Measurements may arrive late and in any order.
 
 The engine waits for predictions, so they are compiled. numba is imported at first use, which must be after vLLM was
 imported.
@@ -27,16 +28,16 @@ from numpy.typing import ArrayLike
 
 from services.step_time.sweep import SHORT_CONTEXT, Floats, MeasuredStep, StepTimePrior
 
-# Cells to an octave: rows, samples, context of a sample. And the most cells, the least recently measured going
+# Cells per octave: rows, samples, context of a sample. Most cells; the least recently measured one is dropped
 # first.
 _CELLS, _MAX_CELLS = (4, 2, 1), 32
 # Most measurements that a cell averages over.
 _AVERAGED = 8
-# Ratio to the prediction at which a measurement is clipped, and that beyond which it is a surprise.
+# Ratio to the prediction at which a measurement is clipped, and ratio beyond which it is a surprise.
 _OUTLIER_RATIO, _SURPRISE_RATIO = 1.5, 1.02
-# A machine has changed after so many surprises in a row on one side, of which an outlier counts as so many.
+# Number of surprises in a row on one side that mean a changed machine, and the number that an outlier counts for.
 _CHANGED, _OUTLIER_DOUBT = 12, 4
-# Age, in measurements, that a change of the machine adds to what came before it.
+# Age, in measurements, that a change of the machine adds to earlier measurements.
 _OUTDATED = 512
 
 
@@ -49,12 +50,12 @@ class StepTimeEstimator:
         self._prior = StepTimePrior.of(short)
         self._known = bool(short)
         self._observed = 0
-        # Surprises in a row: positive if steps took longer, negative if shorter.
+        # Surprises in a row: positive if steps took longer than predicted, negative if shorter.
         self._doubt = 0
         # Row of each cell in the table, the least recently measured first.
         self._places: dict[tuple[int, int, int], int] = {}
         self._table = np.zeros((_MAX_CELLS, 6))
-        # What is derived of the cells, and the solution of the regression.
+        # Derived values of the cells, and the solution of the regression.
         self._derived = np.zeros((_MAX_CELLS, 8))
         self._shares, self._weights = np.zeros(4), np.zeros(_MAX_CELLS)
         self._solved = True
@@ -105,7 +106,7 @@ class StepTimeEstimator:
         place, count = self._places.get(key), 1.0
         if place is not None:
             seconds = self._clipped(seconds, predicted)
-            # The mean as of the new shape: a cell is wide enough for times to differ within it.
+            # The mean is scaled to the new shape, because times differ within a cell.
             cell = self._table[place].tolist()
             before = self.seconds(int(cell[0]), int(cell[1]), cell[2])
             count = min(cell[4] + 1, _AVERAGED)
@@ -121,14 +122,14 @@ class StepTimeEstimator:
         return predicted
 
     def _clipped(self, seconds: float, predicted: float) -> float:
-        """Return measured seconds of a shape that was measured before, clipped where they are an outlier."""
+        """Return measured seconds of a shape that was measured before, clipped if they are an outlier."""
         ratio = seconds / predicted
         side, far = (1, ratio) if ratio > 1 else (-1, 1 / ratio)
         doubt = _OUTLIER_DOUBT if far > _OUTLIER_RATIO else int(far > _SURPRISE_RATIO)
         self._doubt = (self._doubt if self._doubt * side > 0 and doubt else 0) + side * doubt
         if abs(self._doubt) < _CHANGED:
             return predicted * min(far, _OUTLIER_RATIO) ** side
-        # Cells count anew, and as old.
+        # Cells start to count again, with the greater age.
         self._table[:, 4] = 0
         self._table[:, 5] -= _OUTDATED
         self._doubt = 0
@@ -136,7 +137,7 @@ class StepTimeEstimator:
 
 
 def warm_up() -> None:
-    """Compile or load the compiled functions, so that the first step does not wait for it."""
+    """Compile or load the compiled functions, so that the first step does not wait for them."""
     estimator = StepTimeEstimator()
     estimator.observe(1, 1, 1, 1.0)
     estimator.seconds(1, 2, 1)

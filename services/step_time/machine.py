@@ -17,12 +17,12 @@ def on_cpu() -> bool:
 def gpu_count() -> int:
     """Return how many NVIDIA GPUs this process may use, by the driver (NVML) and CUDA_VISIBLE_DEVICES.
 
-    Device files do not tell: in a container, or a sandbox, the driver may be reached without them.
+    Device files are not enough: in a container, or a sandbox, the driver may be reached without them.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return driver_gpus()
-    # CUDA takes the names up to the first that is none.
+    # CUDA uses the names up to the first invalid one.
     names = [name.strip() for name in visible.split(",")]
     wanted = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
     return min(wanted, driver_gpus())

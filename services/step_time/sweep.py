@@ -1,21 +1,7 @@
 """Sweep of an engine's step times: the batches to measure, the prior fitted to them, and the saved file.
 
-Two seconds are enough to learn how steps grow with rows and samples: small and large batches, plainly and with
-drafts, at the numbers of rows between which times may jump. Contexts are short, because prefilling long ones
-would take longer than all else. One sample with a longer prompt says what verification costs by context: the
-longer it is, the less the noise of its steps counts where contexts are longer still. The most telling steps come
-first, so that a slow engine, which ends the sweep early, has measured those.
-
-`StepTimePrior` predicts steps that were not measured yet. The times of the sweep, at some numbers of samples and
-of verified tokens (rows), are taken as
-
-    plain(samples)                                                  without drafts,
-    max(plain(samples), by_rows(rows) + per_sample * samples + v)   with drafts,
-
-with `plain` and `by_rows` piecewise linear between the measurements and never falling. That is no model of a
-network or a device: which weights a row touches, tiles, graphs and links are all in the two lines.
-
-`SavedSweep` keeps a sweep in a file for each device, tensor parallelism, model and dtype.
+`swept_batches` chooses the batches, `StepTimePrior` predicts steps that were not measured yet, and `SavedSweep`
+keeps a sweep in a file for each device, tensor parallelism, model and dtype.
 """
 
 from __future__ import annotations
@@ -37,8 +23,8 @@ SWEEP_SECONDS = 2.0
 SHORT_CONTEXT = 64
 """Longest mean context of a sample, in tokens, that counts as short."""
 PROMPT, LONG_PROMPT = 8, 4096
-"""Prompt tokens of most steps and of those of the long context."""
-# Rows a sample: of a lone one, of one with a long context, of larger batches.
+"""Prompt tokens of most steps, and of the steps with a long context."""
+# Rows per sample: of a single sample, of one with a long context, of larger batches.
 _ALONE, _LONG, _TOGETHER = (2, 3, 4, 6, 9, 13, 17), (9,), (2, 4, 8, 16)
 _SMALL = 8
 
@@ -55,7 +41,13 @@ class SweptBatch:
 def swept_batches(
     max_samples: int, max_rows: int, max_length: int, graphs: Sequence[int] = ()
 ) -> list[SweptBatch]:
-    """Return the batches to measure, the most telling first, within the limits of an engine.
+    """Return the batches to measure, the most informative first, within the limits of an engine.
+
+    Two seconds are enough to learn how steps grow with rows and samples: small and large batches, plainly and with
+    drafts, at the numbers of rows between which times may jump. Contexts are short, because prefilling long ones
+    would take longer than all else. One sample with a longer prompt shows the cost of verification by context: the
+    longer it is, the less the noise of its steps matters for even longer contexts. A slow engine ends the sweep
+    early, and has then measured the most informative steps.
 
     Args:
         max_samples: largest batch.
@@ -76,7 +68,7 @@ def swept_batches(
 
 
 def _rows(samples: int, each: Sequence[int], most: int, graphs: Sequence[int]) -> list[int]:
-    """Return the rows of steps, of `samples` alone and with so many rows of each sample."""
+    """Return the rows of steps: `samples` alone, and with each number of rows per sample in `each`."""
     wanted = {samples * k for k in each}
     if graphs:
         wanted = {graphs[bisect_left(graphs, rows)] if rows <= graphs[-1] else rows for rows in wanted}
@@ -86,14 +78,14 @@ def _rows(samples: int, each: Sequence[int], most: int, graphs: Sequence[int]) -
 
 
 Floats = NDArray[np.float64]
-# Weight of the assumption that neighbouring pieces of `by_rows` have the same slope, against measured times. Small:
-# it only decides where the points leave a choice.
+# Weight of the assumption that neighbouring pieces of `by_rows` have the same slope, against measured times. It is
+# small, so that it only decides where the measurements leave a choice.
 _SMOOTHNESS = 1e-3
 # Weight of a plain step among those that verification is fitted to.
 _PLAIN_WEIGHT = 0.3
 # Least part of the shortest step that the rows take.
 _LEAST = 1 / 16
-# Without a sweep: the time of a step of one row; one of so many rows takes twice that.
+# Without a sweep: the time of a step of one row, and the number of rows of a step that takes twice as long.
 _UNKNOWN_SECONDS, _UNKNOWN_ROWS = 1e-2, 256.0
 # Tokens of context that take as long to read as a step of one sample: a scale for what is learned of contexts.
 _CONTEXT_TOKENS = 32768.0
@@ -111,18 +103,27 @@ class MeasuredStep(BaseModel):
 
 
 class StepTimePrior(NamedTuple):
-    """Step time by rows and samples at short contexts, as the compiled functions read it."""
+    """Step time by rows and samples at short contexts, in the form that the compiled functions read.
+
+    The times of the sweep, at some numbers of samples and of verified tokens (rows), are taken as
+
+        plain(samples)                                                  without drafts,
+        max(plain(samples), by_rows(rows) + per_sample * samples + v)   with drafts,
+
+    with `plain` and `by_rows` piecewise linear between the measurements and never falling. This is no model of a
+    network or a device: the weights that a row touches, tiles, graphs and links are all in the two lines.
+    """
 
     corners: Floats
-    """Of `by_rows` [2, k]: rows, which rise, and seconds; two at least."""
+    """Corners of `by_rows` [2, k]: rows, which rise, and seconds; at least two."""
     plains: Floats
-    """Of `plain` [2, k]: samples and seconds."""
+    """Corners of `plain` [2, k]: samples and seconds."""
     per_sample: float
-    """Seconds of a sample in a verifying step."""
+    """Seconds per sample in a verifying step."""
     verifying: float
-    """Seconds of any verification."""
+    """Seconds of any verification, v."""
     per_token: float
-    """Scale of the seconds of a token of context."""
+    """Scale of the seconds per token of context."""
 
     @classmethod
     def unknown(cls, seconds: float = _UNKNOWN_SECONDS) -> Self:
@@ -146,7 +147,7 @@ class StepTimePrior(NamedTuple):
 def rising(values: Sequence[float] | Floats) -> Floats:
     """Return the values with each run that falls replaced by its mean: isotonic regression by pooling neighbours.
 
-    A running maximum would keep each time that noise made too long, for all larger steps up to the next longer one.
+    A running maximum would keep each time that noise made too long for all larger steps up to the next longer time.
     """
     # Sum and number of the values that are pooled.
     pools: list[tuple[float, int]] = []
@@ -166,7 +167,7 @@ def _by_rows(sweep: Sequence[MeasuredStep]) -> tuple[Floats, float, float]:
     corners, verifying = np.unique(rows), rows > samples
     # Hat functions: the share of each corner in the time of a step.
     hats = np.array([np.interp(rows, corners, one) for one in np.eye(len(corners))]).T
-    # What is measured of verification goes before what plain steps say of it.
+    # Measured verification has more weight than plain steps.
     weights = np.where(verifying, 1.0, _PLAIN_WEIGHT) / seconds
     design = np.column_stack([hats, samples, verifying]) * weights[:, None]
     slopes = np.diff(np.eye(len(corners)), axis=0) / np.diff(corners)[:, None]
