@@ -27,6 +27,18 @@ PROMPT, LONG_PROMPT = 8, 4096
 # Rows per sample: of a single sample, of one with a long context, of larger batches.
 _ALONE, _LONG, _TOGETHER = (2, 3, 4, 6, 9, 13, 17), (9,), (2, 4, 8, 16)
 _SMALL = 8
+Floats = NDArray[np.float64]
+# Weight of the assumption that neighbouring pieces of `by_rows` have the same slope, against measured times. It is
+# small, so that it only decides where the measurements leave a choice.
+_SMOOTHNESS = 1e-3
+# Weight of a plain step among those that verification is fitted to.
+_PLAIN_WEIGHT = 0.3
+# Least part of the shortest step that the rows take.
+_LEAST = 1 / 16
+# Without a sweep: the time of a step of one row, and the number of rows of a step that takes twice as long.
+_UNKNOWN_SECONDS, _UNKNOWN_ROWS = 1e-2, 256.0
+# Tokens of context that take as long to read as a step of one sample: a scale for what is learned of contexts.
+_CONTEXT_TOKENS = 32768.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +87,6 @@ def _rows(samples: int, each: Sequence[int], most: int, graphs: Sequence[int]) -
         if wanted and samples <= graphs[-1] <= max(wanted):
             wanted |= {graphs[-1], graphs[-1] + 1}
     return sorted(rows for rows in {samples, *wanted} if samples <= rows <= most)
-
-
-Floats = NDArray[np.float64]
-# Weight of the assumption that neighbouring pieces of `by_rows` have the same slope, against measured times. It is
-# small, so that it only decides where the measurements leave a choice.
-_SMOOTHNESS = 1e-3
-# Weight of a plain step among those that verification is fitted to.
-_PLAIN_WEIGHT = 0.3
-# Least part of the shortest step that the rows take.
-_LEAST = 1 / 16
-# Without a sweep: the time of a step of one row, and the number of rows of a step that takes twice as long.
-_UNKNOWN_SECONDS, _UNKNOWN_ROWS = 1e-2, 256.0
-# Tokens of context that take as long to read as a step of one sample: a scale for what is learned of contexts.
-_CONTEXT_TOKENS = 32768.0
 
 
 class MeasuredStep(BaseModel):

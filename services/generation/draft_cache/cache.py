@@ -24,6 +24,18 @@ from services.generation.engine.sampling.inputs import RecordedTokens
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 
 _FETCH_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+NGRAM = 4
+"""Tokens of an n-gram: long enough that unlike texts share few, short enough that paraphrases share some."""
+_PERSON = b"paceline-diverse"
+# Odd 64-bit constants (fractions of square roots of primes): they make one integer of an n-gram. Two unlike
+# n-grams of a group get the same one with a probability of about 2**-64.
+_MIX = np.array(
+    [0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1], dtype=np.uint64
+)
+ROLLOUT_OVERHEAD = 512
+"""Bytes charged for a rollout in addition to its arrays."""
+PROMPT_OVERHEAD = 512
+"""Bytes charged for a prompt, with or without rollouts."""
 
 
 class RolloutMetrics(MetricSet, prefix="paceline_drafts_"):
@@ -59,16 +71,6 @@ class RolloutMetrics(MetricSet, prefix="paceline_drafts_"):
         """Count work of the index."""
         self.index_seconds.labels(phase).inc(seconds)
         self.index_tokens.labels(phase).inc(tokens)
-
-
-NGRAM = 4
-"""Tokens of an n-gram: long enough that unlike texts share few, short enough that paraphrases share some."""
-_PERSON = b"paceline-diverse"
-# Odd 64-bit constants (fractions of square roots of primes): they make one integer of an n-gram. Two unlike
-# n-grams of a group get the same one with a probability of about 2**-64.
-_MIX = np.array(
-    [0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1], dtype=np.uint64
-)
 
 
 def distinct_share(rollouts: Sequence[Sequence[int]]) -> float:
@@ -118,12 +120,6 @@ def _uniform(seed: int) -> float:
     """Return a number in [0, 1) with 53 bits, a function of the seed that nothing else uses."""
     digest = hashlib.blake2b(struct.pack("<Q", seed), digest_size=8, person=_PERSON).digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-ROLLOUT_OVERHEAD = 512
-"""Bytes charged for a rollout in addition to its arrays."""
-PROMPT_OVERHEAD = 512
-"""Bytes charged for a prompt, with or without rollouts."""
 
 
 class ShardQuery(NamedTuple):

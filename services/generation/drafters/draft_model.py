@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from services.generation.engine.draft_models.interface import ModelDrafts
 
 _REFRESH_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+# Seconds for which the model is prepared in a step, and in a slice of idle time.
+_STEP_SLICE, _IDLE_SLICE = 1e-3, 1e-2
+# Prior acceptance of the first drafted token, and of any after an accepted one.
+_PRIOR = 0.85
+# Bounds of the buckets of draft probability, and the prior acceptance in each: under coupled sampling the target
+# mostly draws the same token, even an unlikely one.
+_EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)
+_PRIORS = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
 
 
 class DraftModelMetrics(MetricSet):
@@ -94,16 +102,6 @@ class Eagle3Metrics(DraftModelMetrics, prefix="paceline_eagle3_"):
         """Record the version of the new head."""
         self.version.set(version)
         self.swaps.inc()
-
-
-# Seconds for which the model is prepared in a step, and in a slice of idle time.
-_STEP_SLICE, _IDLE_SLICE = 1e-3, 1e-2
-# Prior acceptance of the first drafted token, and of any after an accepted one.
-_PRIOR = 0.85
-# Bounds of the buckets of draft probability, and the prior acceptance in each: under coupled sampling the target
-# mostly draws the same token, even an unlikely one.
-_EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)
-_PRIORS = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
 
 
 @dataclass(slots=True)

@@ -44,6 +44,11 @@ _DESCRIBED = (
     *("max_model_len", "vocab_size", "model", "device", "metrics_address", "refused_features"),
 )
 
+Context = grpc.aio.ServicerContext[Any, Any]
+_log = structlog.get_logger(__name__)
+# Part of a caller's deadline that is left for handing samples back.
+_DRAIN_ANSWER_SECONDS = 1.0
+
 
 class GenerationInstance:
     """Pauses, drains and describes one instance. Its methods run in the event loop."""
@@ -153,12 +158,6 @@ class GenerationInstance:
         )
         described.registered_at.FromNanoseconds(int(record.registered_at * 1e9))
         return described
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
-_log = structlog.get_logger(__name__)
-# Part of a caller's deadline that is left for handing samples back.
-_DRAIN_ANSWER_SECONDS = 1.0
 
 
 class GenerationService(rpc.GenerationServiceServicer):

@@ -31,6 +31,9 @@ from services.generation.loop.work_stream import WorkStream
 _log = structlog.get_logger(__name__)
 
 _THREADS = 2
+Fetch = asyncio.Future[None]
+# Levels at which a prompt's history is more than drafts: it is taken over, or has the sample's own noise.
+_NEED_HISTORY = (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY)
 
 
 class SchemaChecks:
@@ -61,12 +64,6 @@ class SchemaChecks:
         except Exception as error:
             _log.exception("schema_check_failed")
             return f"could not be compiled ({type(error).__name__})"
-
-
-Fetch = asyncio.Future[None]
-
-# Levels at which a prompt's history is more than drafts: it is taken over, or has the sample's own noise.
-_NEED_HISTORY = (sample_pb2.EXACTNESS_LEVEL_LENIENT, sample_pb2.EXACTNESS_LEVEL_COUPLED_HISTORY)
 
 
 class SampleIntake:

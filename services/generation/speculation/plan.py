@@ -20,6 +20,8 @@ from services.step_time.estimator import StepTimeEstimator
 
 UNBOUNDED = 1 << 30
 """Sentinel: no limit on the verified tokens of a step."""
+# Time of a pass before one was measured, in plain steps.
+_ASSUMED_PASS = 0.5
 
 
 @dataclass(slots=True)
@@ -164,10 +166,6 @@ def add_branches(made: Drafts, samples: Samples, name: str, proposals: Proposals
 def context_of(samples: Samples) -> int:
     """Return the context length of all samples together, in tokens."""
     return sum([sample.length for sample in samples])
-
-
-# Time of a pass before one was measured, in plain steps.
-_ASSUMED_PASS = 0.5
 
 
 @dataclass(frozen=True, slots=True)

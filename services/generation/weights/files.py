@@ -44,6 +44,18 @@ _MOST_TENSORS = 1 << 18
 _SPARE_TENSORS, _SPARE_HEADER_BYTES = 1024, 1 << 20
 _TENSORS_FOR_EACH, _HEADER_BYTES_FOR_EACH = 4, 512
 _MOST_DIMENSIONS = 64
+_CHUNK_BYTES = 1 << 20
+# Integer types for the bits of floats: shifted left by the sign, they are in the order of the values, NaN last.
+_BITS: dict[str, type[np.unsignedinteger[Any]]] = {
+    "F64": np.uint64,
+    "F32": np.uint32,
+    "F16": np.uint16,
+    "BF16": np.uint16,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+}
+Proceed = Callable[[], object]
+"""Called repeatedly while weights are read or written; an exception that it raises ends the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,22 +282,6 @@ def _stamp(descriptor: int) -> tuple[int, ...]:
 
 def _unusable(text: str) -> Violation:
     return Violation("disk.path", text)
-
-
-_CHUNK_BYTES = 1 << 20
-# Integer types for the bits of floats: shifted left by the sign, they are in the order of the values, NaN last.
-_BITS: dict[str, type[np.unsignedinteger[Any]]] = {
-    "F64": np.uint64,
-    "F32": np.uint32,
-    "F16": np.uint16,
-    "BF16": np.uint16,
-    "F8_E4M3": np.uint8,
-    "F8_E5M2": np.uint8,
-}
-
-
-Proceed = Callable[[], object]
-"""Called repeatedly while weights are read or written; an exception that it raises ends the work."""
 
 
 def never_stop() -> None:

@@ -25,6 +25,8 @@ from services.platform.config import ConfigError
 from services.platform.memory import own_memory_limits
 
 _SETTING = "update_room=off starts the instance all the same"
+_log = structlog.get_logger(__name__)
+_IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,6 @@ def _sum(parts: Sequence[MemoryPart]) -> int:
 def _lack(what: str, parts: Sequence[MemoryPart], there: int, where: str) -> str:
     figures = " + ".join(map(str, parts))
     return f"an update needs {gigabytes(_sum(parts))} of {what}: {figures}; {where} has {gigabytes(there)}"
-
-
-_log = structlog.get_logger(__name__)
-_IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def check_host(config: GenerationConfig) -> None:

@@ -28,6 +28,23 @@ from services.generation.weights.stream.metrics import INSTANCE, WeightStreamMet
 from services.generation.weights.stream.stored_stream import StoredStream
 from services.platform.tasks import ExponentialBackoff, Notifier, end
 
+_PAUSE, _LONGEST_PAUSE = 0.25, 4.0
+_REASON = "WEIGHTS_REFUSED"
+_STATUS_DETAILS = "grpc-status-details-bin"
+_log = structlog.get_logger(__name__)
+# Number of corrupt pieces in a row after which the reception fails.
+_MOST_CORRUPT = 3
+# InvalidStateError: the call ended between reading and writing.
+_LOST = (
+    grpc.aio.AioRpcError,
+    asyncio.InvalidStateError,
+    grpc.aio.UsageError,
+    ServiceError,
+    TimeoutError,
+    ValueError,
+    OSError,
+)
+
 
 @dataclass(eq=False, slots=True)
 class StreamFollower:
@@ -78,9 +95,6 @@ class Followers:
         return min(self._confirmed, received)
 
 
-_PAUSE, _LONGEST_PAUSE = 0.25, 4.0
-
-
 class PeerOrder:
     """Addresses of peers, best first; one that failed rests for a while. Times are in seconds, monotonic."""
 
@@ -105,10 +119,6 @@ class PeerOrder:
         return min((max(0.0, until - now) for until in self._until.values()), default=None)
 
 
-_REASON = "WEIGHTS_REFUSED"
-_STATUS_DETAILS = "grpc-status-details-bin"
-
-
 class WeightsRefused(ServiceError):
     """Raised to callers that fetch weights that were refused here; has code, message and details of the refusal."""
 
@@ -127,21 +137,6 @@ def refusal_of(error: grpc.aio.AioRpcError) -> ServiceError | None:
             if len(others) < len(details):
                 return ServiceError(error.details() or "", *others, code=error.code())
     return None
-
-
-_log = structlog.get_logger(__name__)
-# Number of corrupt pieces in a row after which the reception fails.
-_MOST_CORRUPT = 3
-# InvalidStateError: the call ended between reading and writing.
-_LOST = (
-    grpc.aio.AioRpcError,
-    asyncio.InvalidStateError,
-    grpc.aio.UsageError,
-    ServiceError,
-    TimeoutError,
-    ValueError,
-    OSError,
-)
 
 
 @dataclass(frozen=True, slots=True)
