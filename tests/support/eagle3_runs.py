@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from services.generation.engine.kv_types import Exported, Reserved
-from services.generation.engine.types import EAGLE3, Eagle3Options, EngineRequest
+from services.generation.engine.types import EAGLE3, Eagle3Options, EngineRequest, Exported, Reserved
 from services.generation.kv_transfer.transfers import KvPart
 
 TOKEN = b"t" * 32

@@ -16,5 +16,5 @@ def _known(worker: Any) -> tuple[int, int]:
     runner = worker.model_runner
     states = runner.req_states
     assert len(states.free_indices) + len(states.req_id_to_index) == runner.max_num_reqs
-    kept = (runner._noise, runner._grammars, runner._followed, runner.prompt_logprobs_worker.readings)
+    kept = (runner._settings, runner._grammars, runner._followed, runner.prompt_logprobs_worker.readings)
     return len(states.req_id_to_index), sum(map(len, kept))

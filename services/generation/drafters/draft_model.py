@@ -19,7 +19,7 @@ from services.platform.observability.metric_set import MetricSet, counter, gauge
 from services.step_time.estimator import StepTimeEstimator
 
 if TYPE_CHECKING:
-    from services.generation.engine.draft_models.interface import ModelDrafts
+    from services.generation.engine.draft_models.interface import DraftModelClient
 
 _REFRESH_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 # Seconds for which the model is prepared in a step, and in a slice of idle time.
@@ -140,7 +140,7 @@ class DraftModelDrafter(TokenDrafter):
 
     def __init__(
         self,
-        engine: ModelDrafts,
+        engine: DraftModelClient,
         worth: LengthChooser,
         *,
         metrics: DraftModelMetrics | None = None,

@@ -1,16 +1,11 @@
 """Build vLLM's configuration from our options, and read the end-of-sequence tokens of a model.
 
-Import it after `environment.set_variables`, as `core` and `outlook` do: vLLM reads its environment when it is
-imported.
-
-On CPU the classes of a model are imported before vLLM inspects them. vLLM inspects a class in another process,
-lest the import starts CUDA. On CPU nothing can start CUDA, and that process, which imports all of vLLM once more,
-would double the time of an instance's first start.
+Import this module after `environment.set_variables`, as `core` and `outlook` do: vLLM reads its environment when
+it is imported.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from contextlib import suppress
@@ -25,26 +20,12 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from paceline.files import read_object
-from services.generation.engine.environment import V2, invariance_refusal, refusal, runner_of
+from services.generation.engine.environment import V2, invariance_refusal, runner_of, runner_refusal
 from services.generation.engine.model_support import Feature, ModelSupport, model_support
 from services.generation.engine.step_sizes import graph_sizes, row_capacity
 from services.generation.engine.traits import engine_traits
 from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, TREES_KEY, EngineOptions
 
-
-def import_model_classes(model: str) -> None:
-    """Register the classes that a model folder names. Those that vLLM cannot import are left to its own errors."""
-    config = Path(model) / "config.json"
-    if not config.is_file():
-        return
-    for architecture in read_object(config).get("architectures") or ():
-        known = ModelRegistry.models.get(architecture)
-        if known is not None:
-            with suppress(ImportError):
-                ModelRegistry.register_model(architecture, known.load_model_cls())
-
-
-_log = logging.getLogger(__name__)
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
     "cuda": "services.generation.engine.worker.CoupledGPUWorker",
@@ -52,10 +33,10 @@ _WORKERS = {
 
 
 def engine_config(options: EngineOptions) -> VllmConfig:
-    """Resolve our options into vLLM's configuration: what is not set is its own choice for the device and rollouts.
+    """Resolve our options into vLLM's configuration; vLLM chooses what is not set.
 
     Raises:
-        ValueError: options that exclude each other, or that the device or the model cannot have.
+        ValueError: options exclude each other, or the device or the model does not support them.
     """
     config, support = _allowed_config(options)
     capture_drafts(config, options.draft_window if support.allows(Feature.DRAFTS) else 0)
@@ -64,9 +45,10 @@ def engine_config(options: EngineOptions) -> VllmConfig:
 
 
 def _allowed_config(options: EngineOptions) -> tuple[VllmConfig, ModelSupport]:
-    """Return vLLM's configuration, and what is allowed by it; no prefix cache for a model that is to have none.
+    """Return vLLM's configuration, without a prefix cache if the model must not have one, and what it allows.
 
-    vLLM chooses the blocks of a recurrent state by whether there is one, so it is asked again.
+    vLLM chooses the blocks of a recurrent state by whether there is a prefix cache, so the configuration is
+    resolved again without it.
     """
     config = _resolved(engine_args(options))
     v2 = runner_of(options.engine) == V2
@@ -77,10 +59,10 @@ def _allowed_config(options: EngineOptions) -> tuple[VllmConfig, ModelSupport]:
 
 
 def _resolved(args: EngineArgs) -> VllmConfig:
-    """Return vLLM's configuration, with attention that the processor has for the model.
+    """Return vLLM's configuration, with an attention backend that this processor has for the model.
 
-    On a processor with AMX vLLM chooses attention for latent KV that takes bfloat16 alone; other types get the
-    attention that every processor has.
+    On a processor with AMX vLLM chooses a backend for latent KV that accepts only bfloat16; other dtypes get the
+    backend that runs on every processor.
     """
     config = args.create_engine_config(UsageContext.LLM_CLASS)
     model = config.model_config
@@ -90,7 +72,7 @@ def _resolved(args: EngineArgs) -> VllmConfig:
 
 
 def capture_drafts(config: VllmConfig, draft_window: int) -> None:
-    """Let a configuration with CUDA graphs capture those of steps with up to so many drafts a sample, too."""
+    """Add CUDA graph sizes for steps with up to `draft_window` drafts per sample, if graphs are captured at all."""
     compilation, scheduler = config.compilation_config, config.scheduler_config
     capacity = row_capacity(scheduler.max_num_batched_tokens, config.model_config.get_vocab_size())
     own = compilation.cudagraph_capture_sizes or ()
@@ -119,7 +101,8 @@ def engine_args(options: EngineOptions) -> EngineArgs:
     if reason := _refusal(options, on_cpu):
         raise ValueError(reason)
     if options.coupled:
-        # vLLM builds a sampler of its own, which is never called. Without FlashInfer it could not even be built.
+        # vLLM builds its sampler, which is never called. Without FlashInfer installed, building that one would
+        # fail.
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if on_cpu:
         import_model_classes(options.model)
@@ -146,7 +129,7 @@ def engine_args(options: EngineOptions) -> EngineArgs:
 
 
 def _refusal(options: EngineOptions, on_cpu: bool) -> str:
-    """Return why there can be no engine with these options; "" if there can."""
+    """Return why an engine cannot be built with these options; "" if it can."""
     draft_models = options.quantized is not None or options.eagle3 is not None
     reasons = (
         (
@@ -155,13 +138,13 @@ def _refusal(options: EngineOptions, on_cpu: bool) -> str:
         ),
         (draft_models and not options.coupled, "quantized and eagle3 need the coupled runner"),
         (
-            # An instance would end with its first sample: the kernel reads weights of experts that it has not.
+            # An instance would crash on its first sample: the kernel reads weights of experts it does not have.
             on_cpu and options.enable_expert_parallel,
             "enable_expert_parallel: vLLM's kernel for experts on CPU needs all of them on each rank",
         ),
     )
     own = next((reason for applies, reason in reasons if applies), "")
-    return own or refusal(options) or invariance_refusal(options.batch_invariant, _capability())
+    return own or runner_refusal(options) or invariance_refusal(options.batch_invariant, _capability())
 
 
 def _capability() -> tuple[int, int] | None:
@@ -172,8 +155,25 @@ def _capability() -> tuple[int, int] | None:
     return None if found is None else (found.major, found.minor)
 
 
+def import_model_classes(model: str) -> None:
+    """Register the classes that a model folder names; a class that cannot be imported is left to vLLM's own error.
+
+    For use on CPU. vLLM inspects a class in another process, so that the import cannot start CUDA. On CPU nothing
+    can start CUDA, and that process, which imports all of vLLM once more, would double the time of an instance's
+    first start.
+    """
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return
+    for architecture in read_object(config).get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            with suppress(ImportError):
+                ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
 def _for_workers(options: EngineOptions) -> dict[str, Any]:
-    """Return what workers are told beyond vLLM's own options."""
+    """Return the options of our workers that vLLM does not know."""
     found: dict[str, Any] = {}
     if options.quantized is not None:
         found[QUANTIZED_KEY] = asdict(options.quantized)
@@ -203,9 +203,9 @@ def end_tokens(model_config: Any) -> tuple[int, ...]:
 
 
 def ties_head(model_config: Any) -> bool:
-    """Return True if the configuration ties the output head to the embedding of the input.
+    """Return True if the configuration ties the output head to the input embedding.
 
-    vLLM takes that back where the checkpoint has a head, and ties the two again if they are equal.
+    vLLM unties them if the checkpoint has a head, and ties them again if the two are equal.
     """
     declared = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
     return bool(declared or model_config.word_embeddings_untied_by_checkpoint)

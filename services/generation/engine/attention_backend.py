@@ -1,19 +1,12 @@
-"""vLLM's attention with our short-query attention in it.
+"""Replace vLLM's attention of short queries by our short-query kernel.
 
 The backends here are vLLM's own, Triton and FlashAttention, with one change: a step in which no request has more
 than 16 query tokens, decoding and verification in any mixture, is one launch of `kernels.short_query_attention`.
 KV layout, writes, metadata, CUDA graphs, and all steps with a prefill in them are vLLM's, except for samples with
-draft trees in them (trees/attention.py). The backends take the places of their originals in vLLM's registry, so
-vLLM still chooses among backends layer by layer. Where it chooses another one (MLA, FlashInfer on Blackwell),
-nothing here runs. A measurement decides whether our kernel is used, and whether FlashInfer replaces vLLM's choice
-(kernel_choice.py).
+draft trees (trees/attention.py).
 
-KV is what vLLM's Triton and FlashAttention backends keep: a layer has [blocks, key-value heads, block, 2 * head
-size], keys in the first half of the last axis, values in the second, in the dtype of the queries; blocks and
-heads may lie in memory in any order. The rules that decide which layers and steps our kernel computes are pure.
-
-Graphs: a launch depends on shapes and on upper bounds that the capture holds for every replay (a graph for plain
-decoding has one query token a request; one for any batch of n tokens has at most n), and waits for nothing.
+The backends replace their originals in vLLM's registry, so vLLM still chooses among backends layer by layer. If it
+chooses another one (MLA, FlashInfer on Blackwell), nothing here runs.
 """
 
 from __future__ import annotations
@@ -42,14 +35,19 @@ from services.generation.engine.kernel_choice import ATTENTION, leave_out, measu
 from services.generation.engine.trees.attention import BRANCHES
 
 LONGEST_SHORT_QUERY = 16
-"""Query tokens of a request up to which a step is a short one: decoding, and the verification of 15 drafts."""
+"""Most query tokens of a request in a short step: decoding, or the verification of 15 drafts."""
 
+_log = logging.getLogger(__name__)
 _PLAIN_KV = ("auto", "float16", "bfloat16")
+_SPECIAL_MASKS = (
+    "mm_prefix_range", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens"
+)  # fmt: skip
+"""Fields of vLLM's metadata that are None unless some queries see positions other than the earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """Traits of an attention layer. `window` is the number of positions that a query sees, None for all."""
+    """Traits of an attention layer. `window` is the number of positions that a query sees; None means all."""
 
     head_size: int
     heads: int
@@ -66,7 +64,7 @@ class LayerTraits:
     batch_invariant: bool = False
 
 
-def refusal(layer: LayerTraits) -> str | None:
+def layer_refusal(layer: LayerTraits) -> str | None:
     """Return why vLLM's own attention must compute a layer; None if our kernel can."""
     reasons = (
         (not layer.decoder, "it is not a decoder's attention over its own KV"),
@@ -91,23 +89,24 @@ def is_short(longest_query: int, causal: object, special_masks: bool) -> bool:
     """Return whether our kernel computes a step: query lengths of 1 to 16, mixed in any way, in one launch.
 
     Args:
-        longest_query: an upper bound of a request's query tokens. Of a captured CUDA graph it is one for every
-            step that the graph is ever replayed with, so the choice that is captured holds for all of them.
-        causal: vLLM's word on it: True, False, or a tensor with one for each request.
-        special_masks: some queries see ahead, or have a window of their own.
+        longest_query: upper bound of a request's query tokens. For a captured CUDA graph it bounds every step with
+            which the graph is replayed, so the choice made at the capture holds for all of them.
+        causal: vLLM's value: True, False, or a tensor with a value for each request.
+        special_masks: some queries see ahead, or have separate windows.
     """
     return 0 < longest_query <= LONGEST_SHORT_QUERY and causal is True and not special_masks
 
 
-_log = logging.getLogger(__name__)
-_SPECIAL_MASKS = (
-    "mm_prefix_range", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens"
-)  # fmt: skip
-"""Fields of vLLM's metadata that are None unless some queries see other positions than those before them."""
-
-
 class ShortQueryMixin:
-    """Mixin for an `AttentionImpl` of vLLM's whose KV layout is the one that rules.py describes."""
+    """Mixin for vLLM's `AttentionImpl`s that keep KV as its Triton and FlashAttention backends do.
+
+    A layer has [blocks, key-value heads, block, 2 * head size], with keys in the first half of the last axis and
+    values in the second, in the dtype of the queries; blocks and heads may be in memory in any order.
+
+    CUDA graphs: a launch depends on shapes and on upper bounds that hold for every replay of a capture (a graph for
+    plain decoding has one query token per request; one for any batch of n tokens has at most n), and it waits for
+    nothing.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -117,9 +116,9 @@ class ShortQueryMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         traits = traits_of(self)
-        reason = refusal(traits)
+        reason = layer_refusal(traits)
         if reason is not None:
-            _say_once(reason)
+            _log_once(reason)
         self._ours = reason is None
         self._window = traits.window
         self._prepared = False
@@ -141,7 +140,7 @@ class ShortQueryMixin:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's: `output` [T, Hq, D] is written for the query tokens of requests, and returned."""
+        """Do as vLLM: write `output` [T, Hq, D] for the query tokens of requests, and return it."""
         scratch = self._scratch(query.device) if self._ours else None
         branched = scratch is not None and attn_metadata is not None and BRANCHES.active
         if branched:
@@ -183,7 +182,7 @@ class ShortQueryMixin:
         output: torch.Tensor,
         scales: tuple[torch.Tensor | None, ...],
     ) -> bool:
-        """Return whether our kernel computes this step. Without metadata, vLLM measures memory."""
+        """Return whether our kernel computes this step. There is no metadata when vLLM measures memory."""
         return (
             metadata is not None
             and scales == (None, None)
@@ -196,7 +195,7 @@ class ShortQueryMixin:
         )
 
     def _step(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> AttentionStep:
-        """Wrap vLLM's metadata as a step, without copies and without reading from the device."""
+        """Convert vLLM's metadata to a step, without copies and without reading from the device."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return AttentionStep(
             query=query[: metadata.num_actual_tokens],
@@ -238,7 +237,7 @@ class ShortQueryTritonImpl(ShortQueryMixin, TritonAttentionImpl):
 
 
 class ShortQueryTritonBackend(TritonAttentionBackend):
-    """As vLLM's TRITON_ATTN, whose name it keeps."""
+    """vLLM's TRITON_ATTN with our implementation; it keeps that name."""
 
     @staticmethod
     def get_impl_cls() -> type[TritonAttentionImpl]:
@@ -251,7 +250,7 @@ class ShortQueryFlashImpl(ShortQueryMixin, FlashAttentionImpl):
 
 
 class ShortQueryFlashBackend(FlashAttentionBackend):
-    """As vLLM's FLASH_ATTN, whose name it keeps."""
+    """vLLM's FLASH_ATTN with our implementation; it keeps that name."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -272,19 +271,18 @@ def use_attention(
     *,
     trees: bool = False,
 ) -> AttentionName:
-    """Choose the attention of this process, and put it where vLLM looks for it; returns which it is.
+    """Choose the attention of this process, register it with vLLM, and return its name.
 
-    It is vLLM's own on CPU, where the switch of all kernels is at the reference, in vLLM's batch-invariant mode,
-    and for models whose heads or options ours cannot compute. With `triton` it is ours, if that computes rightly
-    here, else that is an error.
-    With `auto` it is what was measured to be the fastest (`race.py`), ours only where it computes rightly. Draft
-    trees need a mask: for them it is ours if that computes rightly, else vLLM's, and nothing is measured. To be
-    called after `use_kernels`, and before the model is built.
+    It is vLLM's own on CPU, if the kernels' backend is the reference, in vLLM's batch-invariant mode, and for
+    models whose heads or options our kernel cannot compute. With `triton` it is ours; a failed check is an error
+    then. With `auto` it is the fastest by measurement (kernel_choice.py), ours only if it passes its check. Draft
+    trees need a mask: for them it is ours if it passes its check, otherwise vLLM's, and nothing is measured. Call
+    this after `use_kernels` and before the model is built.
 
     Args:
-        config: vLLM's, which takes the name of another backend.
-        device: of this worker.
-        measured: returns the fastest backend.
+        config: vLLM's configuration, in which the name of another backend is set.
+        device: device of this worker.
+        measured: function that returns the fastest backend.
         trees: drafts may be trees.
     """
     chosen = _chosen(config, device, measured, trees)
@@ -305,26 +303,27 @@ def _chosen(
     if device.type != "cuda" or choose(device) is not Backend.TRITON or model.use_mla:
         return AttentionName.VLLM
     if envs.VLLM_BATCH_INVARIANT:
-        # Ours divides contexts among programs by the batch, and FlashInfer's is none that vLLM allows in this mode.
+        # Ours divides contexts among programs depending on the batch, and vLLM does not allow FlashInfer in this
+        # mode.
         return AttentionName.VLLM
-    right = _is_right(model, config.parallel_config, device, trees)
+    passed = _passes_check(model, config.parallel_config, device, trees)
     if in_use() is Backend.TRITON:
-        return AttentionName.OURS if right else AttentionName.VLLM
-    # A backend that somebody asked vLLM for is left alone.
+        return AttentionName.OURS if passed else AttentionName.VLLM
+    # A backend that was requested of vLLM explicitly is kept.
     if config.attention_config.backend is not None:
         return AttentionName.VLLM
     if trees:
-        return AttentionName.OURS if right else AttentionName.VLLM
-    return measured(config, device, ours=right)
+        return AttentionName.OURS if passed else AttentionName.VLLM
+    return measured(config, device, ours=passed)
 
 
-def _is_right(model_config: Any, parallel_config: Any, device: torch.device, trees: bool) -> bool:
+def _passes_check(model_config: Any, parallel_config: Any, device: torch.device, trees: bool) -> bool:
     heads = model_config.get_num_attention_heads(parallel_config)
     kv_heads = model_config.get_num_kv_heads(parallel_config)
     size = model_config.get_head_size()
-    reason = refusal(LayerTraits(size, heads, kv_heads))
+    reason = layer_refusal(LayerTraits(size, heads, kv_heads))
     if reason is not None:
-        _say_once(reason)
+        _log_once(reason)
         return False
     try:
         check_attention(device, heads, kv_heads, size, model_config.dtype, trees)
@@ -338,12 +337,12 @@ def _is_right(model_config: Any, parallel_config: Any, device: torch.device, tre
 
 @cache
 def _shared_scratch(rows: int, size: int, device: torch.device) -> Scratch:
-    """Memory of the programs' parts, one for all layers of a shape: they come one after the other."""
+    """Return the memory of the programs' partial results, shared by all layers of a shape: they run in sequence."""
     return Scratch.of(rows, size, device)
 
 
 @cache
-def _say_once(reason: str) -> None:
+def _log_once(reason: str) -> None:
     _log.info("a layer's attention is vLLM's own: %s", reason)
 
 

@@ -29,7 +29,7 @@ from services.contracts.errors import RESUMING, FailedPrecondition, ServiceError
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
 from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
-from services.generation.engine.draft_models.interface import ModelDrafts
+from services.generation.engine.draft_models.interface import DraftModelClient
 from services.generation.engine.kernel_choice import SAMPLER
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.model_support import Feature, ModelSupport
@@ -66,8 +66,8 @@ class StaleKVError(RuntimeError):
 class Engine:
     """vLLM engine core and the samples in it.
 
-    The constructor raises what vLLM raises for a model or device that it cannot use. After an exception out of
-    `step` vLLM returns nothing any more: the caller must end the process.
+    The constructor raises what vLLM raises for a model or device that it cannot use. After an exception from
+    `step` vLLM cannot continue, and the caller must end the process.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -87,9 +87,9 @@ class Engine:
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler: Any = self._core.scheduler
         reports = self._core.collective_rpc("kernel_report") if options.coupled else []
-        # What is done for this model beyond plain decoding.
+        # Features beyond plain decoding that this model allows.
         self.support: ModelSupport = support_of(self._core, config, reports, v2=v2)
-        # Whether drafts may be trees.
+        # True if drafts may be trees.
         self.trees: bool = bool(config.additional_config[TREES_KEY]) and self.support.allows(Feature.TREES)
         if options.step_log is not None:
             StepLog(self._scheduler, options.step_log)
@@ -102,14 +102,14 @@ class Engine:
         self._hits = PrefixHits(self._scheduler)
         hasher, coupled = self._core.request_block_hasher, options.coupled
         self._requests = VllmRequests(self.limits, hasher, self._stops, self._hits, coupled=coupled)
-        # Samples that leave for another engine, or come from one.
+        # Samples on their way to or from another engine.
         refusal = self.support.refused.get(Feature.MOVES, "")
         self.migration = EngineMigration(
             self._core, self._requests.request, self._stops, coupled, refusal=refusal, slots=v2
         )
         # Draft models by name, in the order of their cost per token.
         self.model_drafts = {
-            name: ModelDrafts(self._core, name, own.most_tokens)
+            name: DraftModelClient(self._core, name, own.most_tokens)
             for name, own in ((EAGLE3, options.eagle3), (QUANTIZED, options.quantized))
             if own is not None and self.support.allows(Feature(name))
         }
@@ -119,18 +119,18 @@ class Engine:
         self.asleep = False
         self.max_running: int = self._scheduler.max_num_running_reqs
         self.device = current_platform.device_name
-        # The name of the device itself, such as NVIDIA H100 80GB HBM3.
+        # Name of the hardware, such as NVIDIA H100 80GB HBM3.
         self.hardware = machine_name() if current_platform.is_cpu() else current_platform.get_device_name()
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.ties_head = ties_head(config.model_config)
-        # Attention of the workers, and the kinds of kernels that failed their check on any of them.
         self.attention: str = reports[0].attention if reports else "vllm"
-        # Numbers of tokens of a step for which there are CUDA graphs, rising.
+        # CUDA graph capture sizes in tokens, ascending.
         self.graph_sizes: Sequence[int] = reports[0].graphs if reports else ()
+        # Kinds of kernels that failed their check on any worker.
         self.failed_kernels = sorted({kind for report in reports for kind in report.failed})
         left_out = options.kernels == Backend.REFERENCE or SAMPLER in self.failed_kernels
         if options.coupled and (current_platform.is_cpu() or left_out):
-            # The host's sampler needs numba, which an engine that samples on its device does without.
+            # Only the host's sampler needs numba; an engine that samples on its device never loads it.
             from kernels.coupled_sampler.cpu import warm_up
 
             warm_up()
@@ -138,11 +138,11 @@ class Engine:
     # -- samples ------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a sample, whose tokens and lengths were checked (`services.contracts.sampling`). Wakes the engine.
+        """Queue a sample whose tokens and lengths were checked (`services.contracts.sampling`). Wakes the engine.
 
         Raises:
-            InvalidArgument: vLLM does not take it, whatever was checked before; or its cached rollout is none.
-            FailedPrecondition: it has a prefix, and the model is not known to go on from one.
+            InvalidArgument: vLLM refuses it in spite of the earlier checks, or its cached rollout is invalid.
+            FailedPrecondition: it has a prefix, and resuming is not known to be exact for this model.
         """
         if request.prefix and (reason := self.support.refused.get(Feature.RESUMING)):
             raise FailedPrecondition(RESUMING, f"prefix_token_ids: {reason}")
@@ -164,7 +164,7 @@ class Engine:
         return self._requests.finished_by_prefix(request)
 
     def why_unsampled(self, request: EngineRequest, response: Sequence[int]) -> ServiceError:
-        """Return why no token of a sample could be sampled behind this response."""
+        """Return why no token could be sampled after this response."""
         return unsampled(self._folder, self.limits, request.sampling, response)
 
     def abort(self, sample_ids: Iterable[str]) -> None:
@@ -178,16 +178,16 @@ class Engine:
             self.migration.forget(sample_id)
 
     def step(self) -> list[SampleStep]:
-        """Run one engine step; returns what it did, or the one before, of an engine that schedules ahead."""
+        """Run one step and return its outputs; with `schedule_ahead`, the outputs of the previous step."""
         return self._outcome(self._steps.step())
 
     def settle(self) -> list[SampleStep]:
-        """Wait for the steps in flight, and return what they did. Before anything but steps and aborts."""
+        """Wait for the steps in flight and return their outputs. Required before calls except step and abort."""
         return self._outcome(self._steps.settle())
 
     @property
     def in_flight(self) -> int:
-        """Steps that are scheduled and not over; 0 unless the engine schedules ahead."""
+        """Steps that are scheduled and not finished; 0 unless the engine schedules ahead."""
         return self._steps.in_flight
 
     def _outcome(self, outputs: Iterable[Any]) -> list[SampleStep]:
@@ -233,29 +233,28 @@ class Engine:
     def put_drafts(
         self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
     ) -> Mapping[str, Sequence[int]]:
-        """Set draft tokens of the vocabulary for the next step; returns those that it will verify.
-
-        Of a model that allows no drafts these are none.
+        """Set draft tokens for the next step; returns the ones it will verify, none if the model allows no drafts.
 
         Args:
-            drafts: by sample.
-            parents: of those that are trees (draft_tree.py); where there can be none, their primary chains are set.
+            drafts: tokens of the vocabulary, by sample.
+            parents: parents of the drafts that are trees (trees/tree.py). Without support for trees, only the
+                primary chain of each is set.
         """
         if not self.support.allows(Feature.DRAFTS):
             return {}
         return self._steps.put(drafts, parents)
 
     def refuse(self, feature: Feature, reason: str) -> None:
-        """Go on without drafts, or without trees."""
+        """Continue without drafts, or without trees."""
         self.support = self.support.without(feature, reason)
         self.trees = self.trees and self.support.allows(Feature.TREES)
         if not self.support.allows(Feature.DRAFTS):
             self.model_drafts.clear()
 
     def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights of a draft model by checked ones, while samples run.
+        """Replace the weights of a draft model with checked ones, while samples run.
 
-        A sleeping engine does so when it wakes. A load that fails leaves the engine without this drafter.
+        A sleeping engine does so when it wakes. A failed load leaves the engine without this draft model.
         """
         if self.asleep and self._sleep_mode:
             self._swaps[name] = tensors
@@ -264,7 +263,7 @@ class Engine:
 
     @property
     def row_capacity(self) -> int:
-        """Most verified tokens of one step, samples and draft tokens together: vLLM cuts drafts beyond it."""
+        """Most verified tokens of one step, counting samples and draft tokens; vLLM cuts drafts beyond it."""
         return row_capacity(self._scheduler.max_num_scheduled_tokens, self.limits.vocab_size)
 
     @property
@@ -275,9 +274,9 @@ class Engine:
 
     @property
     def prompt_rows(self) -> int:
-        """Tokens of the next step that drafts should leave to prefill: at most half of them.
+        """Tokens of the next step that drafts should leave to prefill, at most half of the step.
 
-        Drafts that took the whole budget would keep others from prefill for as long as those samples run.
+        Drafts that used the whole budget would delay the prefill of others for as long as their samples run.
         """
         return prompt_rows(self._scheduler, self.row_capacity // 2)
 
@@ -288,7 +287,7 @@ class Engine:
 
         Args:
             tensors: (checkpoint name, tensor) pairs, complete and checked. A failed load leaves vLLM unusable.
-            preempt: running samples keep their tokens, and compute KV again with these weights.
+            preempt: running samples keep their tokens, and compute their KV again with these weights.
 
         Raises:
             StaleKVError: KV of the old weights is still referenced.
@@ -324,7 +323,7 @@ class Engine:
         if self.load.running or self.load.waiting:
             raise RuntimeError("an engine with samples in it cannot sleep")
         while self.has_work:
-            # The worker does not know yet of samples that ended since the last step.
+            # The worker does not know yet that samples have ended since the last step.
             self.step()
         self.forget_kv()
         if self._sleep_mode:

@@ -15,10 +15,10 @@ NO_BRANCHES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class CoreSteps:
-    """Steps of which each is over before the next is scheduled, with drafts that the host gives."""
+    """Steps that each finish before the next is scheduled, with drafts given by the host."""
 
     in_flight = 0
-    """Steps that are scheduled and not over."""
+    """Steps that are scheduled and not finished."""
 
     def __init__(self, core: Any, *, coupled: bool, trees: bool) -> None:
         """Step an engine core; `coupled`: with our runner, whose workers verify `trees`."""
@@ -36,11 +36,11 @@ class CoreSteps:
     def put(
         self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
     ) -> Mapping[str, Sequence[int]]:
-        """Set the draft tokens that the next step verifies; returns those that are not in flight already.
+        """Set the draft tokens that the next step verifies; returns the ones that are not in flight already.
 
         Args:
-            drafts: by sample.
-            parents: of the drafts with branches.
+            drafts: tokens by sample.
+            parents: parents of the drafts with branches, by sample.
         """
         requests = self._scheduler.requests
         if parents:
@@ -53,16 +53,16 @@ class CoreSteps:
     def _put_trees(
         self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]]
     ) -> Mapping[str, Sequence[int]]:
-        """Tell the workers of branches; returns the drafts, without the branches of samples that can have none."""
-        requests, told, cut = self._scheduler.requests, dict[str, Sequence[int]](), dict(drafts)
+        """Send parents of branches to the workers; returns the drafts, cut to chains where trees are refused."""
+        requests, trees, cut = self._scheduler.requests, dict[str, Sequence[int]](), dict(drafts)
         for sample_id, own in parents.items():
             extra = requests[sample_id].sampling_params.extra_args
             if self._trees and len(own) <= MOST_DRAFTED and sample_refusal(extra) is None:
-                told[sample_id] = own
+                trees[sample_id] = own
             else:
                 cut[sample_id] = drafts[sample_id][: chain_length(own)]
-        if told:
-            self._core.collective_rpc("tell_trees", args=(told,))
+        if trees:
+            self._core.collective_rpc("set_trees", args=(trees,))
         return cut
 
     def step(self) -> list[EngineCoreOutput]:
@@ -74,14 +74,14 @@ class CoreSteps:
         return outputs_of(outputs)
 
     def settle(self) -> list[EngineCoreOutput]:
-        """Let the steps that are in flight end, and schedule none."""
+        """Finish the steps in flight without scheduling another; returns their outputs."""
         return []
 
     def leave_rollouts(self, sample_ids: Iterable[str]) -> None:
-        """Take note of samples that follow their cached rollouts no more, which V1's runner has seen itself."""
+        """Do nothing: V1's runner itself sees which samples no longer follow their cached rollouts."""
 
     def _take_back(self) -> None:
-        """Remove drafts from samples that the step left out: a later step must not verify them."""
+        """Remove the drafts of samples that the step left out, because a later step must not verify them."""
         for sample_id in self._drafted:
             request = self._scheduler.requests.get(sample_id)
             if request is not None:
@@ -90,6 +90,6 @@ class CoreSteps:
 
 
 def outputs_of(batches: Mapping[int, Any] | None) -> list[EngineCoreOutput]:
-    """Return what a step did for each sample; nothing if none has ended."""
+    """Return the output of each sample of a step; empty if no step has finished."""
     found: Iterable[Any] = () if batches is None else batches.values()
     return [output for batch in found for output in batch.outputs]

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 
 def layer_refusal(layer: Any, config: VllmConfig) -> str:
-    """Return why vLLM's build for CPU does not compute a layer; "" if it said nothing against it."""
+    """Return why vLLM's build for CPU does not compute a layer; "" if it raises no objection."""
     dtype = config.model_config.dtype
     if isinstance(layer, Attention):
         return _of_attention(layer, dtype, config.cache_config.block_size)
@@ -27,7 +27,7 @@ def layer_refusal(layer: Any, config: VllmConfig) -> str:
 
 
 def _of_attention(layer: Any, dtype: torch.dtype, block_size: int) -> str:
-    """Ask the function that plans a step of attention, for one sample with one token."""
+    """Call the function that plans a step of attention, for one sample with one token."""
     try:
         ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
@@ -48,7 +48,7 @@ def _of_attention(layer: Any, dtype: torch.dtype, block_size: int) -> str:
 
 
 def _of_gated_delta(layer: Any, dtype: torch.dtype, config: VllmConfig) -> str:
-    """Ask the function that computes gated delta nets. It checks the dtype first, and gets no further here."""
+    """Call the function that computes gated delta nets. It checks the dtype first, and fails after that."""
     metadata = GDNAttentionMetadata.__new__(GDNAttentionMetadata)
     metadata.num_actual_tokens = 1
     nothing = torch.empty(0, dtype=dtype, device="meta")

@@ -1,18 +1,7 @@
-"""Settle what vLLM reads when it is imported: its environment and its model runner; and refuse options.
+"""Set up what vLLM reads when it is imported, and refuse options that an engine cannot have.
 
-vLLM reads its environment when it is imported, in this process and in those that it starts. Nothing here imports
-vLLM or torch, so the launcher and the configuration can ask without an engine.
-
-In vLLM's batch-invariant mode a row's logits are the same to the bit whatever else is in its batch.
-
-V2 computes on CPU by Triton's interpreter, for tests: V2's bookkeeping is a dozen Triton kernels. vLLM takes
-Triton for missing on CPU unless there is a backend named "cpu", which the released Triton does not have. With one
-that reports to be active, vLLM defines its kernels, and the interpreter runs them as NumPy. That is slow, and
-nothing that serves should use it.
-
-Tensor parallelism divides every layer, and experts can be divided by whole ones instead. In both every rank has
-all layers of a token and all logits, and the sampler of every rank picks the same token. Other kinds of
-parallelism are refused with a reason.
+vLLM reads its environment when it is imported, in this process and in the processes that it starts. Nothing here
+imports vLLM or torch, so the launcher and the configuration can ask without an engine.
 """
 
 from __future__ import annotations
@@ -27,39 +16,118 @@ from typing import Any
 from services.generation.engine.types import EngineOptions
 from services.step_time.machine import on_cpu
 
+AUTO, V1, V2 = "auto", "v1", "v2"
+"""Values of the option `engine`."""
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
+LEAST_CAPABILITY = (8, 0)
+"""Lowest compute capability for which vLLM 0.32 has batch-invariant kernels."""
+_VARIABLES = {
+    # The executor is in this process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    RUNNER_VARIABLE: "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Matrix products that oneDNN has compiled, one for each shape and number of rows of the steps so far. Each
+    # takes about 0.3 MiB, and oneDNN keeps 1,024 by default. vLLM keeps 32 of each layer in addition.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+}
 
-class _Driver:
-    """Driver of a backend that compiles nothing."""
+
+def set_variables() -> None:
+    """Set the variables that vLLM reads when it is imported and when an engine is built; existing values stay.
+
+    A process that was forked after vLLM was imported may have a different environment.
+    """
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    # By default torch loads compiled code from a temporary folder, which any user could have created before. It
+    # creates the folder when it is imported. Without a writable home folder, torch's default stays.
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        with suppress(RuntimeError, OSError):
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paceline/inductor")
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def runner_of(engine: str) -> str:
+    """Return V1 or V2: `auto` is V1 until V2 has been measured to be faster on a GPU."""
+    return V2 if engine == V2 else V1
+
+
+def runner_refusal(options: EngineOptions) -> str:
+    """Return why an engine with these options cannot be built on V2; "" if it can, or if V1 is chosen."""
+    if runner_of(options.engine) == V1:
+        return ""
+    reasons = (
+        (options.quantized is not None, "the quantized copy drafts on V1 only"),
+        (options.eagle3 is not None, "the EAGLE-3 head drafts on V1 only"),
+        (not options.coupled, "vLLM's own sampler is available on V1 only, for comparison"),
+    )
+    return next((f"engine v2: {reason}" for applies, reason in reasons if applies), "")
+
+
+def choose_runner(engine: str) -> None:
+    """Set the runner of the engine that this process will build.
+
+    Raises:
+        RuntimeError: V2 is chosen on CPU, and vLLM has been imported already.
+    """
+    chosen = runner_of(engine)
+    os.environ[RUNNER_VARIABLE] = "1" if chosen == V2 else "0"
+    if chosen == V2 and on_cpu():
+        if interpreter_installed():
+            return
+        if "vllm" in sys.modules:
+            raise RuntimeError("engine v2 on CPU must be chosen before vLLM is imported")
+        install_interpreter()
+
+
+def check_runner(engine: str) -> None:
+    """Raise RuntimeError if vLLM in this process will not use the runner that `engine` names."""
+    wanted = "1" if runner_of(engine) == V2 else "0"
+    if os.environ.get(RUNNER_VARIABLE) != wanted:
+        raise RuntimeError(f"engine {engine}: call choose_runner before vLLM is imported")
+
+
+class _InterpreterDriver:
+    """Driver of a Triton backend that compiles nothing."""
 
     @staticmethod
     def is_active() -> bool:
-        """Return True: vLLM counts the drivers that are."""
+        """Return True: vLLM counts active drivers."""
         return True
 
 
-def is_installed() -> bool:
-    """Return whether `install` was called in this process, or in the one that it was forked from."""
+def interpreter_installed() -> bool:
+    """Return whether `install_interpreter` was called in this process, or in the one it was forked from."""
     if "triton" not in sys.modules:
         return False
     from triton import backends  # type: ignore[import-untyped]
 
-    return getattr(backends.backends.get("cpu"), "driver", None) is _Driver
+    return getattr(backends.backends.get("cpu"), "driver", None) is _InterpreterDriver
 
 
-def install() -> None:
-    """Make Triton's interpreter the backend of this process. Call it before Triton and vLLM are imported."""
+def install_interpreter() -> None:
+    """Make Triton's interpreter the backend of this process. Call it before Triton and vLLM are imported.
+
+    V2's bookkeeping is a dozen Triton kernels; with the interpreter V2 runs on CPU, for tests. vLLM considers
+    Triton missing on CPU unless there is a backend named "cpu", which the released Triton does not have. With one
+    that reports to be active, vLLM defines its kernels, and the interpreter runs them as NumPy. That is too slow
+    to serve with.
+    """
     os.environ["TRITON_INTERPRET"] = "1"
-    # torch would ask the backend what to compile for.
+    # Otherwise torch asks the backend for its compilation target.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     from triton import backends
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-    backends.backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
+    backends.backends["cpu"] = SimpleNamespace(driver=_InterpreterDriver, compiler=None)
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def boolean(mask: Any) -> Any:
-        """Return a mask of booleans: `&` of two scalars leaves integers, with which NumPy would index."""
+        """Return a mask of booleans: `&` of two scalars gives integers, which NumPy would use as indices."""
         return (
             mask if mask.data.dtype == bool else interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
         )
@@ -73,101 +141,27 @@ def install() -> None:
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
 
 
-RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_VARIABLES = {
-    # The executor is in this process.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    RUNNER_VARIABLE: "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    # Matrix products that oneDNN has compiled, one for each shape and number of rows that steps have had. Each
-    # takes about 0.3 MiB, and oneDNN keeps 1,024 where nobody says otherwise. vLLM keeps 32 of each layer besides.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-}
-AUTO, V1, V2 = "auto", "v1", "v2"
-"""Values of the option `engine`."""
-
-
-def set_variables() -> None:
-    """Set what vLLM reads when it is imported, and when an engine is built; what is set already stays.
-
-    A process that was forked where vLLM is imported may have another environment.
-    """
-    for name, value in _VARIABLES.items():
-        os.environ.setdefault(name, value)
-    # torch would load compiled code from a folder for temporary files that any user could have made before. It
-    # makes the folder when it is imported: without a home folder that can be written to, its own choice stays.
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        with suppress(RuntimeError, OSError):
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "paceline/inductor")
-            folder.mkdir(parents=True, exist_ok=True)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-
-
-def runner_of(engine: str) -> str:
-    """Return V1 or V2: `auto` is V1 until V2 has been measured to be faster on a GPU."""
-    return V2 if engine == V2 else V1
-
-
-def refusal(options: EngineOptions) -> str:
-    """Return why an engine cannot be built on V2 with these options; "" if it can, or is not to be."""
-    if runner_of(options.engine) == V1:
-        return ""
-    reasons = (
-        (options.quantized is not None, "the quantized copy drafts on V1 only"),
-        (options.eagle3 is not None, "the EAGLE-3 head drafts on V1 only"),
-        (not options.coupled, "vLLM's own sampler is there for comparison with V1"),
-    )
-    return next((f"engine v2: {reason}" for applies, reason in reasons if applies), "")
-
-
-def choose_runner(engine: str) -> None:
-    """Set the runner of the engine that this process will build.
-
-    Raises:
-        RuntimeError: V2 on CPU, and vLLM was imported before.
-    """
-    chosen = runner_of(engine)
-    os.environ[RUNNER_VARIABLE] = "1" if chosen == V2 else "0"
-    if chosen == V2 and on_cpu():
-        if is_installed():
-            return
-        if "vllm" in sys.modules:
-            raise RuntimeError("engine v2 on CPU has to be chosen before vLLM is imported")
-        install()
-
-
-def check_runner(engine: str) -> None:
-    """Raise RuntimeError where vLLM of this process will not use the runner that an engine asks for."""
-    wanted = "1" if runner_of(engine) == V2 else "0"
-    if os.environ.get(RUNNER_VARIABLE) != wanted:
-        raise RuntimeError(f"engine {engine}: call choose_runner before vLLM is imported")
-
-
-INVARIANCE_VARIABLE = "VLLM_BATCH_INVARIANT"
-LEAST_CAPABILITY = (8, 0)
-"""Compute capability of a device from which on vLLM 0.32 has kernels for it."""
-
-
 def choose_invariance(wanted: bool) -> None:
-    """Switch the mode on, if it is wanted, for the engine that this process will build.
+    """Switch vLLM's batch-invariant mode on, if it is wanted, for the engine that this process will build.
+
+    In this mode a row's logits are the same to the bit whatever else is in its batch.
 
     Raises:
-        RuntimeError: vLLM was imported without it.
+        RuntimeError: vLLM has been imported without it.
     """
     if not wanted or os.environ.get(INVARIANCE_VARIABLE) == "1":
         return
     if "vllm" in sys.modules:
-        raise RuntimeError("batch_invariant has to be chosen before vLLM is imported")
+        raise RuntimeError("batch_invariant must be chosen before vLLM is imported")
     os.environ[INVARIANCE_VARIABLE] = "1"
 
 
 def invariance_refusal(wanted: bool, capability: tuple[int, int] | None) -> str:
-    """Return why an engine cannot be built in the mode; "" if it can, or is not to be.
+    """Return why an engine cannot be built in batch-invariant mode; "" if it can, or if the mode is not wanted.
 
     Args:
-        wanted: the option.
-        capability: compute capability of the device; None: it is no CUDA device.
+        wanted: the option `batch_invariant`.
+        capability: compute capability of the device; None if it is not a CUDA device.
     """
     if not wanted:
         return ""
@@ -176,18 +170,22 @@ def invariance_refusal(wanted: bool, capability: tuple[int, int] | None) -> str:
     if capability is None:
         return f"batch_invariant: {needed}, and on CPU vLLM has no such kernels"
     if capability < LEAST_CAPABILITY:
-        return f"batch_invariant: {needed}, and this one has {'.'.join(map(str, capability))}"
+        return f"batch_invariant: {needed}, but this one has {'.'.join(map(str, capability))}"
     if os.environ.get(INVARIANCE_VARIABLE) != "1":
         return "batch_invariant: call choose_invariance before vLLM is imported"
     return ""
 
 
 def parallelism_refusal(*, tensor: int, experts: bool, pipeline: int, data: int) -> tuple[str, str]:
-    """Return the option that cannot be had and why; two empty strings if there is none.
+    """Return the option that is refused, and why; two empty strings if none is.
+
+    Tensor parallelism divides every layer; alternatively each rank has whole experts. Either way every rank has all
+    layers of a token and all logits, and the samplers of all ranks pick the same token. Other kinds of parallelism
+    are refused.
 
     Args:
         tensor: ranks of tensor parallelism.
-        experts: whole experts for each rank.
+        experts: True if each rank has whole experts.
         pipeline: stages of a pipeline.
         data: replicas within one engine.
     """

@@ -1,9 +1,9 @@
-"""Grammars of JSON schemas: which tokens may follow, position by position.
+"""Grammars of JSON schemas: masks of the tokens that may follow, position by position.
 
-The state of a grammar is a function of the response so far. It lies beside the sampler, which catches up with the
-response when it needs a row's mask, so that nothing of it is moved, resumed or kept anywhere else. vLLM's own
-structured outputs keep it in the scheduler, and mask the logits before the sampler gets them: log-probabilities of
-the model's own distribution would be lost, and so would a response that begins elsewhere.
+The state of a grammar is a function of the response so far. The worker keeps it, and catches up with the response
+when the sampler needs a mask, so it is never moved, resumed or stored. vLLM's own structured outputs keep it in
+the scheduler and mask the logits before the sampler gets them, which would lose the log-probabilities of the
+model's own distribution, and responses that begin elsewhere.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from services.generation.engine.text import vocabulary_of
 
 _log = structlog.get_logger(__name__)
 
-# Compiled grammars are kept in so much memory.
+# Memory of the cache of compiled grammars.
 _CACHE_BYTES = 256 << 20
 _PLACE_IN_XGRAMMAR = re.compile(r"^\[[0-9:]+\] \S+: ")
 _CONTROL = frozenset(range(32)) - frozenset(b"\n\r")
 
 
 class GrammarState:
-    """Grammar of one sample, as far as its response has been read."""
+    """Grammar of one sample, advanced by the part of its response that has been read."""
 
     __slots__ = ("_matcher", "_read")
 
     def __init__(self, matcher: Any | None) -> None:
-        """Follow a matcher of xgrammar; None: nothing may follow."""
+        """Wrap a matcher of xgrammar; with None no token may follow."""
         self._matcher = matcher
         self._read = 0
 
     def fill(self, response: Sequence[int], drafts: Sequence[int], masks: torch.Tensor, first: int) -> None:
-        """Write the masks of the rows behind a response and behind each of its drafts, from row `first` on.
+        """Write the masks of the rows after a response and after each of its drafts, from row `first` on.
 
-        Rows behind a draft that the grammar refuses keep theirs: they are never sampled from.
+        Rows after a draft that the grammar refuses are not written, because they are never sampled from.
         """
         for token in response[self._read :]:
             if self._matcher is not None and not self._matcher.accept_token(int(token)):
@@ -65,7 +65,7 @@ class GrammarState:
 
 
 class Grammars:
-    """Grammars of one model's tokens. Any thread may use it."""
+    """Grammars over one model's tokens. Thread-safe."""
 
     def __init__(self, vocabulary: Any) -> None:
         """Compile for a vocabulary of xgrammar's."""
@@ -75,7 +75,7 @@ class Grammars:
         )
 
     def check(self, schema: str, prefix: Sequence[int], stops: Sequence[int]) -> str:
-        """Return what is wrong with a schema, or with a response that is to go on under it; "" if nothing is."""
+        """Return why a schema cannot be served, or cannot continue the prefix of a response; "" if it can."""
         if faults := schema_faults(schema):
             return "; ".join(faults)
         try:
@@ -106,7 +106,7 @@ class Grammars:
         try:
             return GrammarState(self._matcher(schema, stops))
         except Exception:
-            # It was checked before; the step that samples for others too must not fail.
+            # The schema was checked before. This must not fail the step, which samples for others, too.
             _log.exception("grammar_failed")
             return GrammarState(None)
 
@@ -125,28 +125,28 @@ def grammars_of(folder: Path, vocab_size: int) -> Grammars:
 
 
 def masks_for(rows: int, vocab_size: int) -> torch.Tensor:
-    """Return masks that allow everything, for so many rows, in xgrammar's form."""
+    """Return masks that allow everything, in xgrammar's form, for `rows` rows."""
     return xgrammar.allocate_token_bitmask(rows, vocab_size)
 
 
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: list[int]) -> None:
-    """Mask some rows of logits, [R, V] float32, in place; `masks` has one for each of all rows."""
+    """Mask some rows of logits, [R, V] float32, in place; `masks` has an entry for every row."""
     xgrammar.apply_token_bitmask_inplace(logits, masks.to(logits.device), indices=rows)
 
 
 def schema_fault(folder: Path, limits: ModelLimits, sampling: Sampling, prefix: Sequence[int]) -> str:
-    """Return what is wrong with the schema of a sample that has this response so far; "" if nothing is.
+    """Return why the schema of a sample with this response so far cannot be served; "" if it can.
 
-    Afterwards it is compiled.
+    The schema is compiled afterwards.
     """
     stops = sorted(sampling.stops(limits))
     return grammars_of(folder, limits.vocab_size).check(sampling.json_schema, prefix, stops)
 
 
 def _without_control_characters(vocabulary: Any) -> Any:
-    """Return a vocabulary without the tokens that have control characters, but for those that end lines.
+    """Return a vocabulary without the tokens that contain control characters other than line ends.
 
-    Strings whose length or pattern a schema gives would have them as they are, which is no JSON.
+    Strings with a length or a pattern in the schema would contain them unescaped, which is not valid JSON.
     """
     tokens = [b"" if _CONTROL.intersection(each) else each for each in vocabulary.decoded_vocab]
     return xgrammar.TokenizerInfo(

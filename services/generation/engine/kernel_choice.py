@@ -1,10 +1,4 @@
-"""Choose the kernels of a worker: Triton's where they give the references' results, and the fastest attention.
-
-Attention is timed for a second at the first start on a kind of device. The result is kept in the cache folder
-(XDG_CACHE_HOME) by the name of the device, for the model's heads, its lengths and the installed versions. All
-ranks of an instance take the result of the first one, since KV must be laid out alike. Any failure leaves
-attention to vLLM.
-"""
+"""Choose the kernels of a worker: Triton's if they give the references' results, and the fastest attention."""
 
 from __future__ import annotations
 
@@ -26,14 +20,16 @@ from kernels.tuning import about, device_name, path_for
 
 _log = logging.getLogger(__name__)
 SAMPLER, ATTENTION = "sampler", "attention"
-"""Kinds of kernels that a failed check leaves out: those that every engine uses, and attention."""
+"""Kinds of kernels that a failed check disables: the kernels that every engine uses, and attention."""
+# Longest context at which attention is timed.
+_USUAL_CONTEXT = 4096
 
 
 class KernelReport(NamedTuple):
-    """Kernels of a worker: the attention that it has, and the kinds that failed their check.
+    """Kernels of a worker: its attention, and the kinds of kernels that failed their check.
 
-    `graphs` are the numbers of tokens for which it captured CUDA graphs, rising. `refusal` says why it verifies no
-    draft trees though they are wanted; "" otherwise. `kinds` and `hidden_states` are those of `EngineTraits`.
+    `graphs` are the numbers of tokens for which it captured CUDA graphs, ascending. `refusal` says why it does not
+    verify the draft trees that are wanted; "" otherwise. `kinds` and `hidden_states` are as in `EngineTraits`.
     """
 
     attention: str
@@ -48,22 +44,22 @@ _failed: dict[str, None] = {}
 
 
 def failed() -> tuple[str, ...]:
-    """Return the kinds of kernels that failed their check in this process, and are left out."""
+    """Return the kinds of kernels that failed their check in this process and are not used."""
     return tuple(_failed)
 
 
 def leave_out(kind: str, error: Exception) -> None:
-    """Note that a kind of kernels failed its check; an error to be seen, for serving goes on without them."""
+    """Record and log that a kind of kernels failed its check. Serving continues without them."""
     _failed[kind] = None
     _log.error("kernels_left_out: %s: %s: %s", kind, type(error).__name__, error)
 
 
 def use_kernels(wanted: str, device: torch.device) -> Backend:
-    """Set the switch of all kernels in this process, and return what it is set to.
+    """Set the backend of all kernels in this process, and return it.
 
-    With `auto`, kernels that do not compile here, or do not give the references' results, are left for the
-    references, which take all logits to the host: see `failed`. With `triton` that is an error, the kernels' own,
-    or BackendUnavailable where they cannot run.
+    With `auto`, kernels that do not compile here, or do not give the references' results, are replaced by the
+    references, which copy all logits to the host: see `failed`. With `triton` the kernels' own error is raised
+    instead, or BackendUnavailable if they cannot run here.
     """
     _failed.clear()
     use(wanted)
@@ -78,21 +74,23 @@ def use_kernels(wanted: str, device: torch.device) -> Backend:
     return in_use()
 
 
-_USUAL_CONTEXT = 4096
-
-
 def cache_folder() -> Path:
-    """Return the folder of what was measured."""
+    """Return the folder of the measured timings."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline/attention"
 
 
 def measured_choice(config: Any, device: torch.device, *, ours: bool) -> AttentionName:
-    """Return the fastest backend for a model on this device, the same on all ranks of its instance.
+    """Return the fastest attention for a model on this device, the same on all ranks of its instance.
+
+    Attention is timed for a second at the first start on a kind of device. The result is kept in the cache folder
+    (XDG_CACHE_HOME) by the name of the device, for the model's heads, its lengths and the installed versions. All
+    ranks use the result of the first one, because KV must have the same layout. Any failure leaves attention to
+    vLLM.
 
     Args:
         config: vLLM's configuration.
-        device: of this rank.
-        ours: our kernel is right here.
+        device: device of this rank.
+        ours: True if our kernel passed its check here.
     """
     group = get_world_group()
     first = group.rank_in_group == 0
@@ -126,7 +124,7 @@ def _first_ranks_choice(config: Any, device: torch.device, ours: bool) -> str:
             timings = list(race(device, shape, backends(ours=ours)))
             torch.cuda.empty_cache()
             keep(path, key, timings)
-    except Exception as error:  # It is for speed only.
+    except Exception as error:  # The choice affects speed only.
         _log.warning("attention was not timed, and stays vLLM's: %s: %s", type(error).__name__, error)
         return AttentionName.VLLM
     chosen = fastest(timings)
@@ -135,7 +133,7 @@ def _first_ranks_choice(config: Any, device: torch.device, ours: bool) -> str:
 
 
 def recall(path: Path, key: str) -> list[Timing] | None:
-    """Return what was measured under a key; None if nothing was, or the file is not ours."""
+    """Return the timings stored under a key; None if there are none, or if the file is not valid."""
     try:
         known = json.loads(path.read_text())[key]
         return [Timing(**{**each, "backend": AttentionName(each["backend"])}) for each in known]
@@ -144,7 +142,7 @@ def recall(path: Path, key: str) -> list[Timing] | None:
 
 
 def keep(path: Path, key: str, timings: Sequence[Timing]) -> None:
-    """Add what was measured to a file, which other processes may read or replace meanwhile."""
+    """Add timings to a file, which other processes may read or replace meanwhile."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -155,4 +153,4 @@ def keep(path: Path, key: str, timings: Sequence[Timing]) -> None:
         new.write_text(json.dumps({**known, key: [asdict(timing) for timing in timings]}, indent=1))
         new.replace(path)
     except OSError as error:
-        _log.info("what was measured is not kept: %s", error)
+        _log.info("the timings of attention are not kept: %s", error)

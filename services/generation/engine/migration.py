@@ -1,9 +1,9 @@
 """Let samples leave and enter vLLM's engine with their KV, between two steps.
 
-A sample that decodes has valid KV for all of its tokens but the last. Leaving: it is taken off the running samples,
-which keeps its blocks and what the worker knows of it, and is put back or ended. Entering: blocks are allocated to
-a request that the scheduler does not know yet; when its KV is in them the sample is made to look as if it had been
-running here all along, so nothing of it is computed again, and what it had generated stays output.
+A decoding sample has valid KV for all of its tokens but the last. To leave, it is removed from the running samples,
+which keeps its blocks and the worker's state of it; later it is put back or ended. To enter, blocks are allocated
+to a request that the scheduler does not know yet. When its KV is in them, the sample is set up as if it had been
+running here all along, so none of its KV is computed again and its earlier tokens stay output.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
-from services.generation.engine.kv_types import Exported, KvSpace, Reserved
 from services.generation.engine.text import StopStrings
-from services.generation.engine.types import EngineRequest
+from services.generation.engine.types import EngineRequest, Exported, KvSpace, Reserved
 from services.generation.kv_transfer.block_store import Geometry, UnsupportedCaches
 from services.generation.kv_transfer.reason import NotMoved, Reason
 
@@ -38,12 +37,13 @@ class EngineMigration:
 
         Args:
             core: vLLM's engine core.
-            make_request: vLLM's form of a sample, its prefix as output.
-            stops: where the stop strings of samples are searched for.
-            coupled: whether our runner is in use.
+            make_request: builds vLLM's request of a sample, with its prefix as output.
+            stops: stop strings of the samples.
+            coupled: True if our runner is in use.
             refusal: why KV of this model is not moved; "" if it is.
-            slots: whether it is V2, where every sample that the workers know has one of as many slots as samples
-                may run: one that does not run has none. V2 learns all of a resumed sample from the scheduler.
+            slots: True on V2. There are as many slots as samples may run, every sample that the workers know has
+                one, and a sample that is not running must give its slot back. V2 gets all data of a resumed sample
+                from the scheduler.
         """
         self._core = core
         self._scheduler: Any = core.scheduler
@@ -55,7 +55,7 @@ class EngineMigration:
         # Requests that have blocks and are unknown to the scheduler, and samples that are paused.
         self._reserved: dict[str, Request] = {}
         self._paused: set[str] = set()
-        # Called for each reservation that is dropped for the engine's sake; nothing writes to it when it returns.
+        # Called for each reservation that the engine drops. Nothing may write to its blocks after it has returned.
         self.on_withdrawn: Callable[[str], None] = lambda sample_id: None
 
     # -- the workers --------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class EngineMigration:
         """Call a method of every rank's port; returns the answers by rank.
 
         Raises:
-            NotMoved: that of a rank.
+            NotMoved: a rank raised it.
         """
         answers: list[Any] = self._core.collective_rpc("call_kv_port", args=(method, *args))
         for answer in answers:
@@ -162,7 +162,7 @@ class EngineMigration:
 
     @property
     def free_capacity(self) -> int:
-        """Number of samples that could be received; running, waiting, paused and expected ones hold seats."""
+        """Number of samples that can be received. Running, waiting, paused and expected samples hold seats."""
         scheduler = self._scheduler
         taken = len(scheduler.running) + len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
         taken += len(self._paused) + len(self._reserved)
@@ -172,18 +172,18 @@ class EngineMigration:
         """Allocate blocks for `capacity` tokens of an arriving sample; its prefix is the response so far.
 
         Raises:
-            NotMoved: there are not enough, or no seat is free. Then nothing has changed.
+            NotMoved: there are not enough blocks, or no seat is free. Nothing has changed then.
         """
         if not self.free_capacity:
             raise NotMoved(Reason.FULL, "the engine runs as many samples as it may")
         manager, size = self._scheduler.kv_cache_manager, self._scheduler.block_size
         sample = self._make_request(request)
-        # As for a sample that resumes: more than its prompt may be in the prefix cache.
+        # As for a resumed sample: more than its prompt may be in the prefix cache.
         sample.status, sample.num_preemptions = RequestStatus.PREEMPTED, 1
         found, hit, _ = manager.get_computed_blocks(sample)
         shared = hit // size
         needed = -(-capacity // size) - shared
-        # Every running sample will want another block some time soon.
+        # Every running sample will soon need another block.
         if needed + len(self._scheduler.running) > self.space.free_blocks:
             raise NotMoved(Reason.NO_KV, f"{needed} blocks are needed, {self.space.free_blocks} free")
         computed = KVCacheBlocks(tuple(group[:shared] for group in found.blocks))
@@ -215,7 +215,7 @@ class EngineMigration:
         self._core.collective_rpc("adopt_sample", args=args)
 
     def enter(self, sample_id: str, new_tokens: list[int]) -> None:
-        """Run a reserved sample whose KV is complete, with the response tokens that it got since.
+        """Run a reserved sample whose KV is complete, with the response tokens generated since the reservation.
 
         Raises:
             NotMoved: the reservation was dropped.
@@ -236,7 +236,7 @@ class EngineMigration:
         self._run(sample)
 
     def cancel(self, sample_id: str) -> None:
-        """Free a reservation, to whose blocks nothing may write any more. Unknown ones are ignored."""
+        """Free a reservation; nothing may write to its blocks any more. Unknown ones are ignored."""
         sample = self._reserved.pop(sample_id, None)
         if sample is not None:
             self._stops.end(sample_id)
@@ -245,7 +245,8 @@ class EngineMigration:
     def withdraw_all(self, *, preempt: bool) -> None:
         """Drop every reservation, because blocks must be free before KV is dropped.
 
-        With `preempt` also the KV of samples that wait for a seat with it, which vLLM does not take for running.
+        With `preempt`, also drop the KV of samples that keep it while they wait for a seat, which vLLM does not
+        count as running.
         """
         for sample_id in list(self._reserved):
             self.on_withdrawn(sample_id)
@@ -259,7 +260,7 @@ class EngineMigration:
             scheduler.waiting.prepend_request(sample)
 
     def _run(self, sample: Request) -> None:
-        """Run a sample that has KV; if its seat was taken, it gets the next one."""
+        """Run a sample that has KV; if no seat is free, it waits for the next one."""
         scheduler = self._scheduler
         if len(scheduler.running) < scheduler.max_num_running_reqs:
             sample.status = RequestStatus.RUNNING

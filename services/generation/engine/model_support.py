@@ -1,7 +1,7 @@
-"""Decide what an engine does for its model beyond plain decoding. Pure.
+"""Decide which features beyond plain decoding an engine allows for its model. Pure.
 
-An allow-list: what is not known to give the policy's samples is refused, with a reason, and the engine decodes
-plainly without it. A refusal never keeps an instance from starting.
+This is an allow-list: a feature that is not known to give the policy's samples is refused with a reason, and the
+engine decodes plainly without it. A refusal never keeps an instance from starting.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Feature(StrEnum):
 
 
 EXACT_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
-"""vLLM's kinds of KV cache that are known to be exact with drafts: a refused draft leaves nothing behind that a
-later token reads, since the KV of each position is written again before it is read. Models with attention sinks
-have these kinds."""
+"""vLLM's kinds of KV cache that are known to be exact with drafts: no later token reads the KV of a refused draft,
+because the KV of each position is written again before it is read. Models with attention sinks have these kinds."""
 MOVABLE_KINDS = frozenset({"FullAttentionSpec"})
-"""Kinds whose blocks can be moved: all of them are there, and hold nothing but KV of their positions."""
+"""Kinds whose blocks can be moved: none of them is dropped, and they hold only KV of their positions."""
 RESUMABLE_KINDS = EXACT_KINDS | {"MambaSpec"}
-"""Kinds that a prefill of prompt and response leaves as decoding does: of states, Mamba-2's alone is known to."""
+"""Kinds that are the same after a prefill of prompt and response as after decoding. Of recurrent states, only
+Mamba-2's is known to be."""
 _ATTENTION_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32"})
 _DRAFTED_DTYPES = _ATTENTION_DTYPES | {"fp8", "fp8_e4m3", "fp8_e5m2"}
 _NEED_DRAFTS = (Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.PREGENERATION)
@@ -44,9 +44,9 @@ _Rule = tuple[bool, str]
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """Traits of an engine: its device, its model runner, and what its model and its KV are like.
+    """Traits of an engine: its device, its model runner, its model and its KV.
 
-    What is not known yet is None: before the model is built `kinds` and `hidden_states`, before its KV is `groups`.
+    `kinds` and `hidden_states` are None until the model is built, `groups` until its KV is allocated.
     """
 
     device: str
@@ -55,17 +55,17 @@ class EngineTraits:
     eagle3: bool = False
     """An EAGLE-3 head reads the target's hidden states of each token."""
     kinds: frozenset[str] | None = None
-    """Names of vLLM's KV cache specs of all layers. States other than Mamba-2's have their type behind a slash."""
+    """Names of vLLM's KV cache specs of all layers. States other than Mamba-2's have their type after a slash."""
     groups: int | None = None
-    """Kinds of KV with a block table each."""
+    """Number of kinds of KV, each with its block table."""
     hidden_states: bool | None = None
-    """The model tells the hidden states of its layers."""
+    """The model can return the hidden states of its layers."""
     latent: bool = False
     """Attention over latent KV (MLA)."""
     window: bool = False
     """Some layer does not see the whole context."""
     recurrent: bool = False
-    """Some layer has a state, or none at all, instead of KV."""
+    """Some layer has a recurrent state, or nothing at all, instead of KV."""
     encoder: bool = False
     positions: bool = False
     """Positions of several dimensions."""
@@ -79,7 +79,7 @@ class EngineTraits:
 
 @dataclass(frozen=True, slots=True)
 class ModelSupport:
-    """What an engine does for its model, and why it does not do the rest."""
+    """Features that an engine allows for its model, given as the refused ones."""
 
     refused: Mapping[Feature, str] = field(default_factory=dict)
     """Reason for each refused feature."""
@@ -89,7 +89,7 @@ class ModelSupport:
         return feature not in self.refused
 
     def without(self, feature: Feature, reason: str) -> ModelSupport:
-        """Return the support without a feature, and without what needs it."""
+        """Return the support without a feature, and without the features that need it."""
         more = (feature, *_NEED_DRAFTS) if feature is Feature.DRAFTS else (feature,)
         return replace(self, refused=dict.fromkeys(more, reason) | dict(self.refused))
 
@@ -98,12 +98,12 @@ class ModelSupport:
         return {feature.value: reason for feature, reason in self.refused.items()}
 
     def __str__(self) -> str:
-        """Return the refusals with their features, those with the same reason together; "" if there are none."""
+        """Return the refused features, grouped by reason; "" if there are none."""
         return "; ".join(by_reason(self.by_name()))
 
 
 def by_reason(refused: Mapping[str, str]) -> list[str]:
-    """Return lines `features: reason` for the reasons by feature: those with the same reason together."""
+    """Return a line `features: reason` for each reason, given the reason of each feature."""
     names: dict[str, list[str]] = {}
     for feature, reason in refused.items():
         names.setdefault(reason, []).append(feature)
@@ -111,7 +111,7 @@ def by_reason(refused: Mapping[str, str]) -> list[str]:
 
 
 def model_support(engine: EngineTraits) -> ModelSupport:
-    """Return what an engine does, by what is known of it so far. A later answer may only refuse more."""
+    """Return the features of an engine by the traits known so far. A later answer may only refuse more."""
     found = {
         Feature.DRAFTS: _first(_of_drafts(engine)),
         Feature.MOVES: _first(_of_moves(engine)),
@@ -130,14 +130,14 @@ def model_support(engine: EngineTraits) -> ModelSupport:
 
 
 def worker_refusal(*, ours: bool, kinds: int, whole_graphs: bool, fused_output: bool) -> str:
-    """Return why a CUDA worker, its model built and its graphs captured, verifies chains only; "" if it needs not.
+    """Return why a CUDA worker verifies only chains; "" if it verifies trees. Call it after graphs are captured.
 
     Args:
         ours: our kernel computes the short steps of every attention layer.
-        kinds: of KV, with a block table each.
-        whole_graphs: graphs of whole steps are captured for more than plain decoding. They hold the attention of
-            the capture, which knows no mask.
-        fused_output: attention may be told to write its output quantized, which our kernel cannot.
+        kinds: number of kinds of KV, each with its block table.
+        whole_graphs: graphs of whole steps are captured for more than plain decoding. They contain the attention of
+            the capture, which has no mask.
+        fused_output: vLLM may have attention write its output quantized, which our kernel cannot.
     """
     return _first(
         (
@@ -197,7 +197,7 @@ def _of_quantized(engine: EngineTraits) -> Iterable[_Rule]:
 def _of_eagle3(engine: EngineTraits) -> Iterable[_Rule]:
     return (
         (engine.v2, "the V2 runner has no draft models"),
-        (engine.hidden_states is False, "the model does not tell its hidden states"),
+        (engine.hidden_states is False, "the model cannot return its hidden states"),
         (len(engine.kinds or ()) > 1, "the model has several kinds of KV"),
     )
 
@@ -221,7 +221,7 @@ def _of_moves(engine: EngineTraits) -> Iterable[_Rule]:
 
 
 def _of_resuming(engine: EngineTraits) -> Iterable[_Rule]:
-    # A sample is resumed by a prefill of all of its tokens, as vLLM does after a preemption.
+    # A sample is resumed by a prefill of all its tokens, as vLLM does after a preemption.
     others = _others(engine.kinds, RESUMABLE_KINDS)
     return (
         (not engine.coupled, "samples of vLLM's own sampler are not resumed"),

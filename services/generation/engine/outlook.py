@@ -1,9 +1,9 @@
-"""Say what vLLM and an engine make of a model before its weights are loaded.
+"""Report whether vLLM and an engine support a model, before its weights are loaded.
 
     python -m services.generation.engine.outlook MODEL [DTYPE]
 
-prints an `Outlook` as JSON. It asks vLLM: for its configuration, for the model itself on torch's meta device, which
-has shapes and no memory, and on CPU its kernels whether they compute layers of these sizes.
+prints an `Outlook` as JSON. It has vLLM resolve its configuration, and build the model on torch's meta device,
+which has shapes but no memory. On CPU it also asks vLLM's kernels whether they compute layers of these sizes.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from services.generation.engine.types import EngineOptions
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is to be expected of a model: `refusal` is vLLM's, "" if it gave none; `refused` has features."""
+    """Expected support of a model: vLLM's `refusal`, "" if there is none, and the features that we refuse."""
 
     refusal: str = ""
     unknown: str = ""
-    """Why vLLM could not be asked for the layers; "" if it could."""
+    """Error of vLLM when it was asked for the layers; "" if there was none."""
     dtype: str = ""
     kinds: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
 
 
 def outlook(model: str, dtype: str = "auto") -> Outlook:
-    """Return what is to be expected of a model. Call it once in a process, which builds no engine."""
+    """Return the expected support of a model. Call it once in a process that builds no engine."""
     try:
         config = engine_config(EngineOptions(model, dtype=dtype))
-    except Exception as error:  # Of pydantic, transformers and vLLM.
+    except Exception as error:  # pydantic's, transformers' or vLLM's.
         return Outlook(refusal=_text(error))
     name = str(config.model_config.dtype).removeprefix("torch.")
     try:
@@ -77,7 +77,7 @@ def _layers(config: VllmConfig) -> list[Any]:
 
 
 def _kernel_refusals(layers: Iterable[Any], config: VllmConfig) -> Iterator[str]:
-    """Return why vLLM's kernels for CPU do not compute layers."""
+    """Yield the reasons why vLLM's kernels for CPU do not compute layers."""
     from services.generation.engine.cpu_kernels import layer_refusal
 
     yield from filter(None, (layer_refusal(layer, config) for layer in layers))
@@ -85,9 +85,9 @@ def _kernel_refusals(layers: Iterable[Any], config: VllmConfig) -> Iterator[str]
 
 def _text(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    # pydantic puts a headline in front, and an address behind.
-    told = [line for line in lines if "validation error" not in line and "errors.pydantic.dev" not in line]
-    return " ".join(told)[:400] or type(error).__name__
+    # pydantic adds a headline before its message, and a link after it.
+    message = [line for line in lines if "validation error" not in line and "errors.pydantic.dev" not in line]
+    return " ".join(message)[:400] or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""vLLM's model runner with the coupled sampler in place of its sampler and rejection sampler.
+"""vLLM's V1 model runner with the coupled sampler in place of its sampler and rejection sampler.
 
-Drafts are put on the scheduler's requests by our own loop (see `core.py`), without a `speculative_config`, so
-nothing of vLLM's own speculation is in the way: no padding of drafts, no rounding of CUDA graph sizes, nothing
-at all when no request carries a draft.
+Our own loop puts drafts on the scheduler's requests (`core_steps.py`), without a `speculative_config`, so vLLM's
+own speculation costs nothing: drafts are not padded, CUDA graph sizes are not rounded, and a step without drafts
+is a plain step.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from services.generation.engine.draft_models.eagle3 import Features
 from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
 from services.generation.engine.sampling.constraints import Histories, History, RowMasks, TokenCounts
 from services.generation.engine.sampling.inputs import (
     CACHED_KEY,
     CONTEXT,
-    NOISE_KEY,
     RECORDED_KEY,
+    SETTINGS_KEY,
+    BatchSettings,
     CachedRollout,
     DraftsOfRow,
-    DrawSettings,
     RecordedDrafts,
-    SampleNoise,
+    SampleSettings,
 )
-from services.generation.engine.sampling.outputs import PromptReading, pack
+from services.generation.engine.sampling.outputs import FILLER, PromptReading, pack
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
-from services.generation.engine.symbols import FILLER
 from services.generation.engine.trees.sampling import sample_trees
 
 if TYPE_CHECKING:
+    from services.generation.engine.draft_models.eagle3 import Features
     from services.generation.engine.trees.attention import TreeSteps
 
 
 class CoupledRunnerMixin:
-    """Methods put in front of vLLM's model runner. The annotations name what is used of it."""
+    """Mixin for vLLM's model runner. The annotations name the attributes of the runner that it uses."""
 
     requests: dict[str, CachedRequestState]
     input_batch: Any
@@ -54,24 +53,25 @@ class CoupledRunnerMixin:
     get_model: Any
     model_config: Any
     device: torch.device
-    # What a drafter reads of the target's hidden states; None: nobody asks for them.
+    # Store of the target's hidden states for a draft model; None if there is none.
     features: Features | None
     _scheduled: int
     _drafts: Mapping[str, Sequence[int]]
 
     def init_coupled(self) -> None:
         """Set up the state that this mixin adds. Called once, after vLLM's own constructor."""
-        self._noise: dict[str, SampleNoise] = {}
-        # Of the samples that have taken over every token so far; preemption leaves them here.
+        # Data of samples, by id. A preemption keeps all of it.
+        self._settings: dict[str, SampleSettings] = {}
+        # Only of samples that have reused every token so far.
         self._followed: dict[str, CachedRollout] = {}
         self._recorded: dict[str, RecordedDrafts] = {}
-        self.features = None
-        # None where no sample drafts in branches.
-        self.trees: TreeSteps | None = None
-        # Of the samples that ask for scores of their prompts; preemption leaves them here.
+        # Only of samples that request scores of their prompts.
         self._prompts: dict[str, PromptReading] = {}
         self._grammars: dict[str, GrammarState] = {}
-        # Of the samples with penalties; preemption leaves them here.
+        self.features = None
+        # None if drafts may not be trees.
+        self.trees: TreeSteps | None = None
+        # Counts for the samples with penalties; None before the first of them. They survive a preemption, too.
         self._counts: TokenCounts | None = None
 
     def adopt_sample(
@@ -82,10 +82,10 @@ class CoupledRunnerMixin:
         params: SamplingParams,
         blocks: tuple[list[int], ...],
     ) -> None:
-        """Make known a sample that has output already, so that the scheduler can resume it, or just go on with it.
+        """Register a sample that has output already, so that the scheduler can resume or continue it.
 
-        The scheduler tells a runner of resumed requests by id only; for a request it has never seen, the
-        state that a preemption would have left behind is made here; `blocks` are those that it has, by kind of KV.
+        The scheduler names resumed requests to a runner only by id. For a request that the runner has never seen,
+        this creates the state that a preemption would have left. `blocks` are its blocks, by kind of KV.
         """
         self.requests[sample_id] = CachedRequestState(
             req_id=sample_id,
@@ -109,18 +109,18 @@ class CoupledRunnerMixin:
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         self._scheduled = scheduler_output.total_num_scheduled_tokens
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
-        # vLLM lays out several rows of logits for a request only under a speculative config. Being there is
-        # all that is asked of it in this method.
+        # vLLM lays out several rows of logits for a request only if there is a speculative config; this method of
+        # vLLM's does not read it.
         if not self._drafts:
             if self.trees is not None:
-                self.trees.told = {}
+                self.trees.parents = {}
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         self.speculative_config = object()
         try:
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         finally:
             self.speculative_config = None
-        if self.trees is not None and self.trees.told:
+        if self.trees is not None and self.trees.parents:
             batch = self.input_batch
             starts = self.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
             self.trees.lay_out(batch, self._rows(batch), starts, self.positions)
@@ -130,13 +130,12 @@ class CoupledRunnerMixin:
         assert logits is not None
         batch = self.input_batch
         rows = self._rows(batch)
-        noise = [self._noise_of(sample_id) for sample_id in batch.req_ids]
+        settings = BatchSettings.of([self.settings_of(sample_id) for sample_id in batch.req_ids])
         followed = self._followed_in(batch) if self._followed else {}
         masks = self._masks_of(rows, logits.shape[1]) if self._grammars else None
-        histories = self.histories_of(np.arange(len(noise)), noise)
+        histories = self.histories_of(np.arange(len(settings.samples)), settings.samples)
         recorded = self._recorded_in(batch, rows) if self._recorded else None
-        settings = DrawSettings.of(noise)
-        given = (settings, noise, followed, masks, histories, recorded)
+        given = (settings, followed, masks, histories, recorded)
         if self.trees is None or self.trees.segments is None:
             verified = sample(logits, rows, *given)
         else:
@@ -149,32 +148,35 @@ class CoupledRunnerMixin:
         return _sampler_output(rows, verified)
 
     def histories_of(
-        self, places: IntArray, noise: list[SampleNoise], more: Sequence[Sequence[int]] | None = None
+        self,
+        places: IntArray,
+        settings: Sequence[SampleSettings],
+        more: Sequence[Sequence[int]] | None = None,
     ) -> Histories | None:
-        """Return the token counts of samples at some places of the batch; None if none of them has penalties.
+        """Return the token counts of the samples at `places` of the batch; None if none of them has penalties.
 
         Args:
-            places: [n].
-            noise: of the samples, n of them.
+            places: indices in the batch, [n].
+            settings: settings of these samples, n of them.
             more: tokens of each sample that the batch does not have yet.
         """
-        if not any(item.penalised for item in noise):
+        if not any(each.penalised for each in settings):
             return None
         batch = self.input_batch
         if self._counts is None:
             self._counts = TokenCounts(self.model_config.get_vocab_size(), self.device)
         found: list[History | None] = []
-        for place, item in zip(places.tolist(), noise, strict=True):
+        for place, each in zip(places.tolist(), settings, strict=True):
             prompt, end = int(batch.num_prompt_tokens[place]), int(batch.num_tokens_no_spec[place])
             tokens = batch.token_ids_cpu[place]
             own = History(batch.req_ids[place], tokens[:prompt], tokens[prompt:end])
-            found.append(own if item.penalised else None)
+            found.append(own if each.penalised else None)
         return self._counts.histories(found, more)
 
     def _followed_in(self, batch: Any) -> dict[int, CachedRollout]:
         """Return the cached rollouts of the samples in the batch, by index.
 
-        Not of those whose prompt is only partly computed: what is sampled from their rows is thrown away.
+        Samples whose prompt is only partly computed are left out, because the tokens of their rows are discarded.
         """
         discarded = self.discard_request_mask.np
         return {
@@ -184,7 +186,7 @@ class CoupledRunnerMixin:
         }
 
     def _recorded_in(self, batch: Any, rows: Rows) -> dict[int, DraftsOfRow]:
-        """Return what drafts are verified by, by index, of the samples that have drafts and a record."""
+        """Return the records of the samples that have drafts and a record, by index."""
         found = {}
         for i, sample_id in enumerate(batch.req_ids):
             if sample_id in self._recorded and rows.cu[i + 1] - rows.cu[i] > 1:
@@ -194,7 +196,7 @@ class CoupledRunnerMixin:
         return found
 
     def _masks_of(self, rows: Rows, vocab_size: int) -> RowMasks | None:
-        """Return the masks of the rows whose samples follow a grammar; None if there are none in the batch."""
+        """Return the masks of rows whose samples follow a grammar; None if the batch has no such sample."""
         batch, chosen = self.input_batch, list[int]()
         masks = masks_for(int(rows.cu[-1]), vocab_size)
         for place, sample_id in enumerate(batch.req_ids):
@@ -208,7 +210,7 @@ class CoupledRunnerMixin:
         return RowMasks(masks, chosen) if chosen else None
 
     def _rows(self, batch: Any) -> Rows:
-        """Return the layout of the step, with its drafts as they were scheduled: the device has them, too."""
+        """Return the layout of the step, with its drafts as they were scheduled."""
         n = batch.num_reqs
         positions = (batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]).astype(np.int64)
         drafts = [self._drafts.get(sample_id, ()) for sample_id in batch.req_ids] if self._drafts else []
@@ -218,12 +220,13 @@ class CoupledRunnerMixin:
         np.cumsum([len(each) + 1 for each in drafts], out=cu[1:])
         return Rows(cu, positions, np.fromiter(chain.from_iterable(drafts), np.int64))
 
-    def _noise_of(self, sample_id: str) -> SampleNoise:
-        known = self._noise.get(sample_id)
+    def settings_of(self, sample_id: str) -> SampleSettings:
+        """Return the settings of a sample; at its first step, also take in its other data for the sampler."""
+        known = self._settings.get(sample_id)
         if known is None:
             params = self.requests[sample_id].sampling_params
-            known = SampleNoise(**params.extra_args[NOISE_KEY])  # type: ignore[union-attr,index]
-            self._noise[sample_id] = known
+            known = SampleSettings(**params.extra_args[SETTINGS_KEY])  # type: ignore[union-attr,index]
+            self._settings[sample_id] = known
             if known.json_schema:
                 model = self.model_config
                 grammars = grammars_of(Path(model.model), model.get_vocab_size())
@@ -240,24 +243,24 @@ class CoupledRunnerMixin:
     def _get_prompt_logprobs_dict(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
-        """Score the prompts that the step has computed; returns those that are complete, with the first tokens."""
+        """Score the prompts that the step has computed; returns the scores that are complete, by sample."""
         found: dict[str, Any] = {}
         discarded = self.discard_request_mask.np
         for sample_id, reading in self._prompts.items() if self._prompts else ():
             place = self.input_batch.req_id_to_index.get(sample_id)
-            if reading.told or place is None or sample_id not in num_scheduled_tokens:
+            if reading.reported or place is None or sample_id not in num_scheduled_tokens:
                 continue
             begin = self.requests[sample_id].num_computed_tokens
             first = int(self.query_start_loc.np[place])
             states = hidden_states[first : first + num_scheduled_tokens[sample_id]]
             reading.read(states, begin, self.get_model().compute_logits)
             if not discarded[place]:
-                reading.told = True
+                reading.reported = True
                 found[sample_id] = reading.scores
         return found
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
-        self._noise.pop(req_id, None)
+        self._settings.pop(req_id, None)
         self._followed.pop(req_id, None)
         self._recorded.pop(req_id, None)
         self._prompts.pop(req_id, None)
@@ -268,19 +271,19 @@ class CoupledRunnerMixin:
 
 
 def _sampler_output(rows: Rows, verified: Verified) -> SamplerOutput:
-    """Lay the emitted tokens out as vLLM expects: [n, longest] with -1 behind each sample's last token.
+    """Lay the emitted tokens out as vLLM expects: [n, longest], with FILLER after each sample's last token.
 
-    They stay in host memory, where vLLM wants them: on the device they would only be copied back.
+    They stay in host memory, where vLLM needs them.
     """
     n, width = len(verified.counts), int(np.diff(rows.cu).max())
     keep = np.arange(width) < verified.counts[:, None]
     source = verified.sources(rows, width)
-    # A row that could not be sampled is shown as token 0 with a NaN log-probability; the engine ends it.
+    # A row that could not be sampled becomes token 0 with a NaN log-probability; the engine ends the sample.
     tokens = np.where(keep, np.maximum(verified.tokens[source], 0), FILLER).astype(np.int32)
     logprobs = np.where(keep, verified.logprobs[source], 0).astype(np.float32)
-    # Behind each token the likeliest ones of its position.
-    told = np.maximum(tokens, 0).reshape(n * width, 1)
-    told = np.concatenate((told, verified.top_tokens[source.reshape(-1)]), axis=1)
+    # Each token, then the likeliest tokens of its position.
+    ids = np.maximum(tokens, 0).reshape(n * width, 1)
+    ids = np.concatenate((ids, verified.top_tokens[source.reshape(-1)]), axis=1)
     values = np.concatenate(
         (logprobs.reshape(n * width, 1), verified.top_logprobs[source.reshape(-1)]), axis=1
     )
@@ -288,7 +291,7 @@ def _sampler_output(rows: Rows, verified: Verified) -> SamplerOutput:
     return SamplerOutput(
         sampled_token_ids=torch.from_numpy(tokens),
         logprobs_tensors=LogprobsTensors(
-            torch.from_numpy(told.astype(np.int32)), torch.from_numpy(values), torch.from_numpy(marks)
+            torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(values), torch.from_numpy(marks)
         ),
     )
 

@@ -1,13 +1,4 @@
-"""Run an idle engine before it serves: warm it up, check its drafts, and measure its step times.
-
-Warm-up: vLLM's first run of every shape is seconds slow.
-
-Check: a few samples are decoded plainly, and again with drafts that are wrong on purpose. Where the two differ by
-more than rounding, the engine decodes plainly from then on.
-
-Sweep: the measured times are the prior of the step-time estimator. The steps verify random draft tokens: a step
-takes as long whether they are accepted or not, and as hardly one is, contexts stay short.
-"""
+"""Run an idle engine before it serves: warm it up, check its drafts, and measure its step times."""
 
 from __future__ import annotations
 
@@ -19,19 +10,63 @@ from itertools import chain
 from math import inf
 from random import Random
 from statistics import median
+from typing import TYPE_CHECKING
 
 from services.contracts.sampling import Sampling
-from services.generation.engine.core import Engine
 from services.generation.engine.model_support import Feature
 from services.generation.engine.types import EngineRequest, SampleStep, Verifier
 from services.step_time.sweep import SWEEP_SECONDS, MeasuredStep, SweptBatch, swept_batches
+
+if TYPE_CHECKING:
+    from services.generation.engine.core import Engine
+
+_log = logging.getLogger(__name__)
+
+# -- warm-up ----------------------------------------------------------------------------------------------
+
+_WARM_UP_PROMPT = 8
+_WARM_UP_RESPONSE = 4
+
+
+def warm_up(engine: Engine) -> None:
+    """Generate a few tokens at batch 1, a middle size and the largest, then forget their KV.
+
+    vLLM's first run of every shape is seconds slow. Masks, penalties and proposals are included, because a device
+    compiles the sampler's kernels for each of them at its first use.
+    """
+    plain = Sampling(max_tokens=_WARM_UP_RESPONSE, ignore_eos=True)
+    masked = replace(plain, top_k=5, top_p=0.9, min_p=0.01)
+    penalised = replace(plain, presence_penalty=0.5)
+    length = min(_WARM_UP_PROMPT, engine.limits.max_model_len - _WARM_UP_RESPONSE)
+    own, proposing = Verifier.COUPLED, Verifier.REJECTION
+    batches = [(1, plain, own), (2, penalised, own), (8, masked, own), (64, plain, own)]
+    batches += [(3, plain, proposing), (4, penalised, proposing)]
+    for batch, sampling, verifier in batches:
+        for i in range(batch):
+            prompt = tuple((i + j) % engine.limits.vocab_size for j in range(length))
+            engine.add(EngineRequest(f"warm-up-{batch}-{i}", prompt, (), sampling, i, verifier=verifier))
+        while engine.has_work:
+            for drafts in engine.model_drafts.values():
+                drafts.propose({state.sample_id: 1 for state in engine.decoding()})
+            engine.step()
+    engine.forget_kv()
+
+
+# -- check of drafts --------------------------------------------------------------------------------------
 
 TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.25}
 """By dtype of the model, in nats. float16 has eight times the precision of bfloat16, but its mixtures of experts
 have near-ties as well."""
 _COARSEST = max(TOLERANCES.values())
-# Of fewer positions one alone could be the median.
+# Among fewer positions, a single one could be the median.
 _LEAST_POSITIONS = 3
+# About fifteen steps for each way of decoding: half a second on a 70B model.
+_SAMPLES, _PROMPT_TOKENS, _TOKENS, _LIKELIEST = 4, 24, 12, 20
+_DRAFT_TOKENS = 3
+# A model with a shorter context has no room for a refused draft and tokens after it.
+_SHORTEST = 12
+# Spreads the tokens of prompts over the vocabulary.
+_STRIDE = 7919
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +78,28 @@ class Decoded:
 
 
 def disagreement(plain: Sequence[Decoded], drafted: Sequence[Decoded], dtype: str) -> str:
-    """Return how drafted responses of some samples differ from plain ones beyond rounding; "" if they do not.
+    """Return how drafted responses differ from plain ones beyond rounding; "" if they do not.
 
     Args:
-        plain: of each sample.
-        drafted: of the same samples, with a draft refused in their first decoding step.
-        dtype: of the model.
+        plain: responses of the samples, decoded without drafts.
+        drafted: responses of the same samples, with a draft refused in their first decoding step.
+        dtype: dtype of the model.
     """
     tolerance = TOLERANCES.get(dtype, _COARSEST)
     distances = [_distances(*both) for both in zip(plain, drafted, strict=True)]
-    # A defect may be in one row of the batch, or end all responses at once.
+    # A defect may affect one row of the batch, or end all responses at once.
     judged = [each for each in distances if len(each) >= _LEAST_POSITIONS]
     worst = max((median(each) for each in (*judged, list(chain(*distances))) if each), default=inf)
     if worst <= tolerance:
         return ""
     if worst == inf:
-        return "other tokens are the likeliest behind a refused draft"
-    off = f"log-probabilities are {worst:.2g} nats off behind a refused draft"
+        return "other tokens are the likeliest after a refused draft"
+    off = f"log-probabilities are {worst:.2g} nats off after a refused draft"
     return f"{off}; up to {tolerance:g} is rounding in {dtype}"
 
 
 def _distances(plain: Decoded, drafted: Decoded) -> list[float]:
-    """Return the distance of the distributions at each position behind the first whose context is the same."""
+    """Return the distance of the distributions at each position after the first that has the same context."""
     found = []
     for place, (one, other) in enumerate(zip(plain.likeliest, drafted.likeliest, strict=False)):
         if place:
@@ -81,18 +116,12 @@ def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     return median(abs(one[token] - other[token]) for token in shared)
 
 
-_log = logging.getLogger(__name__)
-# Fifteen steps or so for each way of decoding: half a second of a model of 70B.
-_SAMPLES, _PROMPT_TOKENS, _TOKENS, _LIKELIEST = 4, 24, 12, 20
-_DRAFT_TOKENS = 3
-# A model with shorter samples has no room for a refused draft and tokens behind it.
-_SHORTEST = 12
-# Spreads the tokens of prompts over the vocabulary.
-_STRIDE = 7919
-
-
 def check_drafts(engine: Engine) -> None:
-    """Refuse drafts, or trees of them, where they change what the model says. The engine is idle, and so again."""
+    """Refuse drafts, or draft trees, if they change the model's distributions by more than rounding.
+
+    A few samples are decoded plainly, and again with drafts that are wrong on purpose. If the two differ, the
+    engine decodes plainly from then on. It must be idle, and is idle afterwards.
+    """
     if not engine.support.allows(Feature.DRAFTS) or engine.limits.max_model_len < _SHORTEST:
         return
     plain = _Run(engine, "plain").decode()
@@ -107,7 +136,7 @@ def _difference(engine: Engine, plain: Sequence[Decoded], feature: Feature) -> s
     run = _Run(engine, feature.value, plain)
     try:
         drafted = run.decode()
-    except Exception as error:  # Of vLLM, or of a kernel.
+    except Exception as error:  # vLLM's, or a kernel's.
         _log.exception("draft_check_failed")
         run.end()
         return f"a step with drafts failed: {type(error).__name__}: {error}"
@@ -115,7 +144,7 @@ def _difference(engine: Engine, plain: Sequence[Decoded], feature: Feature) -> s
 
 
 class _Run:
-    """Samples that are decoded together; with drafts where their plain responses are given."""
+    """Samples that are decoded together, with drafts if their plain responses are given."""
 
     def __init__(self, engine: Engine, name: str, plain: Sequence[Decoded] = ()) -> None:
         self._engine = engine
@@ -128,7 +157,7 @@ class _Run:
         self._likeliest = min(_LIKELIEST, self._vocab)
 
     def decode(self) -> list[Decoded]:
-        """Return what the samples become."""
+        """Decode the samples, and return their responses."""
         engine, longest = self._engine, self._engine.limits.max_model_len
         count = min(_TOKENS, longest // 2)
         sampling = Sampling(max_tokens=count, ignore_eos=True, top_logprobs=self._likeliest)
@@ -160,7 +189,7 @@ class _Run:
             if self._trees:
                 drafts[state.sample_id], parents[state.sample_id] = [wrong[0], *right[:2]], [-1, -1, 1]
             else:
-                # In the first step all are wrong.
+                # In the first step all draft tokens are wrong.
                 count = (place + here) % _DRAFT_TOKENS if here > 1 else 0
                 drafts[state.sample_id] = [*right[:count], *wrong[count:]]
         self._engine.put_drafts(drafts, parents)
@@ -173,16 +202,19 @@ class _Run:
             found.likeliest.append(dict(row))
 
 
-# Steps of a shape: the first of it may allocate memory or compile, and the quickest of the others counts, because
-# whatever else a machine does only prolongs a step.
+# -- measurement of step times ----------------------------------------------------------------------------
+
+# The first step of a shape may allocate memory or compile. The fastest of the others counts, because other load on
+# the machine can only make a step slower.
 _UNTIMED_STEPS, _STEPS = 1, 2
+# A sweep with its prefill takes at most this multiple of the time given for measured steps; an instance waits for
+# it.
 _LONGEST = 4
-"""Times the seconds of the measured steps: the most that a sweep takes with prefill. An instance waits for it."""
 
 
 @dataclass(slots=True)
 class _Timer:
-    """Clock, the seconds that are left to measure, and when the sweep ends in any case."""
+    """Clock, the seconds left to measure, and the time at which the sweep ends in any case."""
 
     clock: Callable[[], float]
     left: float
@@ -190,28 +222,31 @@ class _Timer:
 
     @property
     def over(self) -> bool:
-        """True if no other shape is to be begun."""
+        """True if no further shape may begin."""
         return self.left <= 0 or self.late
 
     @property
     def late(self) -> bool:
-        """True if nothing more is to be begun."""
+        """True if no further step may begin."""
         return self.clock() >= self.until
 
 
 def measure_steps(
     engine: Engine, seconds: float = SWEEP_SECONDS, clock: Callable[[], float] = time.perf_counter
 ) -> list[MeasuredStep]:
-    """Return measured steps of an idle engine, the most telling ones if there is no time for all.
+    """Measure steps of an idle engine, as the prior of the step-time estimator; the most telling shapes come first.
+
+    The steps verify random draft tokens: a step takes as long whether they are accepted or not, and because hardly
+    any is accepted, contexts stay short.
 
     Args:
-        engine: without samples; afterwards it has none, and no KV.
-        seconds: time of the measured steps. With prefill and what else the engine does the sweep takes four times
-            as long at most, and one step more.
-        clock: in seconds.
+        engine: engine without samples; afterwards it has none, and no KV.
+        seconds: time for the measured steps. Including prefill and everything else, the sweep takes at most four
+            times as long plus one step.
+        clock: clock in seconds.
 
     Raises:
-        Exception: of the engine, which has no sample of the sweep then either.
+        Exception: the engine failed; no sample of the sweep is left in it.
     """
     timer = _Timer(clock, seconds, clock() + _LONGEST * seconds)
     random, found = Random(0), list[MeasuredStep]()
@@ -242,13 +277,13 @@ def _measure(engine: Engine, batch: SweptBatch, timer: _Timer, random: Random) -
     finally:
         engine.abort(names)
     while engine.has_work:
-        # A last step tells the worker.
+        # The worker learns only from a further step that the samples have ended.
         engine.step()
     return found
 
 
 def _admit(engine: Engine, names: list[str], length: int, timer: _Timer, random: Random) -> None:
-    """Let samples with random prompts of `length` tokens decode, or end; stop where the time is over."""
+    """Start samples with random prompts of `length` tokens, and step until all decode, one ends, or time is up."""
     vocab = engine.limits.vocab_size
     for name in names:
         prompt = tuple(random.randrange(vocab) for _ in range(length))
@@ -259,7 +294,7 @@ def _admit(engine: Engine, names: list[str], length: int, timer: _Timer, random:
 
 
 def _step(engine: Engine, rows: int, timer: _Timer, random: Random) -> MeasuredStep | None:
-    """Run a step that verifies so many tokens; None where there is no room for them, or nothing to decode."""
+    """Run a step that verifies `rows` tokens; None if they do not fit, or if nothing decodes."""
     states, vocab = engine.decoding(), engine.limits.vocab_size
     if not 0 < len(states) <= rows or timer.late:
         return None
@@ -279,30 +314,3 @@ def _step(engine: Engine, rows: int, timer: _Timer, random: Random) -> MeasuredS
     seconds = timer.clock() - began
     timer.left -= seconds
     return MeasuredStep(samples=len(states), rows=rows, context=context, seconds=max(seconds, 1e-9))
-
-
-_WARM_UP_PROMPT = 8
-_WARM_UP_RESPONSE = 4
-
-
-def warm_up(engine: Engine) -> None:
-    """Generate a few tokens at batch 1, a middle size and the largest, then forget their KV.
-
-    With masks, penalties and proposals too: a device compiles the sampler's kernels for each when first asked.
-    """
-    plain = Sampling(max_tokens=_WARM_UP_RESPONSE, ignore_eos=True)
-    masked = replace(plain, top_k=5, top_p=0.9, min_p=0.01)
-    penalised = replace(plain, presence_penalty=0.5)
-    length = min(_WARM_UP_PROMPT, engine.limits.max_model_len - _WARM_UP_RESPONSE)
-    own, proposing = Verifier.COUPLED, Verifier.REJECTION
-    batches = [(1, plain, own), (2, penalised, own), (8, masked, own), (64, plain, own)]
-    batches += [(3, plain, proposing), (4, penalised, proposing)]
-    for batch, sampling, verifier in batches:
-        for i in range(batch):
-            prompt = tuple((i + j) % engine.limits.vocab_size for j in range(length))
-            engine.add(EngineRequest(f"warm-up-{batch}-{i}", prompt, (), sampling, i, verifier=verifier))
-        while engine.has_work:
-            for drafts in engine.model_drafts.values():
-                drafts.propose({state.sample_id: 1 for state in engine.decoding()})
-            engine.step()
-    engine.forget_kv()

@@ -1,6 +1,6 @@
-"""Log of the shapes of an engine's steps: from it their time on another device can be predicted.
+"""Log the shapes of an engine's steps, from which their times on another device can be predicted.
 
-What vLLM schedules is logged, so the log of an engine with vLLM's own runner and drafts is of the same kind.
+The log records what vLLM schedules, so it has the same form for an engine with vLLM's own runner and drafts.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class LoggedStep(NamedTuple):
     """Time at which it was scheduled, in seconds since the epoch."""
     samples: int
     rows: int
-    """Tokens that it computes: of prompts, draft tokens, and the newest one of each sample that decodes."""
+    """Tokens that it computes: prompt tokens, draft tokens, and the latest token of each decoding sample."""
     drafted: int
     """Draft tokens among them."""
     context: int
-    """Tokens whose KV there is after it, without draft tokens, of all its samples together."""
+    """Tokens of all its samples together that have KV after it, without draft tokens."""
 
     @classmethod
     def of_line(cls, line: str) -> Self:
-        """Return the step of a line of a log. ValueError or TypeError for any other line."""
+        """Parse a line of a log. ValueError or TypeError if it is not one."""
         return cls(*json.loads(line))
 
 
 class StepLog:
-    """Writes a line for each step that a scheduler of vLLM makes, a JSON array of the fields of `LoggedStep`.
+    """Writes a line for each step of a vLLM scheduler: a JSON array of the fields of `LoggedStep`.
 
-    A log that cannot be written any further ends there, and the engine goes on.
+    If a line cannot be written, the log ends there and the engine continues.
     """
 
     def __init__(self, scheduler: Any, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Watch the scheduler from now on; `path` is written anew. OSError if it cannot be."""
+        """Watch the scheduler from now on; `path` is overwritten. OSError if it cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A line is there for readers as soon as its step begins.
+        # Line-buffered, so that readers see a line as soon as its step begins.
         self._file = path.open("w", buffering=1)
         self._requests, self._clock = scheduler.requests, clock
         self._schedule = scheduler.schedule
@@ -63,7 +63,7 @@ class StepLog:
     def _shape(self, output: Any) -> LoggedStep:
         scheduled = output.num_scheduled_tokens
         drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        # vLLM counts what it has scheduled as computed already.
+        # vLLM already counts scheduled tokens as computed.
         computed = sum([self._requests[each].num_computed_tokens for each in scheduled])
         rows = output.total_num_scheduled_tokens
         return LoggedStep(self._clock(), len(scheduled), rows, drafted, computed - drafted)
@@ -72,5 +72,5 @@ class StepLog:
         try:
             self._file.close()
         except OSError:
-            # What could not be written is lost; the descriptor is closed all the same.
+            # The unwritten line is lost, but the descriptor is closed.
             return

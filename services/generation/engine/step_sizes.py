@@ -19,10 +19,10 @@ _FLOAT = 4
 LOGITS_BYTES = 1 << 30
 """Most memory for the logits of a step in float32, which bounds the verified tokens of one."""
 PART_BYTES = 64 << 20
-"""Memory of the rows that are worked on at a time, where that takes copies."""
+"""Memory of the rows that are processed at a time where that needs copies."""
 # Copies of a part that are alive at once: its logits, counts, and four results of penalties.
 _PARTS = 6
-# Of the kernels of the sampler, for each row: what the pieces of a row have found, and the search for thresholds.
+# Scratch of the sampler's kernels for each row: the result of each piece of it, and the search for thresholds.
 PIECES, KEYS, STATE = 64, 1 << 14, 40
 _PIECE_BYTES, _STATES = 6 * 4 + 4 + 8 + 4, 2
 # Counts are moved to a table twice as large while both are there.
@@ -33,29 +33,30 @@ class StepMemory(NamedTuple):
     """Most memory of a step, in bytes, by what it is for. No noise or probabilities are ever in memory."""
 
     logits: int
-    """Of all rows, in the model's precision."""
+    """Logits of all rows, in the model's precision."""
     gathered: int
-    """The same as it comes from the ranks; gone when sampling begins."""
+    """The same logits as they are gathered from the ranks; freed before sampling begins."""
     edited: int
-    """Logits in float32 of rows with penalties or masks by token: of all rows at worst."""
+    """Logits in float32 of rows with penalties or masks by token; at worst, of all rows."""
     parts: int
+    """Copies of the rows that are processed at a time."""
     scratch: int
-    """Of the sampler's kernels."""
+    """Scratch memory of the sampler's kernels."""
     counts: int
-    """Of the tokens of samples with penalties."""
+    """Token counts of the samples with penalties."""
 
     @property
     def total(self) -> int:
-        """The most bytes that are there at once."""
+        """Peak of the bytes allocated at the same time."""
         return self.counts + self.logits + max(self.gathered, self.edited + self.parts + self.scratch)
 
     def beyond(self, measured: int) -> int:
-        """Return what has to be left free beside `measured`, the transient memory that vLLM leaves room for."""
+        """Return the bytes to reserve beyond `measured`, the transient memory that vLLM already leaves room for."""
         return max(0, self.total - max(0, measured))
 
 
 def row_capacity(scheduled_tokens: int, vocab_size: int) -> int:
-    """Return the most verified tokens of a step, for at most so many tokens of all kinds."""
+    """Return the most verified tokens of a step that has at most `scheduled_tokens` tokens of all kinds."""
     return min(scheduled_tokens, LOGITS_BYTES // (_FLOAT * vocab_size))
 
 
@@ -65,12 +66,12 @@ def step_memory(
     """Return the memory of the largest step.
 
     Args:
-        rows: most verified tokens of a step; there is one of each sample in any case.
-        samples: that run at once.
+        rows: most verified tokens of a step; every sample has at least one.
+        samples: samples that run at once.
         vocab_size: tokens of the vocabulary.
-        logit_bytes: of a logit, in the model's precision.
-        ranks: of tensor parallelism, each of which has all logits in the end.
-        counted: our counts are used; on V2 it is vLLM's, which are there when it measures.
+        logit_bytes: bytes of a logit in the model's precision.
+        ranks: ranks of tensor parallelism, each of which ends up with all logits.
+        counted: True if our token counts are used. V2 uses vLLM's, which exist when vLLM measures memory.
     """
     rows = max(rows, samples)
     entries = rows * vocab_size
@@ -84,20 +85,20 @@ def step_memory(
     )
 
 
-# Sizes beyond vLLM's: so many in each octave, so that at most a sixteenth of a step is padding, and no closer
-# together than vLLM's own.
+# Sizes beyond vLLM's: `_PER_OCTAVE` in each octave, so that at most a sixteenth of a step is padding, and at least
+# `_CLOSEST` apart, as vLLM's own are.
 _PER_OCTAVE, _CLOSEST = 16, 8
 
 
 def graph_sizes(
     own: Sequence[int], max_samples: int, draft_window: int, row_capacity: int
 ) -> tuple[int, ...]:
-    """Return the sizes to capture, rising: vLLM's, and those of verifying steps beyond them.
+    """Return the sizes to capture, ascending: vLLM's, then larger ones for steps that verify drafts.
 
     Args:
-        own: what vLLM chose for the device and for as many samples; empty where it captures none, and so do we.
-        max_samples: that run at once.
-        draft_window: most draft tokens of a sample in one step; 0: nothing is verified, and vLLM's list holds.
+        own: sizes that vLLM chose for the device and this many samples; if it captures none, neither do we.
+        max_samples: samples that run at once.
+        draft_window: most draft tokens of a sample in one step; 0 verifies none, and vLLM's list is kept.
         row_capacity: most verified tokens of a step.
     """
     if not own or not draft_window:
@@ -113,9 +114,9 @@ def graph_sizes(
 
 
 def prompt_rows(scheduler: Any, most: int) -> int:
-    """Return the tokens of prompts that the next step can compute, `most` at most.
+    """Return the number of prompt tokens that the next step can compute, at most `most`.
 
-    vLLM schedules samples in the order of their arrival, then waiting ones for which it has a seat.
+    vLLM schedules running samples in order of arrival, then waiting ones while it has seats.
     """
     places = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
     rows = 0

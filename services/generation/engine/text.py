@@ -1,11 +1,6 @@
 """Read the text of a model's tokens as bytes, and end a response where its text first has a stop string.
 
-Text is kept as bytes, because a character may be spread over several tokens. A tokenizer that does more than join
-the texts of its tokens (one that sets spaces between words) has no text here.
-
-The search reads a token at a time, so that it does not matter how many tokens a step brings: the first token that
-completes a stop string is the last of the response, and the text alone decides which of several it is. A sample
-that was resumed or moved continues as if it had never left, because only the end of the earlier text counts.
+Text is kept as bytes, because a character may be spread over several tokens.
 """
 
 from __future__ import annotations
@@ -23,16 +18,17 @@ from services.generation.engine.types import Finish, SampleStep
 
 _log = structlog.get_logger(__name__)
 
-# Any of these is in a folder that has a tokenizer.
+# A folder with a tokenizer has at least one of these files.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# Decoders of tokenizers that put the texts of tokens together and add nothing.
+# Decoders that only concatenate the texts of tokens.
 _JOINING = {"ByteLevel", "ByteFallback", "Fuse"}
 
 
 def token_bytes(folder: Path, vocab_size: int) -> Sequence[bytes] | None:
     """Return the bytes of each token, [vocab_size], empty for ids that the tokenizer does not use.
 
-    None if the folder has no tokenizer, or none that tells them.
+    None if the folder has no tokenizer, or one that does more than join the texts of its tokens, such as one that
+    puts spaces between words.
     """
     vocabulary = vocabulary_of(folder, vocab_size)
     return None if vocabulary is None else [bytes(each) for each in vocabulary.decoded_vocab]
@@ -40,11 +36,11 @@ def token_bytes(folder: Path, vocab_size: int) -> Sequence[bytes] | None:
 
 @lru_cache(maxsize=1)
 def vocabulary_of(folder: Path, vocab_size: int) -> Any | None:
-    """Return the tokens of a model in the form of xgrammar, which has their bytes; None as above."""
+    """Return xgrammar's form of a model's tokens, which has their bytes; None in the cases of `token_bytes`."""
     if not any((folder / name).exists() for name in _FILES):
         return None
     try:
-        # Imported late: they take seconds, and token ids need no tokenizer.
+        # Imported late: they take seconds to import, and most requests need no tokenizer.
         import xgrammar
         from transformers import AutoTokenizer
 
@@ -67,21 +63,27 @@ def _decoders(decoder: Any) -> set[str]:
 
 
 class StopSearch:
-    """Search for the stop strings of one sample in its growing text."""
+    """Search for the stop strings of one sample in its growing text.
+
+    The search reads one token at a time, so it does not matter how many tokens a step brings: the first token that
+    completes a stop string is the last of the response, and the text alone decides which of several strings it is.
+    A sample that was resumed or moved continues as if it had never left, because only the end of the earlier text
+    counts.
+    """
 
     __slots__ = ("_count", "_kept", "_least", "_stops", "_tail")
 
     def __init__(self, stop: Sequence[str], least: int) -> None:
-        """Search for `stop`; what is completed by one of the first `least` tokens does not count."""
+        """Search for `stop`; a string completed by one of the first `least` tokens does not count."""
         self._stops = [each.encode() for each in stop]
         self._least = least
-        # Bytes of the text so far in which a string may have begun.
+        # Number of trailing bytes in which a stop string may have begun.
         self._kept = max(map(len, self._stops)) - 1
         self._tail = b""
         self._count = 0
 
     def skip(self, pieces: Sequence[bytes]) -> None:
-        """Go on after tokens with these texts, whatever they complete."""
+        """Continue after tokens with these texts, ignoring stop strings in them."""
         self._count += len(pieces)
         text = b""
         for piece in reversed(pieces):
@@ -102,7 +104,7 @@ class StopSearch:
         return None
 
     def _first(self, text: bytes) -> int | None:
-        """Return which string is completed first by what is behind the tail; of equals the first of the list."""
+        """Return the index of the string completed first by the new bytes; of several, the first in the list."""
         best, end = None, len(text) + 1
         for index, stop in enumerate(self._stops):
             place = text.find(stop, max(0, len(self._tail) - len(stop) + 1), end)
@@ -118,7 +120,7 @@ class StopStrings:
     """Stop strings of the samples of one engine. Samples without any cost nothing."""
 
     def __init__(self, token_bytes: Sequence[bytes] | None) -> None:
-        """Read the text of tokens from `token_bytes`; None: there is none, and no sample has stop strings."""
+        """Use the texts of tokens; None if the model has none, and then no sample may have stop strings."""
         self._bytes = token_bytes
         self._searches: dict[str, tuple[StopSearch, tuple[str, ...]]] = {}
 
@@ -132,7 +134,7 @@ class StopStrings:
         return len(self._searches)
 
     def begin(self, sample_id: str, sampling: Sampling, response: Sequence[int]) -> None:
-        """Watch a sample that has this response so far. ValueError if it has stop strings and there is no text."""
+        """Watch a sample with this response so far. ValueError if it has stop strings and tokens have no text."""
         if not sampling.stop:
             return
         search = StopSearch(sampling.stop, sampling.min_tokens)
@@ -140,7 +142,7 @@ class StopStrings:
         self._searches[sample_id] = (search, sampling.stop)
 
     def skip(self, sample_id: str, tokens: Sequence[int]) -> None:
-        """Go on after tokens that a sample got elsewhere."""
+        """Continue after tokens that a sample generated elsewhere."""
         if sample_id in self._searches:
             self._searches[sample_id][0].skip(self._pieces(tokens))
 
@@ -158,12 +160,12 @@ class StopStrings:
         return "" if found is None else sampling.stop[found[1]]
 
     def cut(self, step: SampleStep) -> bool:
-        """End a sample behind the first stop string that a step completes; True if nothing else ends it."""
+        """End a sample after the first stop string that a step completes; True if nothing else ends it."""
         watched = self._searches.get(step.sample_id)
         if watched is None:
             return False
         search, stop = watched
-        goes_on = step.finish is None
+        unfinished = step.finish is None
         found = search.find(self._pieces(step.token_ids))
         if found is not None:
             kept, index = found
@@ -171,7 +173,7 @@ class StopStrings:
             step.finish, step.stop_string = Finish.STOP, stop[index]
         if step.finish is not None:
             self.end(step.sample_id)
-        return goes_on and found is not None
+        return unfinished and found is not None
 
     def _pieces(self, tokens: Sequence[int]) -> list[bytes]:
         if self._bytes is None:

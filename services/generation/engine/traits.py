@@ -1,4 +1,4 @@
-"""Read from vLLM what decides about an engine's features (model_support.py)."""
+"""Read from vLLM the traits that decide which features an engine allows (model_support.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def engine_traits(config: VllmConfig, *, v2: bool, coupled: bool = True, **known: Any) -> EngineTraits:
-    """Return the traits of an engine by its configuration, and `known`, the fields that it does not have."""
+    """Return the traits of an engine from its configuration; `known` has the fields that are not in it."""
     model, parallel = config.model_config, config.parallel_config
     layers = set(getattr(model.hf_text_config, "layer_types", None) or ())
     return EngineTraits(
@@ -44,13 +44,13 @@ def engine_traits(config: VllmConfig, *, v2: bool, coupled: bool = True, **known
 
 
 def support_of(core: Any, config: VllmConfig, reports: Sequence[KernelReport], *, v2: bool) -> ModelSupport:
-    """Return what an engine does for its model, and say in the log what it does not do.
+    """Return the features that an engine allows for its model, and log the ones it refuses.
 
     Args:
         core: vLLM's engine core.
         config: its configuration.
-        reports: of its workers; none of vLLM's own.
-        v2: whether its runner is V2.
+        reports: reports of our workers; vLLM's own workers have none.
+        v2: True if its runner is V2.
     """
     known: dict[str, Any] = {"groups": len(core.scheduler.kv_cache_config.kv_cache_groups)}
     for report in reports:

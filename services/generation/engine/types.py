@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from services.contracts.sampling import Sampling
 
 if TYPE_CHECKING:
     from services.generation.engine.sampling.inputs import RecordedTokens
     from services.generation.engine.sampling.outputs import PromptScores
+    from services.generation.kv_transfer.block_store import Geometry
 
 
 class Finish(Enum):
@@ -32,12 +33,12 @@ class Ending(NamedTuple):
 
 
 class Verifier(StrEnum):
-    """Verification of a sample's drafts. The first two give samples of the policy.
+    """Verification of a sample's drafts. COUPLED and REJECTION give samples of the policy.
 
-    COUPLED: accepted iff equal to the token that the sample's noise picks, so drafts do not change the tokens.
+    COUPLED: a draft token is accepted iff the sample's noise picks the same token: drafts never change a response.
     REJECTION: standard speculative sampling, whose tokens depend on the drafts.
-    LENIENT: a cached rollout is taken over, token by token, with probability min(1, lenience * p_now / p_then);
-    from the first token that is not, as COUPLED. Lossy, and drafts do not change the tokens.
+    LENIENT: tokens of a cached rollout are reused, each with probability min(1, lenience * p_now / p_then), up to
+    the first that is not; from there as COUPLED. Lossy, but drafts do not change the tokens.
     """
 
     COUPLED = "coupled"
@@ -46,18 +47,18 @@ class Verifier(StrEnum):
 
 
 KERNELS_KEY = "paceline_kernels"
-"""Where vLLM's additional_config has the name of the kernels' backend, if it is not auto."""
+"""Key in vLLM's additional_config for the name of the kernels' backend, if it is not auto."""
 QUANTIZED, EAGLE3 = "quantized", "eagle3"
-"""Names of the drafters that have a model of their own."""
+"""Names of the drafters that have a separate model."""
 QUANTIZED_KEY, EAGLE3_KEY = "paceline_quantized", "paceline_eagle3"
-"""Where vLLM's additional_config has the fields of `W4Options` and `Eagle3Options`, if it is to have them."""
+"""Keys in vLLM's additional_config for the fields of `W4Options` and `Eagle3Options`, if these are wanted."""
 TREES_KEY = "paceline_trees"
-"""Where vLLM's additional_config has whether drafts may be trees."""
+"""Key in vLLM's additional_config that says whether drafts may be trees."""
 
 
 @dataclass(frozen=True, slots=True)
 class W4Options:
-    """Quantized self-draft: input columns that share a scale, and the most tokens of a draft."""
+    """Quantized self-draft: `group` input columns share a scale; a draft has at most `most_tokens` tokens."""
 
     group: int = 128
     most_tokens: int = 8
@@ -67,8 +68,8 @@ class W4Options:
 class Eagle3Options:
     """EAGLE-3 drafter: the folder of its checkpoint (services/contracts/drafter_checkpoint.py) and its limits.
 
-    `most_tokens` of a draft; `catch_up_tokens` that it computes before one step, for samples that decoded without
-    it.
+    A draft has at most `most_tokens` tokens. Before a step it computes at most `catch_up_tokens` tokens of samples
+    that decoded without it.
     """
 
     checkpoint: str
@@ -80,18 +81,18 @@ class Eagle3Options:
 class EngineOptions:
     """Options of an engine. Memory in bytes, lengths in tokens; None leaves the choice to vLLM.
 
-    `load_format` is vLLM's, of the weights; so is `compilation_config`.
-    With `sleep_mode` an engine that sleeps moves its weights to host memory; nothing moves on CPU.
-    `engine`: auto, v1 or v2, vLLM's model runner (runner_choice.py); on v2 with
-    `schedule_ahead` a step is scheduled while the device is at the one before.
-    `draft_window`: most draft tokens of a sample in a step, for which there are CUDA graphs; 0: vLLM's own graphs.
-    `enable_expert_parallel`: whole experts for each rank. `batch_invariant`: vLLM's mode (batch_invariance.py).
+    `load_format` and `compilation_config` are vLLM's options.
+    `sleep_mode`: a sleeping engine moves its weights to host memory; on CPU nothing moves.
+    `engine`: auto, v1 or v2, vLLM's model runner (environment.py).
+    `schedule_ahead`: on v2, schedule a step while the device still computes the previous one.
+    `draft_window`: capture CUDA graphs for this many draft tokens per sample; 0 keeps vLLM's own sizes.
+    `enable_expert_parallel`: each rank has whole experts. `batch_invariant`: vLLM's mode (environment.py).
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
-    `trees`: verify draft trees, where the engine can (model_support.py); else their primary chains.
-    `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head; None: without.
-    `coupled=False` is vLLM's own runner and sampler, for comparison: seeds, prefixes and drafts mean nothing to it.
-    `vllm_speculation`, only with that, is a `speculative_config` of vLLM's.
-    `step_log`: file for the shapes of its steps (step_log.py); None: none is written.
+    `trees`: verify draft trees if the engine can (model_support.py), otherwise their primary chains.
+    `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head.
+    `coupled=False`: vLLM's own runner and sampler, for comparison; they ignore seeds, prefixes and drafts.
+    `vllm_speculation`: vLLM's `speculative_config`, only with `coupled=False`.
+    `step_log`: file for the shapes of its steps (step_log.py).
     """
 
     model: str
@@ -126,14 +127,14 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sample to generate. `prefix` holds response tokens that exist already: they count as output.
+    """One sample to generate. `prefix` holds response tokens that exist already; they count as output.
 
-    `given` is a guess of the whole response and `prompt_id` names the prompt: for drafters, not for the engine.
-    With LENIENT, `cached` is the rollout to take over and `cached_logprobs`, as long, what its policy said of each
-    token, by the log-probabilities that `sampling` asks for; a sample with a prefix takes nothing over any more.
-    With REJECTION, a draft token that is in `recorded` is accepted with probability
-    min(1, lenience * p_now / p_then), which is lossy.
-    With `near_ties`, and no likeliest tokens asked for, each token comes with its runner-up (`SampleStep`).
+    `given` is a guess of the whole response and `prompt_id` names the prompt: both are for drafters only. With
+    LENIENT, `cached` is the rollout to reuse and `cached_logprobs` has the log-probability of each of its tokens
+    under its policy, of the kind that `sampling` requests; a sample with a prefix reuses nothing. With REJECTION,
+    a draft token that is in `recorded` is accepted with probability min(1, lenience * p_now / p_then), which is
+    lossy. With `near_ties`, if no likeliest tokens are requested, each token comes with its runner-up
+    (`SampleStep`).
     """
 
     sample_id: str
@@ -148,7 +149,7 @@ class EngineRequest:
     cached_logprobs: tuple[float, ...] = ()
     lenience: float = 1.0
     recorded: RecordedTokens | None = None
-    # The last of the prefix came from the sample's environment: it ends nothing.
+    # The last prefix token came from the sample's environment, so it cannot end the response.
     environment_last: bool = False
     near_ties: bool = False
 
@@ -162,9 +163,9 @@ class EngineRequest:
 class SampleStep:
     """Result of one engine step for one sample.
 
-    `token_ids` and `logprobs` have the same length: accepted draft tokens and the one after them.
-    `drafted` and `accepted` count the draft tokens that this step verified. The first `reused` tokens were taken
-    over from the cached rollout: their `logprobs` are the cached ones, `verified_logprobs` the current policy's.
+    `token_ids` and `logprobs` have the same length: the accepted draft tokens and the next token.
+    `drafted` and `accepted` count the draft tokens that this step verified. The first `reused` tokens come from the
+    cached rollout: their `logprobs` are the cached ones, their `verified_logprobs` the current policy's.
     """
 
     sample_id: str
@@ -177,12 +178,12 @@ class SampleStep:
     verified_logprobs: Sequence[float] = ()
     # The stop string that ended the sample, if one did.
     stop_string: str = ""
-    # For each token in order, as many of the likeliest tokens of its position as its sample asks for. Where it asks
-    # for near-ties: the token that came second, and the nats by which it lost, noise included.
+    # For each token in order, as many of the likeliest tokens of its position as the sample requests. If it
+    # requests near-ties: the runner-up, and the nats by which it lost, noise included.
     top_token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     prompt_scores: PromptScores | None = None
-    # In the first step of a sample: the tokens before it whose KV was there.
+    # In the first step of a sample: the earlier tokens whose KV was in the prefix cache.
     cached_context: int | None = None
 
     def cut(self, count: int) -> None:
@@ -194,10 +195,10 @@ class SampleStep:
         self.reused, self.accepted = min(self.reused, count), min(self.accepted, count)
 
 
-class Ask(NamedTuple):
+class DraftRequest(NamedTuple):
     """Sample to draft for: its length, prompt included, and the number of draft tokens wanted.
 
-    After another number of `preemptions` its KV is in other blocks.
+    A different number of `preemptions` means that its KV is in other blocks.
     """
 
     sample_id: str
@@ -208,15 +209,15 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelProposal:
-    """Draft tokens of a model drafter, [k], and of each the log-probability that the drafter drew it with, [k]."""
+    """Draft tokens of a draft model, [k], and the log-probability with which each was drawn, [k]."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """Proposals of a draft model by sample, and the tokens that it computed first, to catch up with the samples."""
+class DraftResult:
+    """Proposals of a draft model by sample, and the tokens that it computed first to catch up with the samples."""
 
     proposals: dict[str, ModelProposal]
     caught_up: int = 0
@@ -231,17 +232,17 @@ class EngineLoad:
     kv_usage: float
 
 
-# Not frozen: that takes five times as long to make, for every sample in every step.
+# Not frozen: creating a frozen one takes five times as long, for every sample in every step.
 @dataclass(slots=True)
 class EngineSampleState:
-    """A running sample as a drafter sees it. The lists are the engine's own: read, never keep or change."""
+    """A running sample as a drafter sees it. The lists belong to the engine: do not keep or change them."""
 
     sample_id: str
     prompt: list[int]
     response: list[int]
-    # Most draft tokens that verification could use: the rest would be past the sample's length limit.
+    # Most draft tokens that verification can use before the sample's length limit.
     room: int
-    # Tokens of prompt and response.
+    # Number of tokens of prompt and response.
     length: int
 
 
@@ -249,10 +250,63 @@ class EngineSampleState:
 class TensorSpec:
     """Name, shape and dtype of a weight in the model's checkpoint, and the dtype in which the engine has it.
 
-    Dtypes as safetensors names them. `served` is "" where the engine has it as it is stored.
+    Dtypes have safetensors' names. `served` is "" if the engine keeps the weight as it is stored.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     served: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """KV of a running sample: its first `tokens` tokens, prompt included, in `blocks`.
+
+    A different number of `preemptions` later means that it is other KV.
+    """
+
+    sample_id: str
+    tokens: int
+    blocks: tuple[int, ...]
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks for an arriving sample; the prefix cache already holds the first `shared_blocks`."""
+
+    sample_id: str
+    blocks: tuple[int, ...]
+    shared_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpace:
+    """KV blocks that are free or can be freed at once, their total, and the tokens per block."""
+
+    free_blocks: int
+    total_blocks: int
+    block_size: int
+
+
+class MigrationEngine(Protocol):
+    """Part of `engine.migration.EngineMigration` that migration uses, in the engine thread only."""
+
+    on_withdrawn: Callable[[str], None]
+
+    @property
+    def space(self) -> KvSpace: ...
+    @property
+    def free_capacity(self) -> int: ...
+
+    def open_ports(self, chunk_bytes: int, senders: int, agent: str) -> Geometry: ...
+    def own_port(self) -> Any: ...
+    def call_ports(self, method: str, *args: object) -> list[Any]: ...
+    def blocks_of(self, sample_id: str) -> int: ...
+    def export(self, sample_id: str) -> Exported: ...
+    def pause(self, exported: Exported) -> Exported: ...
+    def resume(self, sample_id: str) -> None: ...
+    def reserve(self, request: EngineRequest, capacity: int) -> Reserved: ...
+    def enter(self, sample_id: str, new_tokens: list[int]) -> None: ...
+    def cancel(self, sample_id: str) -> None: ...

@@ -1,8 +1,4 @@
-"""Translate samples to vLLM's requests, and vLLM's outputs and errors back.
-
-Prefix hits are counted here, because vLLM counts them for requests that begin with their prompt only: to vLLM a
-sample that resumes is a preempted request. A refusal names the field at fault.
-"""
+"""Translate samples to vLLM's requests, and vLLM's outputs and errors back."""
 
 from __future__ import annotations
 
@@ -24,23 +20,36 @@ from services.contracts.sampling import ModelLimits, Sampling
 from services.generation.engine.grammars import grammars_of
 from services.generation.engine.sampling.inputs import (
     CACHED_KEY,
-    NOISE_KEY,
     RECORDED_KEY,
+    SETTINGS_KEY,
     CachedRollout,
     RecordedDrafts,
-    SampleNoise,
+    SampleSettings,
 )
-from services.generation.engine.sampling.outputs import unpack
-from services.generation.engine.sampling.outputs import unpack_likeliest as likeliest
+from services.generation.engine.sampling.outputs import unpack, unpack_likeliest
 from services.generation.engine.text import StopStrings
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
 
+_log = structlog.get_logger(__name__)
+
+WRONG_VALUES = (VLLMValidationError, ValueError, TypeError, ArithmeticError, LookupError)
+"""Exceptions for a value that an engine cannot use, as opposed to an engine that cannot continue."""
+_PARAMETERS = tuple(each.name for each in fields(Sampling))
+_SETTINGS = tuple(each.name for each in fields(SampleSettings))
+# vLLM raises any temperature between 0 and this one to it.
+_VLLM_COLDEST = 0.01
+_FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
+
 
 class PrefixHits:
-    """Tokens that each sample's first scheduling found in the prefix cache."""
+    """Tokens that each sample's first scheduling found in the prefix cache.
+
+    vLLM itself counts hits only for requests that begin with their prompt; to vLLM a resumed sample is a preempted
+    request.
+    """
 
     def __init__(self, scheduler: Any) -> None:
-        """Watch what this scheduler of vLLM finds by its KV cache manager."""
+        """Watch the lookups of this vLLM scheduler in its KV cache manager."""
         manager = scheduler.kv_cache_manager
         self._requests = scheduler.requests
         self._find = manager.get_computed_blocks
@@ -49,7 +58,7 @@ class PrefixHits:
 
     def _watched(self, request: Any) -> Any:
         found = self._find(request)
-        # The last look before a sample runs is the one that counts. Samples that arrive with KV are not queued.
+        # The last lookup before a sample runs counts. Samples that arrive with their KV are not queued.
         if request.request_id in self._requests:
             self._hits[request.request_id] = found[1]
         return found
@@ -64,14 +73,8 @@ class PrefixHits:
             self._hits.pop(sample_id, None)
 
 
-_NOISE_FIELDS = tuple(each.name for each in fields(SampleNoise))
-# What vLLM makes of any temperature between 0 and it.
-_VLLM_COLDEST = 0.01
-_FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
-
-
 class VllmRequests:
-    """Translator of one engine. Keeps the cached log-probabilities of samples that take over a cached rollout."""
+    """Translator of one engine. Keeps the cached log-probabilities of samples that reuse a cached rollout."""
 
     def __init__(
         self, limits: ModelLimits, block_hasher: Any, stops: StopStrings, hits: PrefixHits, *, coupled: bool
@@ -82,9 +85,9 @@ class VllmRequests:
         self._stops = stops
         self._block_hasher = block_hasher
         self._coupled = coupled
-        # Cached log-probabilities that a sample has not reached, by id; none once it takes over nothing more.
+        # Cached log-probabilities that a sample has not reached yet, by id; removed when it leaves its rollout.
         self.cached_logprobs: dict[str, Sequence[float]] = {}
-        # Samples that were seen to take over nothing more, since somebody took them from here.
+        # Samples that have left their rollouts; the engine reports them to its steps and clears the list.
         self.left_rollouts: list[str] = []
 
     def request(self, request: EngineRequest) -> Request:
@@ -124,19 +127,19 @@ class VllmRequests:
             logprobs=0,
             detokenize=False,
             skip_clone=True,
-            # What is found in the prefix cache is not computed, and has no logits.
+            # Tokens found in the prefix cache are not computed, so they have no logits to score.
             skip_reading_prefix_cache=sampling.prompt_logprobs is not None,
             **(self._ours(request, stops) if self._coupled else _vllms(sampling)),
         )
 
     def _ours(self, request: EngineRequest, stops: tuple[int, ...]) -> dict[str, Any]:
-        """Return the parameters that our sampler applies itself, row by row, as they were asked for.
+        """Return the parameters that our sampler applies itself, row by row, exactly as requested.
 
-        vLLM gets its defaults: it changes temperatures below 0.01 and refuses those above 2, and its processors for
-        min_p and min_tokens keep one value a request, wrong for the rows of a draft.
+        vLLM gets its defaults for them: it changes temperatures below 0.01 and refuses temperatures above 2, and
+        its processors for min_p and min_tokens keep one value per request, which is wrong for the rows of a draft.
         """
         sampling = request.sampling
-        noise = SampleNoise(
+        settings = SampleSettings(
             seed=request.seed,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -156,8 +159,8 @@ class VllmRequests:
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
         )
-        # `asdict` copies all values, which takes longer than building the request.
-        extra: dict[str, Any] = {NOISE_KEY: {name: getattr(noise, name) for name in _NOISE_FIELDS}}
+        # `asdict` would copy all values, which takes longer than building the request.
+        extra: dict[str, Any] = {SETTINGS_KEY: {name: getattr(settings, name) for name in _SETTINGS}}
         if request.follows:
             extra[CACHED_KEY] = CachedRollout.of(request, self._limits.vocab_size)
         if request.recorded is not None:
@@ -173,14 +176,14 @@ class VllmRequests:
         return own if sampling.ignore_eos else tuple(dict.fromkeys((*own, *self._limits.end_tokens)))
 
     def sample_step(self, output: EngineCoreOutput) -> SampleStep:
-        """Translate what one step did for one sample."""
+        """Translate the output of one step for one sample."""
         tokens = output.new_token_ids
         logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
         drafted = accepted = reused = 0
         top_token_ids, top_logprobs = list[int](), list[float]()
         if self._coupled and output.new_logprobs is not None:
             drafted, accepted, reused = unpack(output.new_logprobs.sampled_token_ranks)
-            top_token_ids, top_logprobs = likeliest(output.new_logprobs)
+            top_token_ids, top_logprobs = unpack_likeliest(output.new_logprobs)
         step = SampleStep(
             output.request_id,
             tokens,
@@ -191,13 +194,13 @@ class VllmRequests:
             reused,
             top_token_ids=top_token_ids,
             top_logprobs=top_logprobs,
-            # Ours, where vLLM has its own.
+            # Our `PromptScores`, in the field of vLLM's tensors.
             prompt_scores=output.new_prompt_logprobs_tensors,
             cached_context=self._hits.take(output.request_id),
         )
         if output.request_id in self.cached_logprobs:
             self._set_cached_logprobs(step)
-        # A NaN makes the sum NaN, and the sum is all that most steps pay for the check.
+        # A NaN makes the sum NaN, so most steps pay only for the sum.
         if isnan(sum(logprobs)):
             _cut_at_nan(step)
         return step
@@ -214,10 +217,10 @@ class VllmRequests:
 
 
 def _vllms(sampling: Sampling) -> dict[str, Any]:
-    """Return the parameters of a sample that vLLM's own sampler draws.
+    """Return the parameters of a sample for vLLM's own sampler.
 
     Raises:
-        ValueError: vLLM would draw it otherwise than it asks.
+        ValueError: vLLM would not sample as requested.
     """
     if 0 < sampling.temperature < _VLLM_COLDEST:
         raise ValueError(f"vLLM's own sampler draws temperature {sampling.temperature} at {_VLLM_COLDEST}")
@@ -234,23 +237,16 @@ def _cut_at_nan(step: SampleStep) -> None:
     step.cut(keep)
 
 
-_log = structlog.get_logger(__name__)
-
-WRONG_VALUES = (VLLMValidationError, ValueError, TypeError, ArithmeticError, LookupError)
-"""What is raised for a value that an engine cannot use, rather than for an engine that cannot go on."""
-_NAMES = tuple(each.name for each in fields(Sampling))
-
-
 def refused(error: Exception) -> InvalidArgument:
-    """Return the refusal of a sample that vLLM did not take, by the parameter that it names."""
+    """Return the refusal of a sample that vLLM did not accept, with the field at fault."""
     message = str(error).strip()
     named = str(getattr(error, "parameter", None) or message.split(maxsplit=1)[0] if message else "")
-    field = f"sampling.{named}" if named in _NAMES else "sampling"
+    field = f"sampling.{named}" if named in _PARAMETERS else "sampling"
     return InvalidArgument([Violation(field, f"the engine refused it: {message or type(error).__name__}")])
 
 
 def unsampled(folder: Path, limits: ModelLimits, sampling: Sampling, response: Sequence[int]) -> ServiceError:
-    """Return why nothing could be sampled behind a response: its grammar leaves no token, or the model fails."""
+    """Return why no token could be sampled after a response: its grammar allows none, or the model fails."""
     place = f"at response position {len(response)}"
     if sampling.json_schema and _is_at_a_dead_end(folder, limits, sampling, response):
         fault = f"allows no token of the model's vocabulary {place}"
@@ -263,6 +259,6 @@ def _is_at_a_dead_end(folder: Path, limits: ModelLimits, sampling: Sampling, res
         grammars = grammars_of(folder, limits.vocab_size)
         return grammars.allows_nothing(sampling.json_schema, response, sorted(sampling.stops(limits)))
     except Exception:
-        # The engine's thread asks, of one sample that has failed already: the others go on.
+        # This runs in the engine's thread for a sample that has failed already: the others must continue.
         _log.exception("grammar_failed")
         return False

@@ -1,9 +1,4 @@
-"""Workers for vLLM: its own, with our model runner, draft models and kernels in them.
-
-vLLM replaces weights layer by layer, as each layer's loader is called. The loaders of some models write past it,
-and vLLM then puts the old weights back: GPT-OSS keeps its experts and sinks. It reports that in its log only, so
-the worker listens to the log and refuses to serve a model with stale layers.
-"""
+"""Workers for vLLM: vLLM's own CPU and GPU workers, with our model runner, draft models and kernels in them."""
 
 from __future__ import annotations
 
@@ -24,14 +19,14 @@ from vllm.v1.worker.gpu_worker import Worker
 from kernels.short_query_attention.race import AttentionName
 from services.generation.engine.attention_backend import use_attention
 from services.generation.engine.draft_models.eagle3 import Eagle3
-from services.generation.engine.draft_models.interface import ModelDrafter
+from services.generation.engine.draft_models.interface import DraftModel
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kernel_choice import KernelReport, failed, use_kernels
 from services.generation.engine.model_support import Feature, ModelSupport, model_support, worker_refusal
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_sizes import row_capacity, step_memory
 from services.generation.engine.traits import engine_traits, kinds_of
-from services.generation.engine.trees.attention import BRANCHES, BranchAttention
+from services.generation.engine.trees.attention import BRANCHES, BranchAttention, TreeSteps
 from services.generation.engine.types import (
     EAGLE3,
     EAGLE3_KEY,
@@ -39,75 +34,24 @@ from services.generation.engine.types import (
     QUANTIZED,
     QUANTIZED_KEY,
     TREES_KEY,
-    Ask,
-    Drafted,
+    DraftRequest,
+    DraftResult,
     Eagle3Options,
     W4Options,
 )
 from services.generation.kv_transfer.port import KvWorkerMixin
 from services.platform.memory import return_freed_memory
 
+_log = logging.getLogger(__name__)
 LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 MESSAGE = "%s: Failed to load weights"
-"""vLLM's line, with the class of a layer."""
+"""Log message of vLLM for a layer that keeps its old weights; the argument is the layer's class."""
+# The first build of a draft model is not divided into slices.
+_AT_ONCE = float("inf")
 
 
 class StaleLayers(RuntimeError):
-    """Layers that still have old weights; the engine must not serve."""
-
-
-class _Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.names: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the class of a layer."""
-        if record.msg == MESSAGE and isinstance(record.args, tuple):
-            self.names.add(str(record.args[0]))
-
-
-@contextmanager
-def stale_layers() -> Iterator[set[str]]:
-    """Collect the classes of layers that vLLM leaves as they were within the context."""
-    listener, logger = _Listener(), logging.getLogger(LOGGER)
-    level = logger.level
-    logger.addHandler(listener)
-    if not logger.isEnabledFor(logging.WARNING):
-        logger.setLevel(logging.WARNING)
-    try:
-        yield listener.names
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
-
-
-def check_layers(model: nn.Module, stale: set[str]) -> None:
-    """Raise StaleLayers if a layer of these classes has weights of its own.
-
-    Others have none but those of another layer, such as a tied head, or tables that are computed, such as those of
-    rotary positions.
-    """
-    layers = list(model.modules())
-    loaded = {id(each) for layer in layers if type(layer).__name__ not in stale for each in _weights(layer)}
-    wrong = {
-        type(layer).__name__
-        for layer in layers
-        if type(layer).__name__ in stale and any(id(each) not in loaded for each in _weights(layer))
-    }
-    if wrong:
-        raise StaleLayers(
-            f"vLLM cannot load new weights into {', '.join(sorted(wrong))}, and has left the old ones"
-        )
-
-
-def _weights(layer: nn.Module) -> Iterator[nn.Parameter]:
-    return layer.parameters(recurse=False)
-
-
-_log = logging.getLogger(__name__)
-# No slice of the first build is waited for.
-_AT_ONCE = float("inf")
+    """Layers still have old weights; the engine must not serve."""
 
 
 class _CoupledWorkerMixin(KvWorkerMixin):
@@ -116,18 +60,18 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     model_runner: Any
     vllm_config: Any
     device: Any
-    drafters: dict[str, ModelDrafter]
+    drafters: dict[str, DraftModel]
     use_v2_model_runner: bool
-    # None where no sample drafts in branches.
+    # None if drafts may not be trees.
     branches: BranchAttention | None
     get_kv_cache_spec: Any
-    # Of `EngineTraits`, what only the loaded model tells.
+    # Fields of `EngineTraits` that are known only once the model is loaded.
     model_traits: dict[str, Any]
 
     def couple(self, runner: Any) -> Any:
         """Return the runner with our sampler in it."""
         if self.use_v2_model_runner:
-            # V1 is spared the import of V2.
+            # Imported late, because V1 does not need V2.
             from services.generation.engine.v2.runner import coupled_v2
 
             runner.__class__ = coupled_v2(type(runner))
@@ -135,13 +79,11 @@ class _CoupledWorkerMixin(KvWorkerMixin):
             runner.__class__ = coupled(type(runner))
         runner.init_coupled()
         if self.branches is not None:
-            from services.generation.engine.trees.attention import TreeSteps
-
             runner.trees = TreeSteps(self.branches)
         return runner
 
     def use_kernels(self) -> None:
-        """Choose the kernels of this process (see `kernel_choice.use_kernels` and `attention.use_attention`)."""
+        """Choose the kernels of this process (`kernel_choice.use_kernels`, `attention_backend.use_attention`)."""
         config = self.vllm_config
         trees = bool(config.additional_config.get(TREES_KEY))
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
@@ -149,11 +91,11 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         self.branches = self.use_branches() if trees else None
 
     def use_branches(self) -> BranchAttention:
-        """Let the attention of this worker compute draft trees; returns the interface to its steps."""
+        """Enable draft trees in this worker's attention; returns the interface to its steps."""
         raise NotImplementedError
 
     def branch_refusal(self) -> str:
-        """Return why its model, built by now, verifies chains only; "" if it verifies trees."""
+        """Return why the model, which is built by now, verifies only chains; "" if it verifies trees."""
         return ""
 
     def kernel_report(self) -> KernelReport:
@@ -168,19 +110,22 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
         self.model_runner.adopt_sample(*args)
 
-    def tell_trees(self, parents: Mapping[str, Sequence[int]]) -> None:
-        """Take the parents of the next step's drafts, of the samples that have branches."""
-        self.model_runner.trees.told = parents
+    def set_trees(self, parents: Mapping[str, Sequence[int]]) -> None:
+        """Set the parents of the next step's drafts, for the samples that have branches."""
+        self.model_runner.trees.parents = parents
 
     def release_sample(self, sample_id: str) -> None:
-        """Take a sample that does not run out of the runner (V2)."""
+        """Remove a sample that is not running from the runner (V2)."""
         self.model_runner.release_sample(sample_id)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Load weights as vLLM does, into every layer.
+        """Load weights as vLLM does, and check that every layer got them.
+
+        vLLM replaces weights layer by layer, as each layer's loader is called. The loaders of some models bypass
+        this, and vLLM then restores the old weights (GPT-OSS keeps its experts and sinks) and only logs it.
 
         Raises:
-            StaleLayers: vLLM has left old weights in some layers, of which it only writes a line to its log.
+            StaleLayers: some layers still have old weights.
         """
         with stale_layers() as stale:
             super().reload_weights(*args, **kwargs)  # type: ignore[misc]
@@ -189,20 +134,21 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     def load_model(self, **kwargs: Any) -> None:
         """Load the model, and create draft models before the remaining memory is given to KV."""
         super().load_model(**kwargs)  # type: ignore[misc]
-        told, support = self.vllm_config.additional_config, self.model_support()
+        options, support = self.vllm_config.additional_config, self.model_support()
         self.drafters = {}
-        # The quantized copy first: it is a copy of the target as it is without features.
-        if QUANTIZED_KEY in told and support.allows(Feature.QUANTIZED):
-            self.drafters[QUANTIZED] = QuantizedSelfDraft(self.model_runner, W4Options(**told[QUANTIZED_KEY]))
-        if EAGLE3_KEY in told and support.allows(Feature.EAGLE3):
+        # The quantized copy comes first: it copies the target before features are added to it.
+        if QUANTIZED_KEY in options and support.allows(Feature.QUANTIZED):
+            own = W4Options(**options[QUANTIZED_KEY])
+            self.drafters[QUANTIZED] = QuantizedSelfDraft(self.model_runner, own)
+        if EAGLE3_KEY in options and support.allows(Feature.EAGLE3):
             with self.among_weights():
-                self.drafters[EAGLE3] = Eagle3(self.model_runner, Eagle3Options(**told[EAGLE3_KEY]))
+                self.drafters[EAGLE3] = Eagle3(self.model_runner, Eagle3Options(**options[EAGLE3_KEY]))
         for name in self.drafters:
             self.begin_drafter(name, 0)
             self.build_drafter(name, _AT_ONCE)
 
     def model_support(self) -> ModelSupport:
-        """Return what is allowed for the model, which is loaded."""
+        """Return the features that are allowed for the loaded model."""
         self.model_traits = {
             "kinds": kinds_of(self.get_kv_cache_spec().values()),
             "hidden_states": hasattr(self.model_runner.get_model(), "set_aux_hidden_state_layers"),
@@ -216,26 +162,26 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         return nullcontext()
 
     def begin_drafter(self, name: str, version: int) -> None:
-        """Prepare a draft model for the target's weights (see `ModelDrafter.begin`)."""
+        """Prepare a draft model for the target's weights (see `DraftModel.begin`)."""
         self.drafters[name].begin(version)
 
     def build_drafter(self, name: str, seconds: float) -> bool:
-        """Do a slice of that preparation; returns whether it is ready (see `ModelDrafter.build`)."""
+        """Do a slice of that preparation; returns whether it is ready (see `DraftModel.build`)."""
         with set_current_vllm_config(self.vllm_config):
             return self.drafters[name].build(seconds)
 
     def forget_drafter(self, name: str, drop: bool) -> None:
-        """Let a draft model forget the target's weights, and with `drop` free its memory."""
+        """Have a draft model forget the target's weights, and with `drop` free its memory."""
         drafter = self.drafters[name]
         drafter.drop() if drop else drafter.forget()
 
     def swap_drafter(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights of a draft model (see `ModelDrafter.swap`)."""
+        """Replace the weights of a draft model (see `DraftModel.swap`)."""
         self.drafters[name].swap(tensors)
 
-    def draft_tokens(self, name: str, version: int, asks: Sequence[Ask]) -> Drafted:
-        """Draft tokens (see `ModelDrafter.propose`)."""
-        return self.drafters[name].propose(version, asks)
+    def draft_tokens(self, name: str, version: int, requests: Sequence[DraftRequest]) -> DraftResult:
+        """Draft tokens (see `DraftModel.propose`)."""
+        return self.drafters[name].propose(version, requests)
 
     def drafter_bytes(self, name: str) -> int:
         """Return the memory of a draft model's weights, in bytes."""
@@ -252,8 +198,8 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         self.couple(self.model_runner)
 
     def use_branches(self) -> BranchAttention:
-        """Put the attention that computes branches in copies of their blocks in the place of vLLM's."""
-        # Others are spared the import of what is there on CPU only.
+        """Replace vLLM's attention by one that computes branches in copies of their blocks."""
+        # Imported late, because only a CPU worker can import it.
         from services.generation.engine.trees.cpu_attention import use_trees
 
         return use_trees()
@@ -261,9 +207,9 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights as vLLM does, and pack the output head and experts again.
 
-        A head that is tied to the embedding has no weights of its own to load. vLLM passes it over, and its CPU
-        kernel would go on with a packed copy of the old ones. Experts are packed by vLLM when they are loaded first
-        only: its CPU kernel would read new ones as if they were.
+        vLLM skips a head that is tied to the embedding, because it has no weights to load, and its CPU kernel would
+        keep a packed copy of the old ones. vLLM packs experts only at their first load, and its CPU kernel would
+        read new, unpacked ones as if they were packed.
         """
         super().reload_weights(*args, **kwargs)
         for module in self.model_runner.get_model().modules():
@@ -273,7 +219,7 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
                 module.quant_method, UnquantizedFusedMoEMethod
             ):
                 module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-        # Each layer was packed in memory of its own; steps need little of it.
+        # Packing allocates memory for each layer, of which steps need little.
         return_freed_memory()
 
 
@@ -285,12 +231,12 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
         return self.couple(super()._make_model_runner())
 
     def use_branches(self) -> BranchAttention:
-        """Let our kernel take masks, if this worker has it."""
+        """Let our attention kernel take masks, if this worker has it."""
         BRANCHES.wanted = self.attention is AttentionName.OURS
         return BRANCHES
 
     def branch_refusal(self) -> str:
-        """Return why its model, built by now, verifies chains only; "" if it verifies trees."""
+        """Return why the model, which is built by now, verifies only chains; "" if it verifies trees."""
         config = self.vllm_config.compilation_config
         layers = config.static_forward_context.values()
         graphs = config.cudagraph_mode
@@ -302,14 +248,14 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
         )
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model as above; draft models count as weights when vLLM sizes the KV cache."""
+        """Load the model and draft models; both count as weights when vLLM sizes the KV cache."""
         super().load_model(**kwargs)
         self.model_runner.model_memory_usage += sum(map(self.drafter_bytes, self.drafters))
 
     def determine_available_memory(self) -> int:
-        """Return vLLM's budget for KV, less what sampling a step takes beyond what vLLM has measured.
+        """Return vLLM's budget for KV, minus the memory of sampling a step beyond what vLLM has measured.
 
-        A budget that was chosen by hand is left as it is.
+        A budget that was configured is not changed.
         """
         budget: int = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes:
@@ -332,3 +278,47 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
         """Return the memory pool of vLLM's sleep mode, if that is on."""
         context: AbstractContextManager[object] = self._maybe_get_memory_pool_context(tag="weights")
         return context
+
+
+@contextmanager
+def stale_layers() -> Iterator[set[str]]:
+    """Collect the classes of layers whose old weights vLLM restores within the context, from vLLM's log."""
+    names, logger = set[str](), logging.getLogger(LOGGER)
+
+    def listen(record: logging.LogRecord) -> bool:
+        if record.msg == MESSAGE and isinstance(record.args, tuple):
+            names.add(str(record.args[0]))
+        return True
+
+    level = logger.level
+    logger.addFilter(listen)
+    if not logger.isEnabledFor(logging.WARNING):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield names
+    finally:
+        logger.removeFilter(listen)
+        logger.setLevel(level)
+
+
+def check_layers(model: nn.Module, stale: set[str]) -> None:
+    """Raise StaleLayers if a layer of the `stale` classes has weights that no other layer loaded.
+
+    Other layers of these classes are harmless: they have only the weights of another layer, such as a tied head, or
+    computed tables, such as rotary embeddings.
+    """
+    layers = list(model.modules())
+    loaded = {id(each) for layer in layers if type(layer).__name__ not in stale for each in _weights(layer)}
+    wrong = {
+        type(layer).__name__
+        for layer in layers
+        if type(layer).__name__ in stale and any(id(each) not in loaded for each in _weights(layer))
+    }
+    if wrong:
+        raise StaleLayers(
+            f"vLLM cannot load new weights into {', '.join(sorted(wrong))}, and has left the old ones"
+        )
+
+
+def _weights(layer: nn.Module) -> Iterator[nn.Parameter]:
+    return layer.parameters(recurse=False)

@@ -25,8 +25,7 @@ from services.contracts.rollout import StoredRollout
 from services.contracts.sampling import check_tokens
 from services.generation.config import GenerationConfig
 from services.generation.draft_cache.origin import Origin
-from services.generation.engine.kv_types import MigrationEngine
-from services.generation.engine.types import EngineRequest
+from services.generation.engine.types import EngineRequest, MigrationEngine
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.samples import RunningSample

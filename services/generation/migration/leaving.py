@@ -17,8 +17,7 @@ from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import migration_pb2 as pb
 from paceline.times import seconds_of
 from services.generation.config import GenerationConfig
-from services.generation.engine.kv_types import Exported, MigrationEngine
-from services.generation.engine.types import Verifier
+from services.generation.engine.types import Exported, MigrationEngine, Verifier
 from services.generation.kv_transfer.block_store import Geometry
 from services.generation.kv_transfer.port import KvPort
 from services.generation.kv_transfer.reason import NotMoved, Reason

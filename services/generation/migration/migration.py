@@ -25,7 +25,7 @@ from services.contracts.errors import NotFound, Unavailable
 from services.generation.config import GenerationConfig
 from services.generation.draft_cache.fetcher import ShardFetcher
 from services.generation.draft_cache.origin import Origin
-from services.generation.engine.kv_types import MigrationEngine
+from services.generation.engine.types import MigrationEngine
 from services.generation.kv_transfer import links
 from services.generation.kv_transfer.block_store import UnsupportedCaches
 from services.generation.kv_transfer.port import KvPort

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from kernels.coupled_sampler.proposals import RowProposals
-from services.generation.engine.sampling.inputs import CachedRollout, SampleNoise
+from services.generation.engine.sampling.inputs import BatchSettings, CachedRollout, SampleSettings
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import proposals_of
 from services.generation.engine.types import Verifier
 from services.generation.engine.v2.references import RolloutTable
-from services.generation.engine.v2.row_sampler import BatchSettings, DeviceRows, noise_of, proposals_of_rows
+from services.generation.engine.v2.row_sampler import DeviceRows, proposals_of_rows, settings_of
 
 VOCAB = 5
 HOST = torch.device("cpu")
@@ -27,7 +27,7 @@ class _Step:
         rng = self.rng = np.random.default_rng(seed)
         n = int(rng.integers(1, 7))
         self.noise = [
-            SampleNoise(
+            SampleSettings(
                 int(rng.integers(0, 1 << 63)) * 2 + 1,
                 verifier=list(Verifier)[rng.integers(3)],
                 processed_logprobs=bool(rng.random() < 0.5),
@@ -93,7 +93,7 @@ def test_rows_propose_what_v1s_do(seed: int) -> None:
                 del followed[i]
     followers = table.among(names)
     found = proposals_of_rows(step.on_device, step.batch, followers, table)
-    expected = proposals_of(step.rows, step.noise, followed)
+    expected = proposals_of(step.rows, step.batch, followed)
     if expected is None and found is not None:
         assert (found.tokens < 0).all()
         assert not found.residual.any()
@@ -125,6 +125,6 @@ def test_a_sample_follows_until_it_takes_a_token_of_its_own_or_the_rollout_ends(
 
 
 def test_a_request_of_vllms_own_proposes_nothing() -> None:
-    settings = BatchSettings.of([noise_of(SamplingParams())])
+    settings = BatchSettings.of([settings_of(SamplingParams())])
     rows = DeviceRows(np.array([0, 1]), torch.tensor([0]), torch.tensor([0]))
     assert proposals_of_rows(rows, settings, None, RolloutTable(HOST)) is None

@@ -8,7 +8,7 @@ import torch
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED
 from services.contracts.sampling import Sampling
-from services.generation.engine.sampling.inputs import CachedRollout, DrawSettings, SampleNoise
+from services.generation.engine.sampling.inputs import BatchSettings, CachedRollout, SampleSettings
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import Verified, sample
 from services.generation.engine.types import EngineRequest, Verifier
@@ -20,8 +20,11 @@ CACHED = CachedRollout(np.array([3, 5, 7, 9]), np.full(4, -50.0), 1.0)
 def _verify(logits: torch.Tensor, temperature: float = 1.0) -> Verified:
     """Sample 0 follows the cached rollout with three drafts of it, sample 1 is a plain one."""
     rows = Rows(np.array([0, 4, 5]), np.array([0, 0]), np.array([3, 5, 7]))
-    noise = [SampleNoise(seed=1, verifier=Verifier.LENIENT), SampleNoise(seed=2)]
-    return sample(logits, rows, DrawSettings(np.full(2, temperature, np.float32)), noise, {0: CACHED})
+    samples = [
+        SampleSettings(seed=1, temperature=temperature, verifier=Verifier.LENIENT),
+        SampleSettings(seed=2, temperature=temperature),
+    ]
+    return sample(logits, rows, BatchSettings.of(samples), {0: CACHED})
 
 
 def test_a_row_that_cannot_be_sampled_ends_its_sample_behind_what_was_taken_over() -> None:

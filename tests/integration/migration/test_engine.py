@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from services.contracts.sampling import Sampling
-from services.generation.engine.kv_types import Exported, KvSpace, Reserved
-from services.generation.engine.types import EngineOptions, EngineRequest
+from services.generation.engine.types import EngineOptions, EngineRequest, Exported, KvSpace, Reserved
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.kv_transfer.transfers import KvPart
 from tests.support.byte_tokenizer import byte_tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from services.contracts.knobs import Knobs
 from services.generation.drafters.draft_model import AcceptanceCounts, DraftModelDrafter
-from services.generation.engine.types import Drafted, EngineSampleState, ModelProposal
+from services.generation.engine.types import DraftResult, EngineSampleState, ModelProposal
 from services.generation.speculation.drafter import Proposal, Proposals
 from services.generation.speculation.planner import KnobDrivenPlanner
 from tests.support.proposals import proposal_of
@@ -45,7 +45,7 @@ class FakeDraftModel:
     def stale(self, slices: int) -> None:
         self.ready, self.building, self.slices = False, True, slices
 
-    def propose(self, lengths: Mapping[str, int]) -> Drafted:
+    def propose(self, lengths: Mapping[str, int]) -> DraftResult:
         assert self.ready
         self.requests.append(dict(lengths))
         made = {
@@ -54,7 +54,7 @@ class FakeDraftModel:
             )
             for key, count in lengths.items()
         }
-        return Drafted(made, self.caught_up)
+        return DraftResult(made, self.caught_up)
 
 
 class Terms(KnobDrivenPlanner):

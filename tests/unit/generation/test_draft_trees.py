@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler.reference import coupled_argmax_reference
-from services.generation.engine.sampling.inputs import NOISE_KEY, DrawSettings, SampleNoise
+from services.generation.engine.sampling.inputs import SETTINGS_KEY, BatchSettings, SampleSettings
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.trees.attention import BranchLayout
 from services.generation.engine.trees.cpu_attention import plan_of, runs_of
@@ -126,8 +126,12 @@ def test_a_step_emits_what_plain_sampling_draws_along_each_tree(
     verified = sample_trees(
         torch.from_numpy(logits),
         segments_of(rows, branched),
-        DrawSettings(temperatures),
-        [SampleNoise(each) for each in seeds],
+        BatchSettings.of(
+            [
+                SampleSettings(each, temperature=float(heat))
+                for each, heat in zip(seeds, temperatures, strict=True)
+            ]
+        ),
         {},
     )
     assert verified.rows is not None
@@ -185,11 +189,11 @@ def test_samples_whose_tokens_depend_on_more_than_their_path_are_refused() -> No
         "verifier": Verifier.COUPLED, "json_schema": "", "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
     }  # fmt: skip
-    assert sample_refusal({NOISE_KEY: plain}) is None
+    assert sample_refusal({SETTINGS_KEY: plain}) is None
     for changed in (
         {"verifier": Verifier.REJECTION}, {"verifier": Verifier.LENIENT}, {"json_schema": "{}"},
         {"presence_penalty": 0.5}, {"frequency_penalty": -0.5}, {"repetition_penalty": 1.1},
     ):  # fmt: skip
-        assert sample_refusal({NOISE_KEY: plain | changed})
-    assert sample_refusal({NOISE_KEY: plain, "paceline_cached": object()})
-    assert sample_refusal({NOISE_KEY: plain, "paceline_recorded": object()})
+        assert sample_refusal({SETTINGS_KEY: plain | changed})
+    assert sample_refusal({SETTINGS_KEY: plain, "paceline_cached": object()})
+    assert sample_refusal({SETTINGS_KEY: plain, "paceline_recorded": object()})

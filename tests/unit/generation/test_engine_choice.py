@@ -12,8 +12,8 @@ from services.generation.config import GenerationConfig
 from services.generation.engine.environment import (
     RUNNER_VARIABLE,
     check_runner,
-    refusal,
     runner_of,
+    runner_refusal,
     set_variables,
 )
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
@@ -41,9 +41,9 @@ def test_an_instance_on_v2_verifies_no_draft_by_its_record() -> None:
     "options", [{"quantized": W4Options()}, {"eagle3": Eagle3Options("/models/head")}, {"coupled": False}]
 )
 def test_an_engine_says_why_it_is_not_on_v2(options: dict[str, Any]) -> None:
-    assert refusal(EngineOptions("m", engine="v2", **options)).startswith("engine v2: ")
-    assert not refusal(EngineOptions("m", engine="v1", **options))
-    assert not refusal(EngineOptions("m", engine="v2"))
+    assert runner_refusal(EngineOptions("m", engine="v2", **options)).startswith("engine v2: ")
+    assert not runner_refusal(EngineOptions("m", engine="v1", **options))
+    assert not runner_refusal(EngineOptions("m", engine="v2"))
 
 
 def test_steps_are_counted_ahead_on_v2_only() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernels.coupled_sampler.noise import Purpose, uniform
 from kernels.coupled_sampler.sample import sample
-from services.generation.engine.sampling.inputs import CachedRollout, SampleNoise
+from services.generation.engine.sampling.inputs import BatchSettings, CachedRollout, SampleSettings
 from services.generation.engine.sampling.outputs import pack, pack_rows, unpack
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import proposals_of
@@ -84,7 +84,7 @@ def _one_by_one(sample: Sample) -> int:
 def _take_over(samples: list[Sample]) -> list[int]:
     rows = _rows(samples)
     followed = {i: s.rollout for i, s in enumerate(samples) if s.rollout is not None}
-    noise = [SampleNoise(seed=s.seed, verifier=Verifier.LENIENT) for s in samples]
+    batch = BatchSettings.of([SampleSettings(seed=s.seed, verifier=Verifier.LENIENT) for s in samples])
     found = sample(
         torch.from_numpy(np.concatenate([s.logprobs for s in samples])),
         torch.from_numpy(np.array([s.seed for s in samples], np.uint64).view(np.int64)),
@@ -92,7 +92,7 @@ def _take_over(samples: list[Sample]) -> list[int]:
         torch.tensor([s.temperature for s in samples]),
         torch.from_numpy(rows.drafts),
         torch.from_numpy(rows.cu),
-        proposals=proposals_of(rows, noise, followed),
+        proposals=proposals_of(rows, batch, followed),
     )
     reused: list[int] = found.reused.tolist()
     return reused

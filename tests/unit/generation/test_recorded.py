@@ -14,10 +14,11 @@ from kernels.coupled_sampler.noise import Purpose, uniform
 from kernels.coupled_sampler.sample import sample
 from services.generation.engine.sampling.inputs import (
     CONTEXT,
+    BatchSettings,
     DraftsOfRow,
     RecordedDrafts,
     RecordedTokens,
-    SampleNoise,
+    SampleSettings,
 )
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import proposals_of
@@ -72,9 +73,12 @@ def _verify(
     logits = torch.full((2 * COUNT, 3), math.log((1 - now) / 2))
     logits[:, 0] = math.log(now)
     rows = Rows(2 * np.arange(COUNT + 1), np.zeros(COUNT, np.int64), np.zeros(COUNT, np.int64))
-    noise = [
-        SampleNoise(seed, verifier=Verifier.REJECTION, processed_logprobs=not raw) for seed in range(COUNT)
-    ]
+    batch = BatchSettings.of(
+        [
+            SampleSettings(seed, verifier=Verifier.REJECTION, processed_logprobs=not raw)
+            for seed in range(COUNT)
+        ]
+    )
     row = DraftsOfRow(RecordedDrafts(known, lenience), np.array(PROMPT))
     found = sample(
         logits,
@@ -83,7 +87,7 @@ def _verify(
         torch.full((COUNT,), temperature),
         torch.from_numpy(rows.drafts),
         torch.from_numpy(rows.cu),
-        proposals=proposals_of(rows, noise, {}, dict.fromkeys(range(COUNT), row)),
+        proposals=proposals_of(rows, batch, {}, dict.fromkeys(range(COUNT), row)),
     )
     tokens, counts = found.tokens.numpy()[rows.cu[:-1]], found.counts.numpy()
     # A token that is not accepted is not drawn again.

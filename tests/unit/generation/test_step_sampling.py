@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.generation.engine.runner import CoupledRunnerMixin
 from services.generation.engine.sampling import sampler
 from services.generation.engine.sampling.constraints import History, TokenCounts, penalise
-from services.generation.engine.sampling.inputs import DrawSettings, SampleNoise
+from services.generation.engine.sampling.inputs import BatchSettings, SampleSettings
 from services.generation.engine.sampling.outputs import unpack
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.v2 import row_sampler
-from services.generation.engine.v2.row_sampler import BatchSettings, DeviceRows
+from services.generation.engine.v2.row_sampler import DeviceRows
 
 VOCAB = 512
 CPU = torch.device("cpu")
@@ -47,8 +47,8 @@ class Step:
         rng = np.random.default_rng(seed)
         n = len(drafted)
         self.cu = np.concatenate(([0], np.cumsum(np.array(drafted) + 1)))
-        self.noise = [
-            SampleNoise(
+        self.samples = [
+            SampleSettings(
                 seed=int(rng.integers(2**63)),
                 temperature=temperature[i],
                 top_k=5 if i % 2 else 0,
@@ -59,7 +59,7 @@ class Step:
         ]
         self.positions = rng.integers(0, 60, n)
         self.logits = torch.from_numpy(rng.normal(0, 2, (int(self.cu[-1]), VOCAB))).to(torch.bfloat16)
-        self.settings = DrawSettings.of(self.noise)
+        self.batch = BatchSettings.of(self.samples)
         # Half of the drafts are what a sample without any would pick.
         best = self.logits.float().argmax(1).numpy()
         own = np.concatenate([best[a : b - 1] for a, b in zip(self.cu, self.cu[1:], strict=False)])
@@ -71,25 +71,25 @@ class Step:
             History(str(i), np.array([4, 4, 9]), np.full(int(self.positions[i]), 5))
             if item.penalised
             else None
-            for i, item in enumerate(self.noise)
+            for i, item in enumerate(self.samples)
         ]
         return self.counts.histories(told)
 
     def on_v1(self) -> sampler.Verified:
         rows = Rows(self.cu, self.positions, self.drafts)
-        return sampler.sample(self.logits, rows, self.settings, self.noise, {}, histories=self.histories())
+        return sampler.sample(self.logits, rows, self.batch, {}, histories=self.histories())
 
     def on_v2(self) -> row_sampler.SampledRows:
         inputs = np.zeros(int(self.cu[-1]), np.int64)
         offsets = np.concatenate([np.arange(b - a) for a, b in zip(self.cu, self.cu[1:], strict=False)])
         inputs[offsets > 0] = self.drafts
         rows = DeviceRows(self.cu, torch.from_numpy(self.positions), torch.from_numpy(inputs))
-        return row_sampler.sample_rows(self.logits, rows, BatchSettings.of(self.noise), self._penalise)
+        return row_sampler.sample_rows(self.logits, rows, self.batch, self._penalise)
 
     def _penalise(self, scores: torch.Tensor) -> None:
         rows = Rows(self.cu, self.positions, self.drafts)
-        index = np.flatnonzero([self.noise[i].penalised for i in rows.samples])
-        changed = penalise(scores[torch.from_numpy(index)], index, rows, self.noise, self.histories())
+        index = np.flatnonzero([self.samples[i].penalised for i in rows.samples])
+        changed = penalise(scores[torch.from_numpy(index)], index, rows, self.samples, self.histories())
         scores[torch.from_numpy(index)] = changed
 
 
@@ -119,7 +119,7 @@ def test_both_engines_sample_alike(step: Step) -> None:
         assert told.logprobs[own, 0].numpy() == pytest.approx(expected.logprobs[own], abs=2e-5)
         drafted = int(np.diff(step.cu)[i]) - 1
         assert unpack(told.selected_token_ranks[own].numpy()) == (drafted, count - 1, 0)
-        asked = step.noise[i].top_logprobs or int(step.noise[i].near_ties)
+        asked = step.samples[i].top_logprobs or int(step.samples[i].near_ties)
         assert (
             told.logprob_token_ids[own, 1 : 1 + asked].tolist() == expected.top_tokens[own, :asked].tolist()
         )
@@ -136,10 +136,11 @@ def test_what_is_sampled_and_told_is_of_the_temperature_asked(heat: float) -> No
     scaled = logits[0].double().numpy() / float(np.float32(heat))
     expected = scaled - np.logaddexp.reduce(scaled)
     noise = [
-        SampleNoise(seed, temperature=heat, processed_logprobs=True, top_logprobs=2) for seed in range(count)
+        SampleSettings(seed, temperature=heat, processed_logprobs=True, top_logprobs=2)
+        for seed in range(count)
     ]
     rows = Rows(np.arange(count + 1), np.zeros(count, np.int64), np.empty(0, np.int64))
-    found = sampler.sample(logits, rows, DrawSettings.of(noise), noise, {})
+    found = sampler.sample(logits, rows, BatchSettings.of(noise), {})
     share = np.bincount(found.tokens, minlength=5) / count
     assert share == pytest.approx(np.exp(expected), abs=0.04)
     # logits / T is rounded to 24 bits.
@@ -164,18 +165,18 @@ def test_what_is_sampled_and_told_is_of_the_temperature_asked(heat: float) -> No
 def test_masks_and_penalties_at_their_edges_leave_what_they_say(edge: dict[str, Any], kept: int) -> None:
     count = 16
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, 8, (count, VOCAB))).float()
-    noise = [SampleNoise(seed, processed_logprobs=True, top_logprobs=20, **edge) for seed in range(count)]
+    noise = [SampleSettings(seed, processed_logprobs=True, top_logprobs=20, **edge) for seed in range(count)]
     rows = Rows(np.arange(count + 1), np.zeros(count, np.int64), np.empty(0, np.int64))
     told = [History(str(i), np.array([4, 4, 9]), np.array([5])) for i in range(count)]
     histories = TokenCounts(VOCAB, CPU).histories([each if noise[0].penalised else None for each in told])
-    found = sampler.sample(logits, rows, DrawSettings.of(noise), noise, {}, histories=histories)
+    found = sampler.sample(logits, rows, BatchSettings.of(noise), {}, histories=histories)
     assert np.isfinite(found.logprobs).all()
     assert np.isfinite(found.top_logprobs).sum(1).tolist() == [min(kept, 20)] * count
     if kept == 1:
         assert found.tokens.tolist() == logits.argmax(1).tolist()
     elif "repetition_penalty" not in edge:
-        plain = [SampleNoise(seed) for seed in range(count)]
-        expected = sampler.sample(logits, rows, DrawSettings.of(plain), plain, {})
+        plain = [SampleSettings(seed) for seed in range(count)]
+        expected = sampler.sample(logits, rows, BatchSettings.of(plain), {})
         assert found.tokens.tolist() == expected.tokens.tolist()
 
 
@@ -257,16 +258,20 @@ def test_v1_lays_a_step_out_from_host_memory() -> None:
         sampling_metadata=Unread(),
     )
     asked = zip("abc", (1.0, 0.0, 0.6), (1.0, 1.0, 0.9), strict=True)
-    runner._noise = {
-        name: SampleNoise(seed=i, temperature=heat, top_p=top_p)
+    runner._settings = {
+        name: SampleSettings(seed=i, temperature=heat, top_p=top_p)
         for i, (name, heat, top_p) in enumerate(asked)
     }
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (6, VOCAB))).float()
     runner._drafts = {"b": [int(logits[1].argmax()), int(logits[2].argmax()), 1]}
     output = runner._sample(logits, Unread())
-    settings = DrawSettings(np.array([1, 0, 0.6], np.float32), None, np.array([1, 1, 0.9], np.float32))
+    settings = BatchSettings.of(list(runner._settings.values()))
+    assert settings.temperature.tolist() == np.array([1, 0, 0.6], np.float32).tolist()
+    assert settings.top_k is None
+    assert settings.top_p is not None
+    assert settings.top_p.tolist() == np.array([1, 1, 0.9], np.float32).tolist()
     rows = Rows(np.array([0, 1, 5, 6]), np.array([0, 3, 5]), np.array(runner._drafts["b"]))
-    expected = sampler.sample(logits, rows, settings, list(runner._noise.values()), {})
+    expected = sampler.sample(logits, rows, settings, {})
     assert output.sampled_token_ids[1].tolist() == [*expected.tokens[1:4].tolist(), -1]
     assert output.sampled_token_ids[[0, 2], 0].tolist() == expected.tokens[[0, 5]].tolist()
     # Where vLLM reads them, without another copy.

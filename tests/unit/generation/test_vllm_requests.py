@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from services.contracts.errors import InvalidArgument
 from services.contracts.sampling import MOST_TOP_LOGPROBS, RANGES, ModelLimits, Sampling, check_sampling
-from services.generation.engine.sampling.inputs import NOISE_KEY, DrawSettings, SampleNoise
+from services.generation.engine.sampling.inputs import SETTINGS_KEY, BatchSettings, SampleSettings
 from services.generation.engine.text import StopStrings
 from services.generation.engine.types import EngineRequest
-from services.generation.engine.v2.row_sampler import BatchSettings, noise_of
+from services.generation.engine.v2.row_sampler import settings_of
 from services.generation.engine.vllm_requests import WRONG_VALUES, PrefixHits, VllmRequests, refused
 
 VOCAB, LENGTH, END = 64, 40, 63
@@ -60,15 +60,15 @@ def check(sampling: Sampling) -> None:
     built = requests().request(EngineRequest("s", PROMPT, (), sampling, SEED))
     params = built.sampling_params
     assert params is not None
-    noise = SampleNoise(**params.extra_args[NOISE_KEY])  # type: ignore[index]
-    assert noise == noise_of(params)
-    assert {name: getattr(noise, name) for name in AS_ASKED} == {
+    settings = SampleSettings(**params.extra_args[SETTINGS_KEY])  # type: ignore[index]
+    assert settings == settings_of(params)
+    assert {name: getattr(settings, name) for name in AS_ASKED} == {
         name: getattr(sampling, name) for name in AS_ASKED
     }
-    assert (noise.seed, noise.allowed) == (SEED, sampling.allowed_token_ids)
+    assert (settings.seed, settings.allowed) == (SEED, sampling.allowed_token_ids)
     stops = sampling.stops(LIMITS)
     assert set(params.stop_token_ids or ()) == stops
-    assert set(noise.forbidden) == (stops if sampling.min_tokens else set())
+    assert set(settings.forbidden) == (stops if sampling.min_tokens else set())
     room = LENGTH - len(PROMPT)
     assert params.max_tokens == min(room, sampling.max_tokens or room)
     # vLLM applies nothing of its own, and the samplers of both engines read ours.
@@ -76,14 +76,12 @@ def check(sampling: Sampling) -> None:
     assert neutral == (1, 1, 0, 0, 0)
     for penalty in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         assert getattr(params, penalty) == getattr(sampling, penalty)
-    one, two = DrawSettings.of([noise]), BatchSettings.of([noise])
-    assert one.temperature[0] == two.temperature[0] == single(sampling.temperature)
-    for found in (one, two):
-        top_k, top_p = found.top_k, found.top_p  # type: ignore[attr-defined]
-        assert (0 if top_k is None else top_k[0]) == sampling.top_k
-        assert (1 if top_p is None else top_p[0]) == single(sampling.top_p)
-    assert (0 if two.min_p is None else two.min_p[0]) == single(sampling.min_p)
-    assert two.seeds.numpy().view(np.uint64)[0] == SEED
+    batch = BatchSettings.of([settings])
+    assert batch.temperature[0] == single(sampling.temperature)
+    assert (0 if batch.top_k is None else batch.top_k[0]) == sampling.top_k
+    assert (1 if batch.top_p is None else batch.top_p[0]) == single(sampling.top_p)
+    assert (0 if batch.min_p is None else batch.min_p[0]) == single(sampling.min_p)
+    assert batch.seeds.view(np.uint64)[0] == SEED
 
 
 def test_every_parameter_is_compared() -> None:

@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.engine.attention_backend import LONGEST_SHORT_QUERY, LayerTraits, is_short, refusal
+from services.generation.engine.attention_backend import (
+    LONGEST_SHORT_QUERY,
+    LayerTraits,
+    is_short,
+    layer_refusal,
+)
 
 PLAIN = LayerTraits(head_size=128, heads=16, kv_heads=8)
 
@@ -22,7 +27,9 @@ PLAIN = LayerTraits(head_size=128, heads=16, kv_heads=8)
 def test_heads_of_64_to_256_in_any_groups_with_or_without_a_window_are_ours(
     size, kv_heads, group, window, kv_dtype
 ):
-    assert refusal(LayerTraits(size, kv_heads * group, kv_heads, kv_dtype=kv_dtype, window=window)) is None
+    assert (
+        layer_refusal(LayerTraits(size, kv_heads * group, kv_heads, kv_dtype=kv_dtype, window=window)) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +52,7 @@ def test_heads_of_64_to_256_in_any_groups_with_or_without_a_window_are_ours(
     ],
 )
 def test_what_the_kernel_does_not_do_is_vllms_and_the_reason_says_so(change, reason):
-    assert reason in refusal(replace(PLAIN, **change))
+    assert reason in layer_refusal(replace(PLAIN, **change))
 
 
 @given(longest=st.integers(0, 200))

@@ -10,7 +10,7 @@ from kernels import backend
 from kernels.backend import Backend, BackendUnavailable
 from services.generation.engine.kernel_choice import use_kernels
 from services.generation.engine.sampling.constraints import History, TokenCounts
-from services.generation.engine.sampling.inputs import CachedRollout, DrawSettings, SampleNoise
+from services.generation.engine.sampling.inputs import BatchSettings, CachedRollout, SampleSettings
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.sampling.sampler import sample
 from services.generation.engine.types import Verifier
@@ -26,17 +26,17 @@ def switch(monkeypatch):
 
 
 def verified(logits, noise, rows=ROWS, which=(0, 1, 2), followed=None, **masks):
-    part = {
-        name: None if (mask := masks.get(name)) is None else np.array(mask, dtype)[list(which)]
-        for name, dtype in (("top_k", np.int32), ("top_p", np.float32))
-    }
-    settings = DrawSettings(np.array([1.0, 0.0, 0.7], np.float32)[list(which)], **part)
+    own = [{name: values[i] for name, values in masks.items()} for i in which]
+    settings = [
+        replace(item, temperature=(1.0, 0.0, 0.7)[i], **each)
+        for item, i, each in zip(noise, which, own, strict=True)
+    ]
     counts = TokenCounts(VOCAB, torch.device("cpu"))
     told = [
         History(str(i), np.array(TEXTS[i][0]), np.array(TEXTS[i][1])) if item.penalised else None
         for i, item in zip(which, noise, strict=True)
     ]
-    return sample(logits, rows, settings, noise, followed or {}, histories=counts.histories(told))
+    return sample(logits, rows, BatchSettings.of(settings), followed or {}, histories=counts.histories(told))
 
 
 def alone(logits, noise, i, **masks):
@@ -63,7 +63,7 @@ def test_companions_change_nothing(asks, masks, ties):
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (6, VOCAB))).float()
     logits = logits.round() if ties else logits
     before = logits.clone()
-    plain = [SampleNoise(seed=seed) for seed in (3, 2**64 - 1, 5)]
+    plain = [SampleSettings(seed=seed) for seed in (3, 2**64 - 1, 5)]
     for one in range(3):
         noise = [replace(item, **asks) if i == one else item for i, item in enumerate(plain)]
         found = verified(logits, noise, **masks)
@@ -78,7 +78,7 @@ def test_companions_change_nothing(asks, masks, ties):
 
 def test_a_sample_that_follows_a_rollout_changes_nothing_for_others():
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (6, VOCAB))).float()
-    noise = [SampleNoise(seed=seed) for seed in (3, 2**64 - 1, 5)]
+    noise = [SampleSettings(seed=seed) for seed in (3, 2**64 - 1, 5)]
     rollout = CachedRollout(np.arange(200) % VOCAB, np.full(200, -50.0), 1.0)
     expected, found = verified(logits, noise), verified(logits, noise, followed={0: rollout})
     assert found.reused.tolist() == [1, 0, 0]
@@ -90,8 +90,8 @@ def test_a_sample_that_follows_a_rollout_changes_nothing_for_others():
 def test_penalties_are_those_of_the_tokens_before_each_row():
     """Of a sample with drafts, against each row by itself; counts grow with the response, and are forgotten."""
     logits = torch.from_numpy(np.random.default_rng(2).normal(0, 1, (3, VOCAB))).float()
-    noise = [SampleNoise(seed=3, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3)]
-    settings = DrawSettings(np.zeros(1, np.float32))
+    penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    settings = SampleSettings(3, temperature=0.0, processed_logprobs=True, top_logprobs=VOCAB, **penalties)
     prompt, response = np.array([8, 9, 9]), np.array([5, 5, 6])
     best = logits.argmax(dim=1)
     expected = []
@@ -107,8 +107,7 @@ def test_penalties_are_those_of_the_tokens_before_each_row():
     for _ in range(2):
         histories = counts.histories([History("a", prompt, response)])
         rows = Rows(np.array([0, 3]), np.array([3]), best[:2].numpy())
-        asked = [replace(noise[0], processed_logprobs=True, top_logprobs=VOCAB)]
-        found = sample(logits, rows, settings, asked, {}, histories=histories)
+        found = sample(logits, rows, BatchSettings.of([settings]), {}, histories=histories)
         for j in range(int(found.counts[0])):
             ordered = np.argsort(found.top_tokens[j])
             log_softmax = expected[j] - np.log(np.exp(expected[j]).sum())
@@ -135,7 +134,7 @@ def test_a_slot_that_is_taken_again_begins_anew():
 def test_a_row_that_cannot_be_sampled_is_marked():
     logits = torch.zeros(6, VOCAB)
     logits[0] = torch.nan
-    found = verified(logits, [SampleNoise(seed=i) for i in range(3)])
+    found = verified(logits, [SampleSettings(seed=i) for i in range(3)])
     assert found.counts[0] == 1
     assert np.isnan(found.logprobs[0])
 

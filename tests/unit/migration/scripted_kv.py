@@ -26,8 +26,15 @@ from services.contracts.errors import Unavailable
 from services.contracts.sampling import ModelLimits
 from services.generation.config import GenerationConfig
 from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.engine.kv_types import Exported, KvSpace, Reserved
-from services.generation.engine.types import EngineLoad, EngineRequest, EngineSampleState, SampleStep
+from services.generation.engine.types import (
+    EngineLoad,
+    EngineRequest,
+    EngineSampleState,
+    Exported,
+    KvSpace,
+    Reserved,
+    SampleStep,
+)
 from services.generation.kv_transfer.block_store import Geometry
 from services.generation.kv_transfer.port import KvPort, KvWorkerMixin
 from services.generation.kv_transfer.reason import NotMoved, Reason

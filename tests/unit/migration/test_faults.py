@@ -10,7 +10,7 @@ import pytest
 from paceline.internal.v1 import migration_pb2
 from paceline.times import duration, seconds_of
 from services.contracts.errors import FailedPrecondition
-from services.generation.engine.kv_types import Exported
+from services.generation.engine.types import Exported
 from tests.support.moving import Movers, outcome, reason
 from tests.support.relay import Relay, Trouble, relaying
 from tests.unit.migration.conftest import WAIT, asked, check, hurry

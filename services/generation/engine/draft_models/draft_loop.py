@@ -1,8 +1,8 @@
-"""Draft with a model for the running samples: select them, run its forward passes, and draw with their noise.
+"""Draft with a model for the running samples: select them, run forward passes, and draw with their noise.
 
-A forward pass runs between two steps, on the block tables of the engine's samples. It writes the KV of what it
-reads behind the target's, into slots that the scheduler has allocated ahead. That KV is provisional: the target's
-next step overwrites it before anything reads it.
+A forward pass runs between two steps, on the block tables of the engine's samples. It writes the KV of its tokens
+after the target's, into slots that the scheduler has allocated ahead. That KV is provisional: the target's next
+step overwrites it before anything reads it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from services.generation.engine.sampling.inputs import DrawSettings, SampleNoise
+from services.generation.engine.sampling.inputs import BatchSettings, SampleSettings
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import sample
-from services.generation.engine.types import Ask, ModelProposal, Verifier
+from services.generation.engine.types import DraftRequest, ModelProposal, Verifier
 
 
 class DraftPass:
-    """Rows of a pass: `counts[i]` consecutive ones of sample i, from position `starts[i]`.
+    """Rows of a forward pass: `counts[i]` consecutive rows of sample i, from position `starts[i]`.
 
     `positions` and `slots` (in the paged KV): [rows] on the device, sample by sample.
     """
@@ -35,9 +35,9 @@ class DraftPass:
 
         Args:
             runner: vLLM's model runner, between two steps.
-            places: rows of its batch, [m].
-            starts: first positions, [m].
-            counts: rows of each sample, at least 1, [m].
+            places: indices in its batch, [m].
+            starts: first position of each sample, [m].
+            counts: number of rows of each sample, at least 1, [m].
         """
         self._runner = runner
         self._starts, self._counts = starts, counts
@@ -93,90 +93,90 @@ def on(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
 
 
 Forward = Callable[[IntArray, IntArray, int], torch.Tensor]
-"""Logits, [m, V], after the latest token of each live sample, [m], which are the second argument, [m]; in the draft
-step of this number, from 0."""
+"""forward(tokens [m], live [m], step): the logits, [m, V], after the latest token of each live sample; draft steps
+count from 0."""
 
 
 class DraftRows:
-    """Samples of one drafting round. Row i of every array is sample i; `places` are rows of the batch.
+    """Samples of one drafting round. Row i of every array is sample i; `places` are indices in the batch.
 
-    One whose drafts are verified by rejection is left out: its noise is no help to a draft.
+    Samples whose drafts are verified by rejection are left out, because their noise does not predict the target's
+    tokens.
     """
 
-    def __init__(self, runner: Any, asks: Sequence[Ask]) -> None:
+    def __init__(self, runner: Any, requests: Sequence[DraftRequest]) -> None:
         """Select the samples that can be drafted for.
 
         Args:
             runner: vLLM's model runner, between two steps.
-            asks: at least one token per sample. Samples that the runner's batch does not hold as the scheduler
-                sees them, or without a free slot, are left out.
+            requests: requests of at least one token each. Samples without a free slot, or whose length in the
+                runner's batch differs from the scheduler's, are left out.
         """
         batch = runner.input_batch
         self._runner = runner
         table = batch.block_table[0]
-        found: list[tuple[int, Ask, int]] = []
-        for ask in asks:
-            place = batch.req_id_to_index.get(ask.sample_id)
-            if place is None or int(batch.num_tokens_no_spec[place]) != ask.length:
+        found: list[tuple[int, DraftRequest, int]] = []
+        for request in requests:
+            place = batch.req_id_to_index.get(request.sample_id)
+            if place is None or int(batch.num_tokens_no_spec[place]) != request.length:
                 continue
-            if runner._noise_of(ask.sample_id).verifier is Verifier.REJECTION:
+            if runner.settings_of(request.sample_id).verifier is Verifier.REJECTION:
                 continue
-            slots = int(table.num_blocks_per_row[place]) * table.block_size - (ask.length - 1)
-            if min(ask.tokens, slots) > 0:
-                found.append((place, ask, min(ask.tokens, slots)))
-        self.asks = [ask for _, ask, _ in found]
+            slots = int(table.num_blocks_per_row[place]) * table.block_size - (request.length - 1)
+            if min(request.tokens, slots) > 0:
+                found.append((place, request, min(request.tokens, slots)))
+        self.requests = [request for _, request, _ in found]
         self.places: IntArray = np.array([place for place, _, _ in found], np.int64)
         self.limits: IntArray = np.array([limit for _, _, limit in found], np.int64)
         # Position of the sample's latest token, whose KV the target has not computed yet.
-        self.positions: IntArray = np.array([ask.length - 1 for _, ask, _ in found], np.int64)
-        # Of drafted tokens the log-probabilities are asked for with which they were drawn.
-        own: list[SampleNoise] = [runner._noise_of(ask.sample_id) for ask in self.asks]
-        self._noise = [
-            replace(noise, processed_logprobs=True, top_logprobs=0, json_schema="") for noise in own
+        self.positions: IntArray = np.array([request.length - 1 for request in self.requests], np.int64)
+        own: list[SampleSettings] = [runner.settings_of(request.sample_id) for request in self.requests]
+        # Drafted tokens are reported with the log-probabilities with which they were drawn.
+        self._settings = [
+            replace(each, processed_logprobs=True, top_logprobs=0, json_schema="") for each in own
         ]
-        params = [runner.requests[ask.sample_id].sampling_params for ask in self.asks]
+        params = [runner.requests[request.sample_id].sampling_params for request in self.requests]
         self._stops = [frozenset(each.stop_token_ids or ()) for each in params]
 
     def __len__(self) -> int:
-        return len(self.asks)
+        return len(self.requests)
 
     def tokens_at(self, places: IntArray, positions: IntArray) -> IntArray:
-        """Return the tokens of rows of the batch at some positions, [m]."""
+        """Return the tokens at `positions` of the samples at `places` of the batch, [m]."""
         tokens: IntArray = self._runner.input_batch.token_ids_cpu[places, positions].astype(np.int64)
         return tokens
 
     def draft(self, live: IntArray, forward: Forward) -> dict[str, ModelProposal]:
-        """Draft for the `live` samples, one token each per draft step, up to their limits; returned by sample id.
+        """Draft for the `live` samples, one token per draft step, up to their limits; returns proposals by sample.
 
-        A draft ends at a stop token, and where nothing can be drawn: the target finds out for itself.
+        A draft ends at a stop token, or when no token can be drawn; the target then handles that itself.
         """
-        made = [ModelProposal([], []) for _ in self.asks]
+        made = [ModelProposal([], []) for _ in self.requests]
         drafted = [proposal.tokens for proposal in made]
         tokens, first = self.tokens_at(self.places[live], self.positions[live]), self._response_positions()
         step = 0
         while len(live):
             logits = forward(tokens, live, step)
             layout = Rows(np.arange(len(live) + 1), first[live] + step, np.empty(0, np.int64))
-            noise = [self._noise[i] for i in live.tolist()]
-            histories = self._runner.histories_of(
-                self.places[live], noise, [drafted[i] for i in live.tolist()]
-            )
-            verified = sample(logits, layout, DrawSettings.of(noise), noise, {}, histories=histories)
-            goes_on = np.zeros(len(live), bool)
+            batch = BatchSettings.of([self._settings[i] for i in live.tolist()])
+            more = [drafted[i] for i in live.tolist()]
+            histories = self._runner.histories_of(self.places[live], batch.samples, more)
+            verified = sample(logits, layout, batch, {}, histories=histories)
+            continues = np.zeros(len(live), bool)
             for j, (i, token) in enumerate(zip(live.tolist(), verified.tokens.tolist(), strict=True)):
-                # Not finite: the drafter has not this token, or is broken; nothing is told of such a draw.
+                # Not finite: the draft model lacks this token, or is broken, so the draw is discarded.
                 if token < 0 or not np.isfinite(verified.logprobs[j]):
                     continue
                 made[i].tokens.append(token)
                 made[i].logprobs.append(float(verified.logprobs[j]))
-                goes_on[j] = step + 1 < self.limits[i] and token not in self._stops[i]
-            live, tokens = live[goes_on], verified.tokens[goes_on]
+                continues[j] = step + 1 < self.limits[i] and token not in self._stops[i]
+            live, tokens = live[continues], verified.tokens[continues]
             step += 1
-        pairs = zip(self.asks, made, strict=True)
-        return {ask.sample_id: proposal for ask, proposal in pairs if proposal.tokens}
+        pairs = zip(self.requests, made, strict=True)
+        return {request.sample_id: proposal for request, proposal in pairs if proposal.tokens}
 
     def _response_positions(self) -> IntArray:
-        """Return the response position that the first draft token has, [n]."""
+        """Return the response position of the first draft token, [n]."""
         prompts: npt.NDArray[Any] = self._runner.input_batch.num_prompt_tokens[self.places]
         found: IntArray = (self.positions + 1 - prompts).astype(np.int64)
         return found

@@ -1,21 +1,8 @@
-"""EAGLE-3 drafter: a head trained on the target's output, which reads the target's hidden features.
+"""EAGLE-3 draft model: a head trained on the target's output, which reads the target's hidden features.
 
 Row t of the head reads the target's features of token t together with token t + 1, and predicts token t + 2; its
-KV is at slot t of the sample's blocks. The rows that a sample misses are read in one pass before its first draft
-step, from the features that the target left: a row for each token that was accepted since, or all of them where
-the sample was decoded without the drafter so far, was preempted or came from another engine, or where the head
-has changed. Draft steps behind the last token read the head's own hidden states, and their KV is provisional: the
-pass before the next draft overwrites it with the rows of the true tokens. Where samples share the block of a
-prefix, its last row belongs to the sample that came last, which read a token of the block behind. Only a guess
-depends on that.
-
-The target's features are kept in the engine's KV blocks, as if they were the KV of further layers. So vLLM counts
-their memory before it sizes the cache, and they share the fate of the target's KV: found in the prefix cache with
-it, moved to another engine, dropped, and computed again after a preemption. A drafter can therefore begin to
-draft for any sample at any time. Each rank of a tensor-parallel group keeps a share of them.
-
-The head is vLLM's, without vLLM's speculation: it is built from a copy of the engine's configuration with a
-speculative configuration in it, so that its attention layer is one more of the engine's layers.
+KV is at slot t of the sample's blocks. `Features` keeps the target's features, `Eagle3Model` is the head, and
+`Eagle3` drafts with it.
 """
 
 from __future__ import annotations
@@ -44,15 +31,15 @@ from services.contracts.drafter_checkpoint import layers_of, load, unlike_target
 from services.generation.engine.draft_models.draft_loop import DraftPass, DraftRows, on
 from services.generation.engine.draft_models.interface import StaleDrafter, UnsupportedDrafter
 from services.generation.engine.sampling.rows import IntArray
-from services.generation.engine.types import Ask, Drafted, Eagle3Options
+from services.generation.engine.types import DraftRequest, DraftResult, Eagle3Options
 
 
 class _FeatureLayer(AttentionLayerBase):
-    """Layer that vLLM takes for an attention layer, so that it allocates blocks; never run."""
+    """Layer that looks like an attention layer to vLLM, so that vLLM allocates blocks for it; it is never run."""
 
     def __init__(self, like: Any) -> None:
         self._like = like
-        # Of one group with the target's layers, whose metadata is then built once.
+        # In one group with the target's layers, so that metadata is built once for all.
         self.num_heads = like.num_heads
         self.kv_cache = torch.empty(0)
 
@@ -66,21 +53,27 @@ class _FeatureLayer(AttentionLayerBase):
 
 
 class Features:
-    """Features by slot of the paged KV; created before the KV cache."""
+    """Features of the target by slot of the paged KV; created before the KV cache.
+
+    They are kept in the engine's KV blocks, as if they were the KV of further layers. So vLLM counts their memory
+    before it sizes the cache, and they are found in the prefix cache, moved to another engine, dropped, and
+    computed again after a preemption together with the target's KV. The head can therefore begin to draft for any
+    sample at any time. Each rank of a tensor-parallel group keeps a share of them.
+    """
 
     def __init__(self, runner: Any, layers: Sequence[int]) -> None:
         """Declare a layer for features to vLLM.
 
         Args:
             runner: vLLM's model runner, its model loaded.
-            layers: whose hidden states, rising; number i is what transformers has in hidden_states[i].
+            layers: layers whose hidden states are kept, ascending; i stands for transformers' hidden_states[i].
 
         Raises:
-            UnsupportedDrafter: the target does not tell its hidden states, or has several kinds of KV.
+            UnsupportedDrafter: the target cannot return its hidden states, or has several kinds of KV.
         """
         target, config = runner.get_model(), runner.vllm_config
         if not hasattr(target, "set_aux_hidden_state_layers"):
-            raise UnsupportedDrafter(f"{type(target).__name__} does not tell its hidden states")
+            raise UnsupportedDrafter(f"{type(target).__name__} cannot return its hidden states")
         if config.parallel_config.pipeline_parallel_size != 1:
             raise UnsupportedDrafter("the target's layers are on several devices")
         attention = get_layers_from_vllm_config(config, Attention)
@@ -104,15 +97,15 @@ class Features:
         context.update(self._layers)
         self._flat: list[torch.Tensor] = []
         target.set_aux_hidden_state_layers(tuple(layers))
-        # The target then returns them beside its output.
+        # The target then returns them in addition to its output.
         runner.use_aux_hidden_state_outputs = True
 
     def keep(self, states: Sequence[torch.Tensor], count: int) -> None:
-        """Store the features of the target's last forward pass; within its forward context.
+        """Store the features of the target's last forward pass; call it within that pass's forward context.
 
         Args:
-            states: of each layer, [rows, hidden], padded.
-            count: rows that are tokens.
+            states: hidden states of each layer, [rows, hidden], padded.
+            count: number of rows that are tokens.
         """
         slots = get_forward_context().slot_mapping[next(iter(self._layers))][:count]
         whole = torch.cat([state[:count] for state in states], dim=-1)
@@ -129,7 +122,7 @@ class Features:
         return share[:, : self.width]
 
     def _by_slot(self) -> list[torch.Tensor]:
-        """Return the memory of each layer as one row per slot; the rows of a block are contiguous, as its KV is."""
+        """Return the memory of each layer as one row per slot; the rows of a block are contiguous, like its KV."""
         if not self._flat:
             for layer in self._layers.values():
                 cache = layer.kv_cache
@@ -139,18 +132,22 @@ class Features:
 
 
 class Eagle3Model:
-    """EAGLE-3 head: `fc` of features, one layer, `norm` and `lm_head`; the embedding is the target's."""
+    """EAGLE-3 head: `fc` of features, one layer, `norm` and `lm_head`; the embedding is the target's.
+
+    The head is vLLM's, without vLLM's speculation: it is built from a copy of the engine's configuration that has a
+    speculative configuration, so that its attention layer is one more of the engine's layers.
+    """
 
     def __init__(self, runner: Any, options: Eagle3Options) -> None:
         """Load the head.
 
         Args:
             runner: vLLM's model runner, its model loaded and its KV not yet.
-            options: the checkpoint.
+            options: options with the checkpoint.
 
         Raises:
-            CorruptCheckpoint: the checkpoint is none.
-            UnsupportedDrafter: it is not of a drafter for this target, or the target can have none.
+            CorruptCheckpoint: the checkpoint is invalid.
+            UnsupportedDrafter: it is not a drafter for this target, or the target cannot have a drafter.
         """
         config, tensors = load(Path(options.checkpoint))
         if faults := unlike_target(config, _facts(runner)):
@@ -171,14 +168,14 @@ class Eagle3Model:
         with set_current_vllm_config(self._config), set_model_tag("eagle3"):
             self._model: Any = get_model(vllm_config=self._config, model_config=spec.draft_model_config)
         self._require_kv_of_target(before)
-        # One layer, called with another number of rows each time: compiled graphs would not be worth theirs.
+        # A single layer that is called with varying numbers of rows: compiled graphs would not pay for themselves.
         self._model.model.do_not_compile = True
         inner = self._model.model
         _lend(inner, "embed_tokens", runner.get_model().model.embed_tokens)
-        # vLLM has one for all layers that rotate alike.
+        # vLLM shares one rotary embedding among all layers with the same parameters.
         attention = inner.layers[0].self_attn
         _lend(attention, "rotary_emb", attention.rotary_emb)
-        # As it is loaded: a CPU's kernels pack weights, and then no parameter has them.
+        # Counted from the checkpoint: kernels for CPU pack weights, and then no parameter has them.
         self.nbytes = sum(
             each.numel() * (runner.dtype.itemsize if each.is_floating_point() else each.element_size())
             for name, each in tensors.items()
@@ -193,18 +190,18 @@ class Eagle3Model:
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a pass within its forward context; returns the inputs of logits and of the next step.
+        """Run a pass within its forward context; returns the inputs of the logits and of the next step.
 
         Args:
-            tokens: each the one behind its position.
-            positions: of the hidden states.
-            hidden: from `combine`, or of an earlier step; all [rows].
+            tokens: token after each position, [rows].
+            positions: positions of the hidden states, [rows].
+            hidden: hidden states from `combine` or from an earlier step, [rows, hidden].
         """
         found: tuple[torch.Tensor, torch.Tensor] = self._model(tokens, positions, hidden)
         return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits over the whole vocabulary, -inf for tokens that the head lacks; [rows, V]."""
+        """Return logits over the whole vocabulary, [rows, V], -inf for tokens that the head lacks."""
         found: torch.Tensor = self._model.compute_logits(hidden)
         return found
 
@@ -222,7 +219,7 @@ class Eagle3Model:
 
 
 def _lend(module: torch.nn.Module, name: str, part: torch.nn.Module) -> None:
-    """Let a module use another one that is no part of it: loading its weights spares the target's."""
+    """Let a module use another one that is not a submodule, so that loading its weights skips the target's."""
     delattr(module, name)
     object.__setattr__(module, name, part)
 
@@ -242,13 +239,13 @@ def _facts(runner: Any) -> dict[str, int]:
 def allot(missing: IntArray, budget: int) -> IntArray:
     """Return how many missing tokens of each sample are computed before this step, [n].
 
-    Those that miss least come first, so that samples that are drafted for already are not held up by others; the
-    last one that anything is left for gets a part. That bounds what a step waits for when a whole batch enters
-    speculation at once (ReSpec, section 5.2): samples that have caught up draft, the others in later steps.
+    Samples that miss the fewest come first, so that others do not delay samples that are drafted for already; the
+    last one within the budget may get a part. This bounds the delay of a step when a whole batch enters speculation
+    at once (ReSpec, section 5.2): samples that have caught up draft now, the others in later steps.
 
     Args:
-        missing: tokens of each sample, [n], not negative.
-        budget: most tokens in all.
+        missing: missing tokens of each sample, [n], not negative.
+        budget: most tokens in total.
     """
     order = np.argsort(missing, kind="stable")
     before = np.cumsum(missing[order]) - missing[order]
@@ -258,17 +255,25 @@ def allot(missing: IntArray, budget: int) -> IntArray:
 
 
 class _Read(NamedTuple):
-    """Number of a sample's first rows that are in its KV, and its preemptions at that time."""
+    """Number of a sample's rows, from the first, that are in its KV, and its preemptions at that time."""
 
     rows: int
     preemptions: int
 
 
 class Eagle3:
-    """Head of a runner's model, and its draft loop. A `ModelDrafter`."""
+    """EAGLE-3 head of a runner's model, with its draft loop. A `DraftModel`.
+
+    The rows that a sample misses are read in one pass before its first draft step, from the stored features: a row
+    for each token that was accepted since, or all of them if the sample was decoded without the head so far, was
+    preempted, came from another engine, or if the head has changed. Draft steps after the last token read the
+    head's own hidden states, and their KV is provisional: the pass before the next draft overwrites it with the
+    rows of the true tokens. If samples share the block of a prefix, its last row belongs to the sample that wrote
+    it last, which read a token of its next block. Only a guess depends on that.
+    """
 
     def __init__(self, runner: Any, options: Eagle3Options) -> None:
-        """Load the head. Raises what `Eagle3Model` raises."""
+        """Load the head; raises the errors of `Eagle3Model`."""
         self._runner = runner
         self._model = Eagle3Model(runner, options)
         self._budget = min(options.catch_up_tokens, runner.max_num_tokens)
@@ -282,16 +287,16 @@ class Eagle3:
         return self._model.nbytes
 
     def forget(self) -> None:
-        """Forget which rows are in the KV: the target's weights, and all KV, are about to change."""
+        """Forget which rows are in the KV, because the target's weights and all KV are about to change."""
         self._version = None
         self._read.clear()
 
     def drop(self) -> None:
-        """Do as `forget`: the weights of the head sleep with the target's."""
+        """Do the same as `forget`: the weights of the head sleep with the target's."""
         self.forget()
 
     def begin(self, version: int) -> None:
-        """Note the version: the head drafts for any weights of the target."""
+        """Record the version; the head drafts for any weights of the target."""
         self._version = version
 
     def build(self, seconds: float) -> bool:
@@ -304,39 +309,39 @@ class Eagle3:
         self._model.swap(tensors)
 
     @torch.inference_mode()
-    def propose(self, version: int, asks: Sequence[Ask]) -> Drafted:
+    def propose(self, version: int, requests: Sequence[DraftRequest]) -> DraftResult:
         """Draft tokens by sample; none for a sample whose rows are not all in the KV yet.
 
         Raises:
-            StaleDrafter: these weights are not the target's.
+            StaleDrafter: `version` is not the version of the target's weights.
         """
         if self._version != version:
             raise StaleDrafter(f"the head drafts for weights {self._version}, not for {version}")
         self._forget_ended()
-        rows = DraftRows(self._runner, [ask for ask in asks if ask.length > 1])
+        rows = DraftRows(self._runner, [request for request in requests if request.length > 1])
         if not len(rows):
-            return Drafted({})
-        # At least the last row, which says what comes next.
-        starts = np.minimum(self._rows_read(rows.asks), rows.positions - 1)
+            return DraftResult({})
+        # At least the last row is read, because it predicts the next token.
+        starts = np.minimum(self._rows_read(rows.requests), rows.positions - 1)
         missing = rows.positions - starts
         counts = allot(missing, self._budget)
-        # Samples with one row come first, as the kernels of some backends want it.
+        # Samples with one row come first, as the kernels of some backends require.
         reading = np.flatnonzero(counts)
         reading = reading[np.argsort(counts[reading], kind="stable")]
         place = np.empty(len(rows), np.int64)
         place[reading] = np.arange(len(reading))
         live = np.flatnonzero(counts == missing)
-        states, says = self._catch_up(rows, reading, starts[reading], counts[reading])
+        states, first = self._catch_up(rows, reading, starts[reading], counts[reading])
         for i in reading.tolist():
-            ask = rows.asks[i]
-            self._read[ask.sample_id] = _Read(int(starts[i] + counts[i]), ask.preemptions)
-        # By sample, what the coming draft step reads.
+            request = rows.requests[i]
+            self._read[request.sample_id] = _Read(int(starts[i] + counts[i]), request.preemptions)
+        # Input of the next draft step, by sample.
         hidden = torch.zeros(len(rows), states.shape[1], dtype=states.dtype, device=states.device)
         hidden[on(reading, states.device)] = states
 
         def forward(tokens: IntArray, live: IntArray, step: int) -> torch.Tensor:
             if step == 0:
-                return self._model.logits(says[on(place[live], says.device)])
+                return self._model.logits(first[on(place[live], first.device)])
             where = on(live, hidden.device)
             starts = rows.positions[live] + step - 1
             ahead = DraftPass(self._runner, rows.places[live], starts, np.ones(len(live), np.int64))
@@ -345,14 +350,14 @@ class Eagle3:
             hidden[where] = state
             return self._model.logits(out)
 
-        return Drafted(rows.draft(live, forward), int(counts.sum()))
+        return DraftResult(rows.draft(live, forward), int(counts.sum()))
 
-    def _rows_read(self, asks: Sequence[Ask]) -> IntArray:
+    def _rows_read(self, requests: Sequence[DraftRequest]) -> IntArray:
         """Return the number of each sample's rows in its KV, [n]; 0 once its KV is in other blocks."""
         found = []
-        for ask in asks:
-            read = self._read.get(ask.sample_id)
-            found.append(read.rows if read is not None and read.preemptions == ask.preemptions else 0)
+        for request in requests:
+            read = self._read.get(request.sample_id)
+            found.append(read.rows if read is not None and read.preemptions == request.preemptions else 0)
         return np.array(found, np.int64)
 
     def _catch_up(

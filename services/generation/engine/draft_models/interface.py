@@ -1,9 +1,4 @@
-"""Interface of a draft model, in the worker and in the engine.
-
-In a worker, `ModelDrafter` shares the engine with the target and is called between two steps only. It can draft
-for one version of the target's weights, and refuses to draft for others. In the engine, `ModelDrafts` holds the
-KV slots and the version, and calls the workers.
-"""
+"""Interface of a draft model: `DraftModel` in a worker, and `DraftModelClient` in the engine, which calls it."""
 
 from __future__ import annotations
 
@@ -12,11 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from services.generation.engine.types import Ask, Drafted
+from services.generation.engine.types import DraftRequest, DraftResult
 
 
 class StaleDrafter(RuntimeError):
-    """A draft model was queried for weights that it is not ready for."""
+    """A draft model was queried for weights for which it is not ready."""
 
 
 class UnsupportedDrafter(ValueError):
@@ -24,21 +19,24 @@ class UnsupportedDrafter(ValueError):
 
 
 class FixedDrafter(RuntimeError):
-    """Weights were given to a draft model that derives its own from the target's."""
+    """Weights were given to a draft model that derives its weights from the target's."""
 
 
-class ModelDrafter(Protocol):
-    """Draft model in a worker. Versions number the target's weights, as the caller counts them."""
+class DraftModel(Protocol):
+    """Draft model in a worker, which it shares with the target. It is called only between two steps.
+
+    It drafts for one version of the target's weights at a time, and refuses others. The caller numbers versions.
+    """
 
     @property
     def nbytes(self) -> int:
-        """Memory of its weights beside the target's, in bytes."""
+        """Memory of its weights in addition to the target's, in bytes."""
 
     def forget(self) -> None:
-        """Discard what depends on the target's weights, which are about to change."""
+        """Discard everything that depends on the target's weights, which are about to change."""
 
     def drop(self) -> None:
-        """Free what can be rebuilt, before the engine sleeps."""
+        """Free memory whose contents can be rebuilt, before the engine sleeps."""
 
     def begin(self, version: int) -> None:
         """Prepare for this version of the target's weights, which are loaded now."""
@@ -46,7 +44,7 @@ class ModelDrafter(Protocol):
     def build(self, seconds: float) -> bool:
         """Prepare for about `seconds`, at least one slice of work; returns whether it is ready."""
 
-    def propose(self, version: int, asks: Sequence[Ask]) -> Drafted:
+    def propose(self, version: int, requests: Sequence[DraftRequest]) -> DraftResult:
         """Draft tokens by sample; none for a sample without free KV slots.
 
         Raises:
@@ -54,20 +52,20 @@ class ModelDrafter(Protocol):
         """
 
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights by checked ones. A load that fails leaves the draft model unusable.
+        """Replace the weights with checked ones. A failed load leaves the draft model unusable.
 
         Raises:
-            FixedDrafter: it has none that could be given.
+            FixedDrafter: its weights are derived from the target's.
         """
 
 
-_NOTHING = Drafted({})
+_NOTHING = DraftResult({})
 
 
-class ModelDrafts:
-    """Draft model of one name on all workers, called between two steps. Every worker drafts the same tokens.
+class DraftModelClient:
+    """Engine side of a draft model: calls it on all workers, which draft the same tokens, between two steps.
 
-    It numbers the target's weights, and proposes nothing until the draft model is ready for the latest.
+    It numbers the target's weights, and proposes nothing until the draft model is ready for the latest version.
     """
 
     def __init__(self, core: Any, name: str, most_tokens: int) -> None:
@@ -76,7 +74,7 @@ class ModelDrafts:
         Args:
             core: vLLM's engine core, whose workers have the draft model.
             name: name of the drafter.
-            most_tokens: longest draft; as many KV slots are allocated ahead of each running sample.
+            most_tokens: longest draft; this many KV slots are allocated ahead for each running sample.
         """
         self.name = name
         self.most_tokens = most_tokens
@@ -86,7 +84,8 @@ class ModelDrafts:
         self._building = False
         self._broken = False
         scheduler = core.scheduler
-        # Allocated with each step, told to the workers with it, freed with the sample's other blocks.
+        # These slots are allocated and sent to the workers with each step, and freed with the sample's other
+        # blocks.
         scheduler.num_lookahead_tokens = max(scheduler.num_lookahead_tokens, most_tokens)
 
     @property
@@ -123,9 +122,9 @@ class ModelDrafts:
         return self._ready
 
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights by checked ones, while samples run.
+        """Replace the weights with checked ones, while samples run.
 
-        After a load that fails nothing is drafted any more; the error is raised.
+        After a failed load, which is raised, nothing is drafted any more.
         """
         try:
             self._call("swap_drafter", dict(tensors))
@@ -133,23 +132,23 @@ class ModelDrafts:
             self._broken, self._ready, self._building = True, False, False
             raise
 
-    def propose(self, lengths: Mapping[str, int]) -> Drafted:
+    def propose(self, lengths: Mapping[str, int]) -> DraftResult:
         """Draft at most `lengths[id]` tokens for each running sample; none if its KV slots do not suffice.
 
         Samples that are not decoding are skipped. Nothing is drafted while the draft model is not ready.
         """
-        requests = self._core.scheduler.requests
-        asks = []
+        samples = self._core.scheduler.requests
+        requests = []
         for sample_id, tokens in lengths.items():
-            request = requests.get(sample_id)
-            if request is None or request.num_computed_tokens != request.num_tokens - 1:
+            sample = samples.get(sample_id)
+            if sample is None or sample.num_computed_tokens != sample.num_tokens - 1:
                 continue
             wanted = min(tokens, self.most_tokens)
-            asks.append(Ask(sample_id, request.num_tokens, wanted, request.num_preemptions))
-        if not (asks and self._ready):
+            requests.append(DraftRequest(sample_id, sample.num_tokens, wanted, sample.num_preemptions))
+        if not (requests and self._ready):
             return _NOTHING
-        made: Drafted = self._call("draft_tokens", self._version, asks)[0]
-        return made
+        result: DraftResult = self._call("draft_tokens", self._version, requests)[0]
+        return result
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker; returns the answers by rank."""

@@ -1,17 +1,7 @@
-"""Quantized drafter: the target's current weights in 4 bits, on the target's KV cache (EfficientRollout 4.1).
+"""Quantized self-draft: the target's current weights in 4 bits, on the target's KV cache (EfficientRollout 4.1).
 
 It draws with the sample's own noise from the same penalised and masked distribution as the target, so its token
-is the target's wherever the two distributions are close.
-
-The copy has the target's modules, with linear layers in 4 bits. Attention, norms, rotary embeddings, embeddings
-and the output head are the *same objects*, so layer names, forward context and KV tensors are the target's, and
-new values in them apply to the copy at once. Containers are copied shallowly, as deep as there are linear layers
-in them.
-
-A linear layer is rounded to nearest by groups, and multiplied by the fastest kernel that fits. 16-bit activations
-go through vLLM's own mixed-precision kernels (CPUWNA16 on CPU, Machete or Marlin on CUDA). All else on a CPU goes
-through torch's kernel, and what neither takes through `kernels.w4a16.linear`, which unpacks the weight at every
-call.
+equals the target's wherever the two distributions are close.
 """
 
 from __future__ import annotations
@@ -34,7 +24,7 @@ from kernels.w4a16 import GROUPS, CpuW4Weight, W4Weight, for_cpu, linear, matmul
 from services.generation.engine.draft_models.draft_loop import DraftPass, DraftRows, on
 from services.generation.engine.draft_models.interface import FixedDrafter, StaleDrafter
 from services.generation.engine.sampling.rows import IntArray
-from services.generation.engine.types import Ask, Drafted, W4Options
+from services.generation.engine.types import DraftRequest, DraftResult, W4Options
 
 Weight = W4Weight | CpuW4Weight
 # Multiplications that one slice of reading a weight may take: some milliseconds on a core.
@@ -45,7 +35,11 @@ _PACKED, _SCALES, _ZEROS = "weight_packed", "weight_scale", "weight_zero_point"
 class W4LinearMethod(LinearMethodBase):
     """The `quant_method` of a layer of the quantized copy: holds the 4-bit weight of `source`, the target's layer.
 
-    A rebuild writes into the tensors of the first one, so that memory does not grow after it was measured.
+    The weight is rounded to nearest by groups, and multiplied by the fastest kernel that fits. 16-bit activations
+    use vLLM's own mixed-precision kernels (CPUWNA16 on CPU, Machete or Marlin on CUDA). Everything else on a CPU
+    uses torch's kernel, and what neither supports `kernels.w4a16.linear`, which unpacks the weight at every call.
+
+    A rebuild writes into the tensors of the first build, so that memory does not grow after it was measured.
     """
 
     def __init__(self, source: LinearBase, group: int) -> None:
@@ -54,7 +48,7 @@ class W4LinearMethod(LinearMethodBase):
         self._dtype: torch.dtype = source.params_dtype
         self._kernel_type = _kernel_type(_shape(source), group, self._dtype)
         self._kernel: Any = None
-        # Tensors of vLLM's kernel, of torch's, or our own.
+        # The tensors of vLLM's kernel, or the weight of torch's or our own.
         self._held: torch.nn.Module | None = None
         self._weight: Weight | None = None
         self._on_cpu = (
@@ -161,10 +155,10 @@ def _kernel_type(shape: tuple[int, int], group: int, dtype: torch.dtype) -> type
 
 
 def _read(layer: LinearBase, dtype: torch.dtype) -> Generator[None, None, torch.Tensor]:
-    """Return the weight of a layer, [N, K], as it multiplies with it.
+    """Return the weight of a layer, [N, K], as the layer uses it.
 
-    vLLM's CPU layers keep only what their kernel packed, of which the layer itself is asked: its product with unit
-    vectors is the weight, exactly, because each sum has one term that is not 0.
+    vLLM's CPU layers keep only the packed weight of their kernel. The layer's product with unit vectors gives the
+    weight back, exactly, because each sum has only one term that is not 0.
     """
     if layer.weight.numel():
         return layer.weight.detach().to(dtype).contiguous()
@@ -198,7 +192,12 @@ class UnsupportedQuantization(ValueError):
 
 
 class QuantizedCopy:
-    """Quantized copy of a model. Its weights are complete once `rebuild` has ended."""
+    """Quantized copy of a model. Its weights are complete once `rebuild` has ended.
+
+    The copy has the target's modules, with linear layers in 4 bits. Attention, norms, rotary embeddings, embeddings
+    and the output head are the *same objects*, so layer names, forward context and KV tensors are the target's, and
+    new values in them apply to the copy at once. Containers that have linear layers in them are copied shallowly.
+    """
 
     def __init__(self, target: nn.Module, group: int) -> None:
         """Copy the structure of a model.
@@ -208,7 +207,7 @@ class QuantizedCopy:
             group: input columns that share a scale; must divide the inputs of every linear layer on this rank.
 
         Raises:
-            UnsupportedQuantization: it does not, or there is no layer that is not quantised already.
+            UnsupportedQuantization: it does not, or all layers are quantised already.
         """
         if group not in GROUPS:
             raise UnsupportedQuantization(f"a group has {', '.join(map(str, GROUPS))} columns, not {group}")
@@ -228,7 +227,7 @@ class QuantizedCopy:
         for source, leaf, method in self._leaves:
             yield from method.rebuild()
             if source.bias is not None:
-                # Of its own: vLLM's CPU kernels change the dtype of the target's in place.
+                # A clone, because vLLM's CPU kernels change the dtype of the target's bias in place.
                 leaf.bias = nn.Parameter(source.bias.detach().clone(), requires_grad=False)
 
     def drop(self) -> None:
@@ -275,7 +274,7 @@ class QuantizedCopy:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Return a copy with registries of its own, of the same parameters, buffers and children."""
+    """Return a copy with separate registries of the same parameters, buffers and children."""
     made: nn.Module = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     for registry in ("_parameters", "_buffers", "_modules"):
@@ -284,14 +283,14 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 class QuantizedSelfDraft:
-    """Quantized copy of a runner's model, and its draft loop. A `ModelDrafter`."""
+    """Quantized copy of a runner's model, with its draft loop. A `DraftModel`."""
 
     def __init__(self, runner: Any, options: W4Options) -> None:
         """Prepare a copy of the runner's model.
 
         Args:
             runner: vLLM's model runner, its model loaded.
-            options: how to round.
+            options: how weights are rounded.
 
         Raises:
             UnsupportedQuantization: the model cannot have one.
@@ -318,7 +317,7 @@ class QuantizedSelfDraft:
         return self._version
 
     def forget(self) -> None:
-        """Give the copy up: the target's weights are about to change."""
+        """Discard the copy, because the target's weights are about to change."""
         self._version = self._coming = None
 
     def drop(self) -> None:
@@ -345,18 +344,18 @@ class QuantizedSelfDraft:
         return True
 
     @torch.inference_mode()
-    def propose(self, version: int, asks: Sequence[Ask]) -> Drafted:
+    def propose(self, version: int, requests: Sequence[DraftRequest]) -> DraftResult:
         """Draft tokens by sample; fewer than requested at a stop token, or for lack of KV slots.
 
         Raises:
-            StaleDrafter: the copy is of other weights.
+            StaleDrafter: the copy has other weights.
         """
         if self._version != version:
             raise StaleDrafter(f"the quantized copy is of weights {self._version}, not of {version}")
-        rows = DraftRows(self._runner, asks)
+        rows = DraftRows(self._runner, requests)
 
         def forward(tokens: IntArray, live: IntArray, step: int) -> torch.Tensor:
-            # Reads the sample's latest token, and then each that was drafted, at its own position.
+            # Reads the sample's latest token first, then each drafted token, at its position.
             starts = rows.positions[live] + step
             read = DraftPass(self._runner, rows.places[live], starts, np.ones(len(live), np.int64))
             model: Any = self._copy.model
@@ -370,8 +369,8 @@ class QuantizedSelfDraft:
             logits: torch.Tensor = model.compute_logits(hidden)
             return logits
 
-        return Drafted(rows.draft(np.arange(len(rows)), forward))
+        return DraftResult(rows.draft(np.arange(len(rows)), forward))
 
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `ModelDrafter`."""
+        """See `DraftModel`."""
         raise FixedDrafter("the quantized copy's weights are the target's")

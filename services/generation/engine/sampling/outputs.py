@@ -3,12 +3,6 @@
 Marks carry the drafted, accepted and reused tokens of a step. They take the place of vLLM's rank of each token,
 which Paceline does not use. vLLM cuts marks, tokens and log-probabilities alike at a stop token and at the length
 limit.
-
-The runner-up and its margin, for samples that ask for near-ties, take the places of the likeliest token and its
-log-probability, which such samples do not ask for.
-
-A prompt is scored by the model's own distribution while it is computed, a few rows at a time: the logits of a
-whole prompt would take gigabytes, which no memory budget includes.
 """
 
 from __future__ import annotations
@@ -24,24 +18,30 @@ import torch
 from kernels.coupled_sampler.sample import Edited, runner_up
 from kernels.transfer import downloaded
 from services.generation.engine.sampling.constraints import chunks
-from services.generation.engine.sampling.inputs import DrawSettings, SampleNoise
+from services.generation.engine.sampling.inputs import BatchSettings
 from services.generation.engine.sampling.rows import IntArray, Rows, put
 
-_Counts = npt.NDArray[np.int64]
-
+FloatArray = npt.NDArray[np.float32]
+FILLER = -1
+"""Value that vLLM puts after a sample's last token in the matrix of sampled tokens."""
 NO_TOKEN = -1
-"""In place of a token where a sample asks for fewer of the likeliest than another of the step."""
+"""Placeholder where a sample requests fewer of the likeliest tokens than another sample of the step."""
 ACCEPTED = 2
-"""Part of the mark of a token that is an accepted draft."""
+"""Bit in the mark of a token that is an accepted draft."""
+# Rows of a prompt whose logits are in memory at once.
+_ROWS = 128
 
 
-def pack(drafted: _Counts, accepted: _Counts, reused: _Counts, width: int) -> npt.NDArray[np.int32]:
+# -- marks ------------------------------------------------------------------------------------------------
+
+
+def pack(drafted: IntArray, accepted: IntArray, reused: IntArray, width: int) -> npt.NDArray[np.int32]:
     """Return the marks of n samples with `width` places each, [n * width].
 
     Args:
-        drafted: [n], draft tokens that the step verified.
-        accepted: [n], how many of the emitted tokens, the first, are draft tokens.
-        reused: [n], how many of the emitted tokens, the first, were taken over from a cached rollout.
+        drafted: number of draft tokens that the step verified, [n].
+        accepted: number of accepted draft tokens, which come first among the emitted ones, [n].
+        reused: number of tokens reused from a cached rollout, which come first among the emitted ones, [n].
         width: places of a sample.
     """
     place = np.arange(width)
@@ -50,20 +50,20 @@ def pack(drafted: _Counts, accepted: _Counts, reused: _Counts, width: int) -> np
 
 
 def pack_rows(drafted: torch.Tensor, accepted: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
-    """Return the marks of R rows, [R] int32, where these are.
+    """Return the marks of R rows, [R] int32, on the device of the arguments.
 
     Args:
-        drafted: [R], draft tokens that the step verified of the row's sample.
-        accepted: [R] bool, true if the row's token is an accepted draft.
-        reused: [R] bool, true if it was taken over from a cached rollout.
+        drafted: number of draft tokens that the step verified for the row's sample, [R].
+        accepted: True if the row's token is an accepted draft, [R] bool.
+        reused: True if the row's token was reused from a cached rollout, [R] bool.
     """
     return (4 * drafted + ACCEPTED * accepted + reused).to(torch.int32)
 
 
 def unpack(marks: npt.NDArray[Any]) -> tuple[int, int, int]:
-    """Return (drafted, accepted, reused) of one sample from the marks of its tokens; zeros without any.
+    """Return (drafted, accepted, reused) of one sample from the marks of its tokens; zeros without marks.
 
-    The last two count among the tokens that are left: behind a stop token there may have been more.
+    The last two count only tokens that are left: there may have been more after a stop token.
     """
     if not marks.size or not (first := marks.item(0)):
         return 0, 0, 0
@@ -80,13 +80,12 @@ def unpack_likeliest(logprobs: Any) -> tuple[list[int], list[float]]:
     return tokens[:, wanted].ravel().tolist(), logprobs.logprobs[:, wanted].ravel().tolist()
 
 
-# Rows whose logits are in memory at once.
-_ROWS = 128
+# -- scores of prompts ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Scores of the tokens of a prompt but the first, [n - 1], and the likeliest tokens there, [n - 1, k]."""
+    """Scores of all tokens of a prompt except the first, [n - 1], and the likeliest tokens there, [n - 1, k]."""
 
     logprobs: npt.NDArray[np.float32]
     top_token_ids: npt.NDArray[np.int64]
@@ -94,7 +93,7 @@ class PromptScores:
 
     @classmethod
     def empty(cls, tokens: int, most: int) -> PromptScores:
-        """Return room for a prompt of so many tokens."""
+        """Allocate scores for a prompt of `tokens` tokens, with the `most` likeliest tokens of each position."""
         rows = max(0, tokens - 1)
         return cls(
             np.full(rows, np.nan, np.float32),
@@ -105,11 +104,15 @@ class PromptScores:
 
 @dataclass(slots=True)
 class PromptReading:
-    """Scores of one prompt as far as it was computed. `told` once they have left the worker."""
+    """Scores of one prompt, filled in while it is computed; `reported` once they have left the worker.
+
+    A prompt is scored by the model's own distribution, a few rows at a time: the logits of a whole prompt would
+    take gigabytes, which no memory budget includes.
+    """
 
     prompt: list[int]
     most: int
-    told: bool = False
+    reported: bool = False
     scores: PromptScores = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +121,7 @@ class PromptReading:
     def read(
         self, hidden: torch.Tensor, begin: int, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Score the tokens that follow the positions from `begin` on, of which `hidden` has the states, [m, H]."""
+        """Score the tokens after the positions from `begin` on; `hidden` has the states there, [m, H]."""
         rows = min(len(hidden), len(self.prompt) - 1 - begin)
         for first in range(0, rows, _ROWS):
             last = min(first + _ROWS, rows)
@@ -134,33 +137,31 @@ class PromptReading:
                 self.scores.top_logprobs[place] = (best.values - total).cpu().numpy()
 
 
-FloatArray = npt.NDArray[np.float32]
+# -- likeliest tokens and runners-up ----------------------------------------------------------------------
 
 
 def likeliest(
     logits: torch.Tensor,
     rows: Rows,
     counts: IntArray,
-    noise: list[SampleNoise],
-    settings: DrawSettings,
+    batch: BatchSettings,
     edited: Edited | None,
     lowest: torch.Tensor | None,
 ) -> tuple[IntArray, FloatArray]:
-    """Return the likeliest tokens of emitted rows and their log-probabilities, [R, K]; K is the most asked for.
+    """Return the likeliest tokens of emitted rows and their log-probabilities, [R, K]; K is the most requested.
 
-    They are of the model's own distribution, or of what is sampled from, as the sample asks. Behind as many as it
-    asks for there are NO_TOKEN. A few rows at a time are widened to float32.
+    They are of the model's own distribution or of the one that is sampled from, as the sample requests. NO_TOKEN
+    fills the places after the number it requests. Rows are widened to float32 a few at a time.
 
     Args:
-        logits: [R, V], any float type.
-        rows: the layout.
-        counts: emitted tokens of each sample, [n].
-        noise: one per sample.
-        settings: of the samples.
-        edited: what some rows are sampled from instead.
-        lowest: the least scaled logit that is kept of each row, [R]; None: all are.
+        logits: logits [R, V], any float type.
+        rows: layout of the step.
+        counts: number of emitted tokens of each sample, [n].
+        batch: settings of the samples.
+        edited: logits from which some rows are sampled instead.
+        lowest: lowest scaled logit that is kept in each row, [R]; None if all are.
     """
-    asked = np.fromiter((item.top_logprobs for item in noise), np.int64, len(noise))
+    asked = np.fromiter((each.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
     most = int(asked.max(initial=0))
     samples = rows.samples
     tokens, values = (
@@ -169,7 +170,7 @@ def likeliest(
     )
     if not most:
         return tokens, values
-    by_processed = np.fromiter((item.processed_logprobs for item in noise), bool, len(noise))[samples]
+    by_processed = np.array([each.processed_logprobs for each in batch.samples], bool)[samples]
     wanted = (asked[samples] > 0) & (rows.offsets < counts[samples])
     found: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
     for chosen, processed in ((wanted & by_processed, True), (wanted & ~by_processed, False)):
@@ -177,13 +178,13 @@ def likeliest(
         for begin, end in chunks(len(index), logits.shape[1]):
             part = index[begin:end]
             if processed:
-                own = sampled_from(logits, part, samples[part], settings, edited, lowest)
+                own = sampled_from(logits, part, batch.divisor[samples[part]], edited, lowest)
             else:
                 own = logits[put(logits.device, part=part)["part"]].float()
             best = own.topk(most, dim=-1)
             found.append((part, best.indices, best.values - own.logsumexp(dim=-1, keepdim=True)))
     if found:
-        # The device is waited for once, when it has all of them.
+        # One wait for the device, after all parts are computed.
         index = np.concatenate([part for part, _, _ in found])
         best_tokens, best_values = (downloaded(torch.cat([each[k] for each in found])) for k in (1, 2))
         beyond = np.arange(most) >= asked[samples[index], None]
@@ -195,13 +196,12 @@ def likeliest(
 def sampled_from(
     logits: torch.Tensor,
     index: IntArray,
-    samples: IntArray,
-    settings: DrawSettings,
+    divisor: FloatArray,
     edited: Edited | None,
     lowest: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return edited, divided and masked logits of some rows, [m, V] float32."""
-    vectors: dict[str, npt.NDArray[Any]] = {"index": index, "divisor": settings.divisor[samples]}
+    """Return edited logits of some rows, divided by `divisor` [m] and masked, [m, V] float32."""
+    vectors: dict[str, npt.NDArray[Any]] = {"index": index, "divisor": divisor}
     if edited is not None:
         numbers = edited.rows.numpy()
         place = np.minimum(np.searchsorted(numbers, index), len(numbers) - 1)
@@ -218,32 +218,32 @@ def sampled_from(
 
 
 def with_runners_up(
-    told: tuple[IntArray, FloatArray],
+    top: tuple[IntArray, FloatArray],
     logits: torch.Tensor,
     rows: Rows,
     drawn: tuple[IntArray, IntArray],
-    noise: list[SampleNoise],
-    settings: DrawSettings,
+    batch: BatchSettings,
     edited: Edited | None,
     lowest: torch.Tensor | None,
 ) -> tuple[IntArray, FloatArray]:
-    """Return `told` with the runner-up and its margin in the first column of the rows of these samples.
+    """Return `top` with the runner-up and its margin in the first column, for samples that request near-ties.
+
+    Such samples do not request likeliest tokens, whose places these take.
 
     Args:
-        told: tokens and values of the rows, [R, K] each.
-        logits: [R, V], any float type.
-        rows: the layout.
-        drawn: token of each row [R], and emitted tokens of each sample [n].
-        noise: one per sample.
-        settings: of the samples.
-        edited: what some rows are sampled from instead.
-        lowest: the least scaled logit that is kept of each row, [R]; None: all are.
+        top: likeliest tokens of the rows and their values, [R, K] each.
+        logits: logits [R, V], any float type.
+        rows: layout of the step.
+        drawn: token of each row [R], and number of emitted tokens of each sample [n].
+        batch: settings of the samples.
+        edited: logits from which some rows are sampled instead.
+        lowest: lowest scaled logit that is kept in each row, [R]; None if all are.
     """
-    asked = np.fromiter((item.near_ties for item in noise), bool, len(noise))
+    asked = np.array([each.near_ties for each in batch.samples], bool)
     if not asked.any():
-        return told
+        return top
     winners, counts = drawn
-    tokens, values = told
+    tokens, values = top
     if not tokens.shape[1]:
         tokens, values = (
             np.full((len(winners), 1), NO_TOKEN, np.int64),
@@ -251,18 +251,17 @@ def with_runners_up(
         )
     wanted = asked[rows.samples] & (rows.offsets < counts[rows.samples]) & (winners >= 0)
     index = np.flatnonzero(wanted)
-    seeds = np.fromiter((item.seed for item in noise), np.uint64, len(noise)).view(np.int64)
     found = list[tuple[torch.Tensor, torch.Tensor]]()
     for begin, end in chunks(len(index), logits.shape[1]):
         part = index[begin:end]
         samples = rows.samples[part]
-        scaled = sampled_from(logits, part, samples, settings, edited, lowest)
+        scaled = sampled_from(logits, part, batch.divisor[samples], edited, lowest)
         there = put(
             logits.device,
             winners=winners[part],
-            seeds=seeds[samples],
+            seeds=batch.seeds[samples],
             positions=rows.row_positions[part],
-            noisy=settings.temperature[samples] > 0,
+            noisy=batch.temperature[samples] > 0,
         )
         found.append(runner_up(scaled, there["winners"], there["seeds"], there["positions"], there["noisy"]))
     if found:

@@ -50,5 +50,5 @@ class Rows:
 
 
 def put(device: torch.device, **vectors: npt.NDArray[Any]) -> dict[str, torch.Tensor]:
-    """Return several vectors on a device, by one copy that nobody waits for."""
+    """Return several vectors on a device, by one copy that is not waited for."""
     return uploaded({name: torch.from_numpy(each) for name, each in vectors.items()}, device)

@@ -1,13 +1,8 @@
 """Lay draft trees out in the steps of a V1 runner, and compute the attention of their branches on a GPU.
 
-A step is prepared by vLLM as one without trees. Then the positions of branches are changed, our short-query
-kernel takes a mask of ancestors for their rows, and the KV of accepted branches is moved to the places that a
-chain would have.
-
-The KV of a step lies in the slots of its list of tokens. A step with a longer query in it is computed by vLLM's
-kernel, which knows no mask; the samples with branches are then computed again, as a separate step over their rows
-of the block table. Both happen in forward passes whose attention Python launches: vLLM's graphs of whole steps
-are of plain decoding (model_support.py).
+vLLM prepares a step as if it had no trees. Then `TreeSteps` changes the positions of branches, our short-query
+kernel uses a mask of ancestors for their rows (`MaskedBranches`), and the KV of accepted branches is moved to the
+slots that a chain would have.
 """
 
 from __future__ import annotations
@@ -31,9 +26,9 @@ from services.generation.engine.trees.tree import chain_length
 class BranchLayout:
     """Layout of a step of n samples in which some drafts have branches.
 
-    `rows` and `segments` are its rows of logits, by sample and by segment. `starts` [n + 1] are the places of the
-    samples' first tokens in the step, and the number of its tokens; `computed` [n] are the tokens of each sample
-    whose KV was there before. `parents` are those of the drafts with branches, by the sample's place in the batch.
+    `rows` and `segments` are its rows of logits, by sample and by segment. `starts` [n + 1] has the index of each
+    sample's first token in the step, and the number of its tokens; `computed` [n] the tokens of each sample that
+    had KV before. `parents` has the parents of the drafts with branches, by the sample's index in the batch.
     """
 
     rows: Rows
@@ -47,24 +42,24 @@ class BranchAttention(Protocol):
     """Attention of the branches of one step at a time. vLLM lays KV out as if every draft were a chain."""
 
     def begin(self, layout: BranchLayout | None) -> None:
-        """Let the next forward pass compute these branches; None for a step without any."""
+        """Compute these branches in the next forward pass; None for a step without branches."""
 
     def computed(self) -> None:
-        """Let other forward passes than that of the step be plain; what is kept of it stays."""
+        """End the step's forward pass: later passes have no branches, but the data for `move` is kept."""
 
     def move(self, tokens: IntArray, targets: IntArray) -> None:
-        """Write KV of accepted branch tokens to the slots of others in all layers, and forget the step.
+        """Write the KV of accepted branch tokens to the slots of a chain in all layers, and forget the step.
 
         Args:
-            tokens: places in the step, [m].
-            targets: places of the tokens whose slots they take, [m]: those where a chain would have them. Some may
-                be sources too.
+            tokens: indices of the branch tokens in the step, [m].
+            targets: indices of the tokens whose slots they take, [m]: the slots that a chain would have. A token
+                may be both a source and a target.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """Samples with branches as a step of their own; `tokens` are their places in the whole step."""
+    """Samples with branches as a separate step; `tokens` are the indices of their tokens in the whole step."""
 
     tokens: torch.Tensor
     table: torch.Tensor
@@ -75,14 +70,19 @@ class _Apart:
 
 
 class MaskedBranches:
-    """Branches of the step that this process computes: one, because there is one engine a process.
+    """Branches of the step that this process computes, by our kernel. There is one engine per process.
 
-    Tensors of a step are made by the first layer that asks for them. Nothing waits for the device.
+    The KV of a step is in the slots of its list of tokens. A step with a longer query is computed by vLLM's kernel,
+    which has no mask; the samples with branches are then computed again, as a separate step over their rows of the
+    block table. Both happen in forward passes whose attention Python launches: vLLM's graphs of whole steps are of
+    plain decoding (model_support.py).
+
+    The first layer that needs a step's tensors creates them. Nothing waits for the device.
     """
 
     def __init__(self) -> None:
         self.wanted = False
-        """Steps with branches may come, so the kernels for them are compiled with the others."""
+        """True if steps may have branches, so that the kernels for them are compiled with the others."""
         self._layout: BranchLayout | None = None
         self._mask: torch.Tensor | None = None
         self._apart: _Apart | None = None
@@ -98,12 +98,12 @@ class MaskedBranches:
         return self._layout is not None
 
     def begin(self, layout: BranchLayout | None) -> None:
-        """Let the next forward pass compute these branches; None for a step without any."""
+        """Compute these branches in the next forward pass; None for a step without branches."""
         self._layout, self._mask, self._apart, self._slots = layout, None, None, None
         self._caches.clear()
 
     def computed(self) -> None:
-        """Let other forward passes than that of the step be plain; what is kept of it stays."""
+        """End the step's forward pass: later passes have no branches, but the data for `move` is kept."""
         self._layout = None
 
     def keep(self, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class MaskedBranches:
         return replace(step, tree=self._mask)
 
     def apart(self, step: AttentionStep) -> tuple[torch.Tensor, AttentionStep]:
-        """Return the places of the tokens of samples with branches, and their attention as a step of its own."""
+        """Return the indices of the tokens of samples with branches, and their attention as a separate step."""
         if self._apart is None:
             assert self._layout is not None
             self._apart = _set_apart(self._layout, step)
@@ -136,11 +136,11 @@ class MaskedBranches:
         )
 
     def move(self, tokens: IntArray, targets: IntArray) -> None:
-        """Write KV of accepted branch tokens to the slots of others in all layers, and forget the step.
+        """Write the KV of accepted branch tokens to the slots of a chain in all layers, and forget the step.
 
         Args:
-            tokens: places in the step, [m].
-            targets: places of the tokens whose slots they take, [m].
+            tokens: indices of the branch tokens in the step, [m].
+            targets: indices of the tokens whose slots they take, [m].
         """
         if len(tokens):
             assert self._slots is not None
@@ -148,7 +148,7 @@ class MaskedBranches:
             sources, slots = self._slots[places["tokens"]], self._slots[places["targets"]]
             for lines in self._lines():
                 size = lines.shape[2]
-                # All are gathered before the first is written: a slot may be both a source and a target.
+                # All are gathered before the first is written, because a slot may be both a source and a target.
                 lines[:, slots // size, slots % size] = lines[:, sources // size, sources % size]
         self.begin(None)
 
@@ -165,7 +165,7 @@ BRANCHES = MaskedBranches()
 
 
 def layers_at_once(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views [layers, *] of caches: one of all if they lie at even distances in one piece of memory.
+    """Return views [layers, *] of caches: a single view if they are at equal distances in one piece of memory.
 
     vLLM allocates the KV of all layers at once, so that two launches copy tokens in all of them.
     """
@@ -202,32 +202,32 @@ def _set_apart(layout: BranchLayout, step: AttentionStep) -> _Apart:
 
 
 class TreeSteps:
-    """Trees of the steps of one runner: told before a step, laid out in it, and forgotten with it."""
+    """Draft trees of the steps of one runner: set before a step, laid out in it, and forgotten after it."""
 
     def __init__(self, attention: BranchAttention) -> None:
         self._attention = attention
-        self.told: Mapping[str, Sequence[int]] = {}
-        """Parents of the next step's drafts, of the samples that have branches."""
+        self.parents: Mapping[str, Sequence[int]] = {}
+        """Parents of the next step's drafts, for the samples that have branches."""
         self._layout: BranchLayout | None = None
 
     @property
     def segments(self) -> TreeSegments | None:
-        """Segments of the step that is under way; None if it has no branches."""
+        """Segments of the current step; None if it has no branches."""
         return None if self._layout is None else self._layout.segments
 
     def lay_out(self, batch: Any, rows: Rows, starts: IntArray, positions: torch.Tensor) -> None:
         """Lay out the step that vLLM has prepared as one without trees.
 
         Args:
-            batch: vLLM's.
-            rows: the layout by sample, with the drafts that were scheduled: of a tree the first ones, a tree again.
-            starts: place of each sample's first token in the step, and the number of its tokens, [n + 1].
-            positions: of the tokens of the step, where the model reads them; those of branches are changed. vLLM
-                has chosen the slots of their KV by then.
+            batch: vLLM's batch.
+            rows: layout by sample, with the drafts that were scheduled: the first tokens of a tree, again a tree.
+            starts: index of each sample's first token in the step, and the number of its tokens, [n + 1].
+            positions: positions of the step's tokens, which the model reads; the positions of branches are changed.
+                vLLM has chosen the slots of their KV by then.
         """
-        told, self.told = self.told, {}
+        wanted, self.parents = self.parents, {}
         trees = {}
-        for sample_id, parents in told.items():
+        for sample_id, parents in wanted.items():
             place = batch.req_id_to_index.get(sample_id)
             scheduled = parents if place is None else parents[: int(rows.cu[place + 1] - rows.cu[place]) - 1]
             if place is not None and chain_length(scheduled) < len(scheduled):
@@ -245,11 +245,11 @@ class TreeSteps:
             positions[there["tokens"]] = there["own"]
 
     def computed(self) -> None:
-        """Let no forward pass but that of the step have branches."""
+        """End the step's forward pass: later passes have no branches."""
         self._attention.computed()
 
     def keep(self, verified: Verified) -> None:
-        """Put the KV of the branches that were accepted where chains have theirs, and forget the step."""
+        """Move the KV of accepted branches to the slots of a chain, and forget the step."""
         layout, emitted = self._layout, verified.rows
         assert layout is not None
         assert emitted is not None
@@ -260,7 +260,7 @@ class TreeSteps:
 
 
 def _places(layout: BranchLayout, index: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return of some rows the token in the step, the one that a chain would have there, and the position."""
+    """Return, for some rows, their tokens in the step, the tokens whose slots a chain would use, and positions."""
     rows = layout.rows
     places = rows.samples[index]
     depths = layout.segments.rows.row_positions[index] - rows.positions[places]

@@ -1,9 +1,9 @@
-"""vLLM's attention on CPU with draft trees in it.
+"""Compute the attention of draft trees on CPU, with vLLM's kernel.
 
 vLLM's kernel computes every step unchanged, and writes the KV of all its tokens. Its results for the tokens of
-branches are wrong, because branches see their elder siblings. The same kernel computes these again, laid out as
+branches are wrong, because branches see earlier siblings. The same kernel computes these again, laid out as
 separate samples in a copy of the blocks that they see: the blocks from a fork on are private to its branch, and
-have the KV of its path in the places of its positions. `BranchPlan` is pure.
+have the KV of its path at its positions. `BranchPlan` is pure.
 
 The layout of KV within a block depends on the processor, so blocks are only copied whole, and vLLM's own function
 writes single tokens.
@@ -28,10 +28,10 @@ from services.generation.engine.trees.attention import BranchLayout
 
 @dataclass(frozen=True, slots=True)
 class BranchRun:
-    """A segment off the primary chain, of the sample at a `place` of the batch.
+    """Segment off the primary chain, of the sample at index `place` of the batch.
 
-    `before` counts the tokens of the context up to its path: prompt, response and those of the primary chain up to
-    the fork. `path` are the tokens of the step from there to the segment's end, of which the last `own` are the
+    `before` counts the tokens of the context up to its path: prompt, response, and the primary chain up to the
+    fork. `path` has the tokens of the step from there to the segment's end; the last `own` of them are the
     segment's.
     """
 
@@ -45,9 +45,9 @@ class BranchRun:
 class BranchPlan:
     """Runs laid out in a copy of some blocks of KV.
 
-    `sources` [b] are the blocks to copy. KV of the `path` tokens [p] of the step goes to `slots` [p] of the copies.
-    Queries are the `own` tokens [q]; `starts` [runs + 1] cuts them by run, `lengths` [runs] are the contexts,
-    queries included, and `table` [runs, *] the copied blocks that these are in.
+    `sources` [b] are the blocks to copy. The KV of the step's `path` tokens [p] is written to `slots` [p] of the
+    copies. The queries are the `own` tokens [q]; `starts` [runs + 1] divides them by run, `lengths` [runs] has the
+    lengths of the contexts, queries included, and `table` [runs, *] their blocks in the copies.
     """
 
     sources: IntArray
@@ -84,8 +84,8 @@ def plan_of(runs: Sequence[BranchRun], table: IntArray, block_size: int) -> Bran
     """Lay out runs, at least one.
 
     Args:
-        runs: of a step.
-        table: the blocks of each sample, [n, *].
+        runs: runs of a step.
+        table: blocks of each sample, [n, *].
         block_size: tokens of a block.
     """
     sources: list[int] = []
@@ -143,11 +143,11 @@ class _Prepared:
     table: torch.Tensor
     schedule: torch.Tensor
     own_slots: torch.Tensor
-    """Slots of all tokens of the step, vLLM's."""
+    """vLLM's slots of all tokens of the step."""
 
 
 class CopiedBranches:
-    """Branches of the step that this process computes: one, because there is one engine a process."""
+    """Branches of the step that this process computes, in copies of blocks. There is one engine per process."""
 
     def __init__(self) -> None:
         self.runs: Sequence[BranchRun] = ()
@@ -155,13 +155,13 @@ class CopiedBranches:
         self._kept: list[_LayerKv] = []
 
     def begin(self, layout: BranchLayout | None) -> None:
-        """Let the next forward pass compute these branches; None for a step without any."""
+        """Compute these branches in the next forward pass; None for a step without branches."""
         self.runs = () if layout is None else runs_of(layout)
         self._prepared = None
         self._kept.clear()
 
     def computed(self) -> None:
-        """Let other forward passes than that of the step be plain; what is kept of it stays."""
+        """End the step's forward pass: later passes have no branches, but the data for `move` is kept."""
         self.runs = ()
 
     def attend(
@@ -175,11 +175,11 @@ class CopiedBranches:
         """Compute the attention of branches, and keep their KV.
 
         Args:
-            impl: of the layer.
-            layer: vLLM's.
+            impl: implementation of the layer.
+            layer: vLLM's layer.
             step: query, key and value of all tokens, and the layer's cache, with the KV of the step in it.
-            metadata: of the step.
-            output: of all tokens; written for those of branches.
+            metadata: vLLM's metadata of the step.
+            output: output of all tokens; the rows of branches are written.
         """
         query, key, value, cache = step
         if self._prepared is None:
@@ -210,11 +210,11 @@ class CopiedBranches:
         self._kept.append(_LayerKv(impl, layer, cache, key, value))
 
     def move(self, tokens: IntArray, targets: IntArray) -> None:
-        """Write KV of accepted branch tokens to the slots of others in all layers, and forget the step.
+        """Write the KV of accepted branch tokens to the slots of a chain in all layers, and forget the step.
 
         Args:
-            tokens: places in the step, [m].
-            targets: places of the tokens whose slots they take, [m].
+            tokens: indices of the branch tokens in the step, [m].
+            targets: indices of the tokens whose slots they take, [m].
         """
         if len(tokens):
             made = self._prepared
@@ -231,7 +231,7 @@ STEP = CopiedBranches()
 
 
 class TreeCPUImpl(CPUAttentionBackendImpl):
-    """vLLM's attention on CPU; branches are computed again."""
+    """vLLM's attention on CPU, with branches computed again."""
 
     def forward(
         self,
@@ -245,7 +245,7 @@ class TreeCPUImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's: `output` is written for the query tokens of requests, and returned."""
+        """Do as vLLM: write `output` for the query tokens of requests, and return it."""
         scales = (output_scale, output_block_scale)
         found = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         if STEP.runs and attn_metadata is not None:
@@ -262,7 +262,7 @@ class TreeCPUImpl(CPUAttentionBackendImpl):
 
 
 class TreeCPUBackend(CPUAttentionBackend):
-    """As vLLM's CPU_ATTN, whose name it keeps."""
+    """vLLM's CPU_ATTN with our implementation; it keeps that name."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -271,14 +271,14 @@ class TreeCPUBackend(CPUAttentionBackend):
 
 
 def use_trees() -> CopiedBranches:
-    """Put this attention in the place of vLLM's, and return its branches. Call it before the model is built."""
+    """Replace vLLM's attention by this one, and return its branches. Call it before the model is built."""
     path = f"{TreeCPUBackend.__module__}.{TreeCPUBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
     return STEP
 
 
 def _halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of a cache [blocks, heads, block, 2 * size] as vLLM's functions take them."""
+    """Return keys and values of a cache [blocks, heads, block, 2 * size] in the form of vLLM's functions."""
     blocks, heads, size, _ = cache.shape
     keys, values = cache.view(blocks, heads, 2 * size, -1).chunk(2, dim=2)
     return keys, values

@@ -1,9 +1,9 @@
 """Verify draft trees: choose the samples that may have them, cut their rows into segments, and walk the segments.
 
-A sample's rows are cut wherever a row is not the child of its predecessor. Each segment is then verified by the
-sampler as a chain of a separate sample, at its position in the response: noise depends on seed and position
-alone. The walk through the trees comes afterwards. A segment is reached where its parent is the last row that a
-reached segment emits, and the token drawn there is the segment's first.
+A sample's rows are cut wherever a row is not the child of its predecessor. The sampler then verifies each segment
+as a chain of a separate sample, at its position in the response, because noise depends only on seed and position.
+The walk through the trees comes afterwards: a segment is reached if its parent is the last row that a reached
+segment emits, and the token drawn there is the segment's first.
 
 A sample that may not have trees verifies the primary chain of each draft, as if there were no branches.
 model_support.py decides which engines verify trees.
@@ -22,12 +22,11 @@ from kernels.short_query_attention.inputs import LONGEST_TREE
 from services.generation.engine.sampling.constraints import Histories, RowMasks
 from services.generation.engine.sampling.inputs import (
     CACHED_KEY,
-    NOISE_KEY,
     RECORDED_KEY,
+    SETTINGS_KEY,
+    BatchSettings,
     CachedRollout,
     DraftsOfRow,
-    DrawSettings,
-    SampleNoise,
 )
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
@@ -35,23 +34,23 @@ from services.generation.engine.trees.tree import ROOT
 from services.generation.engine.types import Verifier
 
 MOST_DRAFTED = LONGEST_TREE - 1
-"""Tokens of the largest tree: a mask has a bit for each, and one for the root."""
+"""Tokens of the largest tree: a mask has a bit for each of them, and one for the root."""
 
 
 def sample_refusal(extra: Mapping[str, Any]) -> str | None:
-    """Return why a sample verifies chains only; None if it can verify trees.
+    """Return why a sample verifies only chains; None if it can verify trees.
 
     Args:
-        extra: what travels with it to the sampler (sampling/noise.py).
+        extra: its data for the sampler (sampling/inputs.py).
     """
-    noise = extra[NOISE_KEY]
-    penalties = (noise["presence_penalty"], noise["frequency_penalty"], noise["repetition_penalty"] - 1)
+    own = extra[SETTINGS_KEY]
+    penalties = (own["presence_penalty"], own["frequency_penalty"], own["repetition_penalty"] - 1)
     reasons = (
         (
-            noise["verifier"] is not Verifier.COUPLED or CACHED_KEY in extra or RECORDED_KEY in extra,
+            own["verifier"] is not Verifier.COUPLED or CACHED_KEY in extra or RECORDED_KEY in extra,
             "it is not verified by coupled sampling alone",
         ),
-        (bool(noise["json_schema"]), "it follows a grammar"),
+        (bool(own["json_schema"]), "it follows a grammar"),
         (any(penalties), "it has penalties"),
     )
     return next((reason for applies, reason in reasons if applies), None)
@@ -59,11 +58,11 @@ def sample_refusal(extra: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TreeSegments:
-    """S segments of n samples with R rows, in their order. A sample's first segment is its primary chain.
+    """S segments of n samples with R rows, in order. A sample's first segment is its primary chain.
 
-    `rows` has a segment where it usually has a sample. `owners` [S] are the samples, `primary` [n] the samples'
-    first segments, `forks` [S] the row that is a segment's parent and `first` [S] its first token; both are -1 for
-    primary ones.
+    `rows` is the layout with segments in place of samples. `owners` [S] has the sample of each segment, `primary`
+    [n] the first segment of each sample, `forks` [S] the row that is a segment's parent, and `first` [S] its
+    first token; the last two are -1 for primary segments.
     """
 
     rows: Rows
@@ -73,22 +72,22 @@ class TreeSegments:
     first: IntArray
 
     def emitted(self, tokens: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the rows that the samples emit, in order, and how many each does, [n].
+        """Return the rows that the samples emit, in order, and the number of rows of each sample, [n].
 
         Args:
-            tokens: drawn at each row, [R].
-            counts: rows that each segment would emit if it were reached, [S].
+            tokens: token drawn at each row, [R].
+            counts: rows that each segment emits if it is reached, [S].
         """
         ends = self.rows.cu[:-1] + counts
         reached = self.forks < 0
-        # Of those that branch off, the segment, and whether it is there that its parent ends.
+        # The segments that branch off where their parent ends, at the token that was drawn there.
         branches = np.flatnonzero(~reached)
         parents = self.rows.samples[self.forks[branches]]
         taken = (ends[parents] == self.forks[branches] + 1) & (
             tokens[self.forks[branches]] == self.first[branches]
         )
         branches, parents = branches[taken], parents[taken]
-        # Of a segment's branches one is taken at most, so each round goes on by a segment of every sample.
+        # At most one branch of a segment is taken, so each round advances every sample by one segment.
         while not reached[branches].all():
             new = branches[reached[parents] & ~reached[branches]]
             if not len(new):
@@ -104,8 +103,8 @@ def segments_of(rows: Rows, trees: Mapping[int, Sequence[int]]) -> TreeSegments:
     """Return the segments of a step.
 
     Args:
-        rows: the layout by sample.
-        trees: by its index, the parents of the drafts of each sample that has branches.
+        rows: layout by sample.
+        trees: parents of the drafts of each sample with branches, by the sample's index.
     """
     count, n = int(rows.cu[-1]), len(rows.cu) - 1
     before, depth = np.arange(count) - 1, rows.offsets.copy()
@@ -133,8 +132,7 @@ def segments_of(rows: Rows, trees: Mapping[int, Sequence[int]]) -> TreeSegments:
 def sample_trees(
     logits: torch.Tensor,
     segments: TreeSegments,
-    settings: DrawSettings,
-    noise: list[SampleNoise],
+    batch: BatchSettings,
     followed: Mapping[int, CachedRollout],
     masks: RowMasks | None = None,
     histories: Histories | None = None,
@@ -142,8 +140,8 @@ def sample_trees(
 ) -> Verified:
     """Verify the drafts of a step with trees, and sample the next token of every sample.
 
-    Arguments are those of `sampler.sample`, by sample. What goes by a sample's history is right for samples without
-    branches only, of which the primary chain is all that they have.
+    The arguments are as for `sampler.sample`, by sample. Everything that depends on a sample's history is correct
+    only for samples without branches, which have only the primary chain.
     """
     owners, primary = segments.owners, segments.primary
     if histories is not None:
@@ -153,8 +151,7 @@ def sample_trees(
     verified = sample(
         logits,
         segments.rows,
-        DrawSettings(*(None if each is None else each[owners] for each in settings)),  # type: ignore[arg-type]
-        [noise[owner] for owner in owners.tolist()],
+        BatchSettings.of([batch.samples[owner] for owner in owners.tolist()]),
         {int(primary[i]): rollout for i, rollout in followed.items()},
         masks,
         histories,

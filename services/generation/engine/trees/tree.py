@@ -1,8 +1,8 @@
-"""Draft trees: draft tokens of a sample of which some are alternatives to others. Pure.
+"""Draft trees: draft tokens of a sample, some of which are alternatives to others. Pure.
 
-The tokens of a tree are a list in which each has its parent earlier, by its place there; ROOT stands for the
-sample's last token. The first tokens are the primary chain, each the child of its predecessor. A chain is the
-tree without anything behind it.
+A tree is a list of tokens, each with the index of its parent, which comes earlier in the list; ROOT stands for the
+sample's last token. The list begins with the primary chain, in which each token is the child of its predecessor. A
+chain is a tree with no other tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Draft tokens [k] of one sample, and the place of each one's parent [k], ROOT for a child of the last token.
+    """Draft tokens [k] of a sample, and the index of each parent [k], ROOT for a child of the sample's last token.
 
-    ValueError where a parent is not before its child, or two children of one parent are the same token.
+    ValueError if a parent does not come before its child, or two children of a parent are the same token.
     """
 
     tokens: Sequence[int]
@@ -38,7 +38,7 @@ class DraftTree:
 
 
 def chain_length(parents: Sequence[int]) -> int:
-    """Return how many of the first tokens are each the child of the one before."""
+    """Return the length of the primary chain."""
     return next((place for place, parent in enumerate(parents) if parent != place - 1), len(parents))
 
 

@@ -1,17 +1,17 @@
 """Start the ranks of an engine on CPU with Triton's interpreter in them.
 
-vLLM starts ranks as processes whose first act is to import vLLM: what they run is a method of it. A process is
-unpickled class first, though. So where ranks are of a class of this module, it is imported before vLLM is.
+vLLM starts ranks as processes that first import vLLM, because they run a method of it. A process is unpickled class
+first, so if its class is from this module, this module is imported before vLLM, and installs the interpreter.
 """
 
 from __future__ import annotations
 
 from multiprocessing.context import SpawnContext, SpawnProcess
 
-from services.generation.engine.environment import install, is_installed
+from services.generation.engine.environment import install_interpreter, interpreter_installed
 
-if not is_installed():
-    install()
+if not interpreter_installed():
+    install_interpreter()
 
 
 class InterpretedRank(SpawnProcess):
@@ -23,7 +23,7 @@ class _Context(SpawnContext):
 
 
 def interpret_ranks() -> None:
-    """Have vLLM start ranks as above, in this process from now on."""
+    """Make vLLM in this process start ranks as `InterpretedRank` from now on."""
     import vllm.v1.executor.multiproc_executor as executor
 
     executor.get_mp_context = _Context

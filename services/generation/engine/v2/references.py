@@ -1,13 +1,4 @@
-"""Tables of V2 on the device: references that drafts are read from, and cached rollouts that samples follow.
-
-A row of references belongs to a sample and holds guesses of its tokens by their position, prompt included. A
-posted segment, a guess that begins at some position, replaces the earlier guesses there. When a step begins the
-device reads the drafts behind the tokens that the sample has by then, which the host need not know.
-
-A LENIENT sample has a row of the rollout table from its first step on the runner until it has left its rollout,
-whatever slots it has meanwhile. The device knows at once that it has left, and the host when the step is over:
-then the row is given back.
-"""
+"""Tables of V2 on the device: references from which drafts are read, and cached rollouts that samples follow."""
 
 from __future__ import annotations
 
@@ -29,7 +20,7 @@ LONGEST_DRAFT = 128
 
 
 class DraftSegment(NamedTuple):
-    """Guess of a sample's tokens from position `start` on, the prompt counted."""
+    """Guess of a sample's tokens from position `start` on, counted from the begin of the prompt."""
 
     sample_id: str
     start: int
@@ -37,27 +28,31 @@ class DraftSegment(NamedTuple):
 
 
 class References:
-    """References of the samples in a runner's slots. A slot that is given to another sample has none."""
+    """References of the samples in a runner's slots: guesses of their tokens by position, prompt included.
+
+    A posted segment, a guess that begins at some position, replaces earlier guesses there. When a step begins, the
+    device reads the drafts that follow the tokens the sample has by then, whose number the host need not know.
+    """
 
     def __init__(self, states: RequestState) -> None:
-        """Take [slots, longest sequence] int32 on the device of the runner."""
+        """Allocate [slots, longest sequence] int32 on the device of the runner."""
         self._states = states
         self._table = DraftTable(states.max_num_reqs, states.max_model_len, states.device)
-        # What is not on the device yet, by slot: where it begins, and its tokens. One launch a step writes all of
-        # it, in no order: of a slot only the latest counts.
+        # Guesses that are not on the device yet: start and tokens, by slot. One launch per step writes all of
+        # them in no particular order, so only the latest of each slot is kept.
         self._pending: dict[int, tuple[int, list[int]]] = {}
         states.draft_tokens = torch.zeros(
             (states.max_num_reqs, LONGEST_DRAFT), dtype=torch.int64, device=states.device
         )
 
     def clear(self, slot: int) -> None:
-        """Forget the reference of a slot, which another sample takes."""
+        """Forget the reference of a slot, because another sample takes it."""
         self._pending[slot] = (0, [])
 
     def post(self, segments: Iterable[DraftSegment]) -> None:
-        """Keep segments for the next drafts, the latest of each sample, as far as sequences reach.
+        """Keep the latest segment of each sample for the next drafts, cut at the longest sequence.
 
-        Those of samples without a slot are dropped.
+        Segments of samples without a slot are dropped.
         """
         for sample_id, start, tokens in segments:
             slot = self._states.req_id_to_index.get(sample_id)
@@ -66,9 +61,9 @@ class References:
                 self._pending[slot] = (start, list(tokens[:room]))
 
     def draft(self, slots: torch.Tensor, longest: int) -> None:
-        """Put the next tokens of the references of some slots, [n], where the runner takes drafts from.
+        """Copy the next reference tokens of some slots, [n], to the place where the runner reads drafts.
 
-        Where there is no reference it is token 0, which is a draft like any other.
+        Without a reference the token is 0, which is verified like any other draft.
         """
         self._write()
         found = self._table.gather(slots, self._states.total_len.gpu[slots], longest)
@@ -85,21 +80,25 @@ _FEWEST_ROWS, _SHORTEST = 8, 256
 
 @dataclass(frozen=True, slots=True)
 class RolloutFollowers:
-    """Samples of a step that have a row: `places` [m] among its samples, rising, and their `rows` [m]."""
+    """Samples of a step that have a row: `places` [m] among its samples, ascending, and their `rows` [m]."""
 
     places: IntArray
     rows: IntArray
 
 
 class RolloutTable:
-    """Cached rollouts by row; `live` [rows] is True for those whose sample has taken over every token so far.
+    """Cached rollouts by row; `live` [rows] is True while the row's sample has reused every token so far.
 
-    `tokens` [rows, longest] int32 are the rollouts, of `lengths` [rows]. With a uniform, `scales` [rows, longest]
-    float64 give what the probability of each must exceed (`CachedRollout.scales`).
+    `tokens` [rows, longest] int32 are the rollouts, with `lengths` [rows]. `scales` [rows, longest] float64,
+    times a uniform, is the bound that the probability of each token must exceed (`CachedRollout.scales`).
+
+    A LENIENT sample has a row from its first step on the runner until it has left its rollout, whichever slots it
+    has meanwhile. The device knows at once that a sample has left; the host knows when the step is over, and frees
+    the row then.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin without rollouts, and without memory for any."""
+        """Create an empty table without memory."""
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self.tokens = torch.zeros((0, _SHORTEST), dtype=torch.int32, device=device)
@@ -111,7 +110,7 @@ class RolloutTable:
         return len(self._rows)
 
     def begin(self, sample_id: str, rollout: CachedRollout) -> None:
-        """Let a sample follow a rollout. Nobody waits for the copy."""
+        """Let a sample follow a rollout, without waiting for the copy."""
         length = len(rollout.tokens)
         self._make_room(length)
         self._rows[sample_id] = row = self._free.pop()
@@ -126,13 +125,13 @@ class RolloutTable:
         self.lengths[row], self.live[row] = length, True
 
     def end(self, sample_id: str) -> None:
-        """Give the row of a sample to others. One that has none is ignored."""
+        """Free the row of a sample. A sample without a row is ignored."""
         row = self._rows.pop(sample_id, None)
         if row is not None:
             self._free.append(row)
 
     def among(self, sample_ids: Sequence[str]) -> RolloutFollowers | None:
-        """Return the samples that have a row, of those of a step; None if none has."""
+        """Return the samples of a step that have a row; None if none has."""
         found = [(place, self._rows[name]) for place, name in enumerate(sample_ids) if name in self._rows]
         return RolloutFollowers(*np.array(found, np.int64).T) if found else None
 
@@ -144,25 +143,25 @@ class RolloutTable:
         reused: torch.Tensor,
         whole: torch.Tensor,
     ) -> None:
-        """Take note of who left its rollout in a step.
+        """Record which samples left their rollouts in a step.
 
         Args:
-            followers: of the step.
-            positions: response tokens that its samples had before it, [n].
+            followers: samples of the step that have a row.
+            positions: response tokens that the samples had before the step, [n].
             counts: tokens that they emit, [n].
-            reused: how many of those, the first, were taken over, [n].
-            whole: False for one whose prompt is only partly computed, of which nothing is kept, [n].
+            reused: number of reused tokens, which come first among the emitted ones, [n].
+            whole: False for a sample whose prompt is only partly computed, whose tokens are discarded, [n].
         """
         there = uploaded(
             {"places": torch.from_numpy(followers.places), "rows": torch.from_numpy(followers.rows)},
             self.tokens.device,
         )
         rows, places = there["rows"], there["places"]
-        goes_on = (reused == counts)[places] & ((positions + reused)[places] < self.lengths[rows])
-        self.live[rows] &= goes_on | ~whole[places]
+        follows = (reused == counts)[places] & ((positions + reused)[places] < self.lengths[rows])
+        self.live[rows] &= follows | ~whole[places]
 
     def _make_room(self, length: int) -> None:
-        """Have a free row, and columns for so many tokens."""
+        """Ensure that there is a free row, with columns for `length` tokens."""
         rows, width = self.tokens.shape
         new = 0 if self._free else max(_FEWEST_ROWS, rows)
         wider = max(width, 1 << (length - 1).bit_length())
@@ -170,9 +169,9 @@ class RolloutTable:
             return
         for name in ("tokens", "scales"):
             old: torch.Tensor = getattr(self, name)
-            grown = old.new_zeros((rows + new, wider))
-            grown[:rows, :width] = old
-            setattr(self, name, grown)
+            larger = old.new_zeros((rows + new, wider))
+            larger[:rows, :width] = old
+            setattr(self, name, larger)
         self.lengths = torch.cat((self.lengths, self.lengths.new_zeros(new)))
         self.live = torch.cat((self.live, self.live.new_zeros(new)))
         self._free.extend(range(rows, rows + new))

@@ -1,15 +1,15 @@
-"""Sample and verify a step of V2's runner on the device: the host needs no number of it.
+"""Sample and verify a step of V2's runner on the device, without reading any result on the host.
 
 As in `sampling.sampler`, a sample with k draft tokens has k + 1 rows, and plain decoding is the case k = 0. A
 draft is accepted iff it is the token that the sample's noise picks, or by its probability, if it is a proposal.
 
-Layout, settings, penalties, masks by token and proposals are V1's, in the same order, computed where only the
-device knows the tokens. Masks by probability (min-p, top-k, top-p) are the kernels'.
+Layout, settings, penalties, masks by token and proposals are V1's, in the same order, for tokens that only the
+device knows. Masks by probability (min-p, top-k, top-p) are applied by the kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,60 +25,27 @@ from kernels.coupled_sampler.proposals import NO_PROPOSAL, RowProposals, log_odd
 from kernels.coupled_sampler.sample import Edited, Sampled, runner_up, sample
 from services.generation.engine.grammars import apply_masks
 from services.generation.engine.sampling.constraints import RowMasks, chunks
-from services.generation.engine.sampling.inputs import NOISE_KEY, SampleNoise
+from services.generation.engine.sampling.inputs import SETTINGS_KEY, BatchSettings, SampleSettings
 from services.generation.engine.sampling.outputs import NO_TOKEN, pack_rows
 from services.generation.engine.sampling.rows import IntArray, put
 from services.generation.engine.types import Verifier
 from services.generation.engine.v2.references import RolloutFollowers, RolloutTable
 
-_NO_NOISE: dict[str, Any] = {"seed": 0}
+# Settings of vLLM's own requests, with which it warms up.
+_NO_SETTINGS: dict[str, Any] = {"seed": 0}
 
 
-def noise_of(params: SamplingParams) -> SampleNoise:
-    """Return how a request is sampled. One of vLLM's own, with which it warms up, says nothing of it."""
-    return SampleNoise(**(params.extra_args or {}).get(NOISE_KEY, _NO_NOISE))
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """Settings of the samples of a step, one entry a sample, [n], in host memory."""
-
-    samples: Sequence[SampleNoise]
-    seeds: torch.Tensor
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64] | None
-    top_p: npt.NDArray[np.float32] | None
-    min_p: npt.NDArray[np.float32] | None
-
-    @classmethod
-    def of(cls, samples: Sequence[SampleNoise]) -> BatchSettings:
-        """Return the settings of these samples; `top_k`, `top_p` and `min_p` are None if nobody asks for them."""
-        n = len(samples)
-        seeds = np.fromiter((each.seed for each in samples), np.uint64, n)
-        top_k = np.fromiter((each.top_k for each in samples), np.int64, n)
-        top_p = np.fromiter((each.top_p for each in samples), np.float32, n)
-        min_p = np.fromiter((each.min_p for each in samples), np.float32, n)
-        return cls(
-            samples,
-            torch.from_numpy(seeds.view(np.int64)),
-            np.fromiter((each.temperature for each in samples), np.float32, n),
-            top_k if top_k.any() else None,
-            top_p if (top_p < 1).any() else None,
-            min_p if min_p.any() else None,
-        )
-
-    @property
-    def divisor(self) -> npt.NDArray[np.float32]:
-        """Divisor of the logits of each sample; 1 for greedy ones."""
-        return np.where(self.temperature > 0, self.temperature, np.float32(1))
+def settings_of(params: SamplingParams) -> SampleSettings:
+    """Return the settings of a request; vLLM's own requests get defaults."""
+    return SampleSettings(**(params.extra_args or {}).get(SETTINGS_KEY, _NO_SETTINGS))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """`cu[i]:cu[i+1]` are the rows of sample i; n samples, R rows.
+    """Layout of a step: `cu[i]:cu[i+1]` are the rows of sample i; n samples, R rows.
 
-    `positions` [n] int64 counts the response tokens that a sample had before the step, and `inputs` [R] are the
-    tokens that rows were computed from, of which all but the first of a sample are its drafts: both on the device.
+    `positions` [n] int64 counts the response tokens that a sample had before the step. `inputs` [R] are the tokens
+    from which the rows were computed; all but the first of a sample are its drafts. Both are on the device.
     """
 
     cu: IntArray
@@ -106,7 +73,7 @@ class DeviceRows:
         return drafted
 
     def row_positions(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the response positions that some rows sample, by their indices on the device, [m]."""
+        """Return the response positions of rows given by their indices on the device, [m]."""
         there = self.put_all(samples=self.samples, offsets=self.offsets)
         positions: torch.Tensor = (self.positions[there["samples"]] + there["offsets"])[rows]
         return positions
@@ -123,7 +90,7 @@ Penalise = Callable[[torch.Tensor], None]
 def constrain(
     raw: torch.Tensor, rows: DeviceRows, batch: BatchSettings, penalise: Penalise, masks: RowMasks | None
 ) -> torch.Tensor | None:
-    """Return the logits, [R, V] float32, before masks by probability; None if nothing changes them."""
+    """Return the edited logits, [R, V] float32, before masks by probability; None if nothing changes them."""
     samples = batch.samples
     penalised = any(each.penalised for each in samples)
     withheld = any(each.min_tokens and each.forbidden for each in samples)
@@ -143,7 +110,7 @@ def constrain(
 
 
 def _withhold(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
-    """Mask the tokens that would end a sample in rows at which it may not end yet, in place."""
+    """Mask, in place, the tokens that would end a sample in rows where it may not end yet."""
     row, token, least = list[int](), list[int](), list[int]()
     for i, each in enumerate(batch.samples):
         if not (each.min_tokens and each.forbidden):
@@ -159,7 +126,7 @@ def _withhold(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> N
 
 
 def _limit(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None:
-    """Mask all but the allowed tokens in the rows of samples that have some, in place."""
+    """Mask, in place, all but the allowed tokens in the rows of samples that have such."""
     allowed = [batch.samples[owner].allowed for owner in rows.samples]
     limited = np.flatnonzero([bool(each) for each in allowed])
     counts = [len(allowed[row]) for row in limited]
@@ -174,20 +141,20 @@ def _limit(logits: torch.Tensor, rows: DeviceRows, batch: BatchSettings) -> None
 def proposals_of_rows(
     rows: DeviceRows, batch: BatchSettings, followers: RolloutFollowers | None, table: RolloutTable
 ) -> RowProposals | None:
-    """Return what the rows of a step propose, and how probable it must be; None if nothing is proposed.
+    """Return the tokens that rows propose, and the least probability of each; None if nothing is proposed.
 
     Args:
-        rows: the layout.
+        rows: layout of the step.
         batch: settings of the samples.
         followers: samples that may follow a cached rollout of the table.
-        table: of them.
+        table: cached rollouts.
     """
     n, samples = len(batch.samples), rows.samples
     rejecting = np.fromiter((each.verifier is Verifier.REJECTION for each in batch.samples), bool, n)
     if followers is None and not rejecting.any():
         return None
     raw = np.zeros(len(samples), bool)
-    proposed = _Proposed(rows, batch.seeds.numpy())
+    proposed = _Proposed(rows, batch.seeds)
     last = np.isin(np.arange(len(samples)), rows.cu[1:] - 1)
     if len(verified := np.flatnonzero(rejecting[samples] & ~last)):
         proposed.reject(verified)
@@ -203,7 +170,7 @@ def proposals_of_rows(
 
 
 class _Proposed:
-    """Proposed tokens of all rows, [R] int64, and what their probabilities must exceed, [R] float64."""
+    """Proposed tokens of all rows, [R] int64, and the bounds that their probabilities must exceed, [R] float64."""
 
     def __init__(self, rows: DeviceRows, seeds: IntArray) -> None:
         self._rows, self._seeds, count = rows, seeds, len(rows.samples)
@@ -211,7 +178,7 @@ class _Proposed:
         self.theta = torch.full((count,), torch.nan, dtype=torch.float64, device=rows.device)
 
     def reject(self, index: IntArray) -> None:
-        """Propose the drafts behind some rows."""
+        """Propose the drafts that follow some rows."""
         there = self._rows.put_all(rows=index, seeds=self._seeds[self._rows.samples[index]])
         place = there["rows"]
         self.tokens[place] = self._rows.inputs[place + 1].long()
@@ -219,7 +186,7 @@ class _Proposed:
         self.theta[place] = uniforms(there["seeds"], positions, Purpose.REJECTION)
 
     def follow(self, followers: RolloutFollowers, table: RolloutTable) -> None:
-        """Propose the next tokens of rollouts, as far as the drafts before a row are the rollout's, too."""
+        """Propose the next tokens of rollouts, in rows whose preceding drafts agree with the rollout."""
         rows = self._rows
         of_table = np.full(len(rows.cu) - 1, -1)
         of_table[followers.places] = followers.rows
@@ -237,7 +204,7 @@ class _Proposed:
         most = table.tokens.shape[1] - 1
         wanted = table.tokens[own, positions.clamp(max=most)].long()
         before = table.tokens[own, (positions - 1).clamp(0, most)]
-        # A row is the target's distribution after the drafts before it: no use once those are not the rollout.
+        # A row is the target's distribution after the drafts before it: useless once they differ from the rollout.
         differs = ((there["offsets"] > 0) & (rows.inputs[place] != before)).long().cumsum(0)
         agrees = differs == differs[there["first"]]
         follows = agrees & table.live[own] & (positions < table.lengths[own])
@@ -247,11 +214,11 @@ class _Proposed:
 
 
 class SampledRows(NamedTuple):
-    """Outcome of a step, on the device: n samples, R rows, `longest` of them of one sample.
+    """Outcome of a step, on the device: n samples, R rows, at most `longest` of them of one sample.
 
-    `tokens` [n, longest] int64, of which the first `counts` [n] of each sample are emitted; of those the first
-    `reused` [n] are taken over from a cached rollout. `logprobs` are of all rows. A row that could not be sampled
-    has token 0 with a NaN log-probability.
+    The first `counts` [n] of each sample's `tokens` [n, longest] int64 are emitted; the first `reused` [n] of these
+    come from a cached rollout. `logprobs` covers all rows. A row that could not be sampled has token 0 with a NaN
+    log-probability.
     """
 
     tokens: torch.Tensor
@@ -271,11 +238,11 @@ def sample_rows(
     """Verify the drafts and sample the next token of every sample.
 
     Args:
-        logits: [R, V], any float type; left as it is.
-        rows: the layout.
+        logits: logits [R, V], any float type; not changed.
+        rows: layout of the step.
         batch: settings of the samples.
         penalise: applies the penalties of all rows.
-        masks: of the rows of samples that follow a grammar.
+        masks: masks of the rows of samples that follow a grammar.
         proposals: tokens to accept by their probability.
     """
     scores = constrain(logits, rows, batch, penalise, masks)
@@ -283,7 +250,7 @@ def sample_rows(
     masked = {"top_k": batch.top_k, "top_p": batch.top_p, "min_p": batch.min_p}
     drawn = sample(
         logits,
-        batch.seeds,
+        torch.from_numpy(batch.seeds),
         rows.positions,
         torch.from_numpy(batch.temperature),
         rows.inputs[there["drafted"]].long(),
@@ -294,20 +261,20 @@ def sample_rows(
     )
     tokens = drawn.tokens.clamp(min=0)
     emitted = tokens[there["places"]].view(-1, width)
-    # An accepted draft is nothing that is taken over.
+    # Accepted drafts of rejecting samples do not count as reused.
     reused = drawn.reused.masked_fill(there["residual"], 0) if proposals is not None else drawn.reused
-    told = _logprobs(logits, scores, rows, batch, drawn, reused, there)
-    return SampledRows(emitted, drawn.counts, reused, told)
+    logprobs = _logprobs(logits, scores, rows, batch, drawn, reused, there)
+    return SampledRows(emitted, drawn.counts, reused, logprobs)
 
 
 def _uploaded(
     rows: DeviceRows, batch: BatchSettings, proposals: RowProposals | None
 ) -> dict[str, torch.Tensor]:
-    """Return what the step needs of its layout on the device, by one copy.
+    """Copy the parts of the layout that the step needs to the device, at once.
 
-    `drafted` are the rows that were computed from drafts, `places` [n * longest] the row of each emitted token. Of
-    each row [R]: its sample, its offset, the drafts of its sample, and whether its log-probability is that of what
-    is sampled from. With proposals `residual` [n] of them.
+    `drafted` are the rows that were computed from drafts, `places` [n * longest] the row of each emitted token.
+    Vectors [R] have each row's sample, its offset, the drafts of its sample, and whether its log-probability is
+    taken from the processed distribution. `residual` [n] is the proposals', if there are any.
     """
     width = int(np.diff(rows.cu).max())
     vectors: dict[str, npt.NDArray[Any]] = {
@@ -335,19 +302,19 @@ def _logprobs(
     """Return the log-probabilities of each row's token and of the likeliest ones, raw or processed."""
     tokens = drawn.tokens.clamp(min=0)
     values = torch.where(there["processed"], drawn.processed, drawn.logprobs)
-    told, told_values = tokens.unsqueeze(1), values.unsqueeze(1)
+    top, top_values = tokens.unsqueeze(1), values.unsqueeze(1)
     tied = np.array([each.near_ties for each in batch.samples], bool)
     most = max(max(each.top_logprobs for each in batch.samples), int(tied.any()))
     if most:
         best = _likeliest(logits, scores, rows, batch, drawn.lowest, most)
         if tied.any():
             _put_runners_up(best, logits, scores, rows, batch, drawn, tied)
-        told, told_values = torch.cat((told, best[0]), 1), torch.cat((told_values, best[1]), 1)
+        top, top_values = torch.cat((top, best[0]), 1), torch.cat((top_values, best[1]), 1)
     samples, offsets = there["samples"], there["offsets"]
-    # All emitted tokens of a sample but the last are drafts.
+    # All emitted tokens of a sample except the last are drafts.
     accepted = offsets < drawn.counts[samples] - 1
     marks = pack_rows(there["drafts"], accepted, offsets < reused[samples])
-    return LogprobsTensors(told.to(torch.int32), told_values.float(), marks, rows.cu.tolist())
+    return LogprobsTensors(top.to(torch.int32), top_values.float(), marks, rows.cu.tolist())
 
 
 def _likeliest(
@@ -358,7 +325,7 @@ def _likeliest(
     lowest: torch.Tensor | None,
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest tokens of the rows of samples that ask for them, [R, most], then NO_TOKEN."""
+    """Return the likeliest tokens of rows, [R, most]: as many as the sample requests, then NO_TOKEN."""
     asked = np.fromiter((each.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
     tokens = torch.full((len(rows.samples), most), NO_TOKEN, dtype=torch.int64, device=rows.device)
     values = torch.zeros((len(rows.samples), most), dtype=torch.float32, device=rows.device)
@@ -382,7 +349,7 @@ def _likeliest(
 
 
 def _put_runners_up(
-    told: tuple[torch.Tensor, torch.Tensor],
+    top: tuple[torch.Tensor, torch.Tensor],
     logits: torch.Tensor,
     scores: torch.Tensor | None,
     rows: DeviceRows,
@@ -390,12 +357,11 @@ def _put_runners_up(
     drawn: Sampled,
     tied: npt.NDArray[np.bool_],
 ) -> None:
-    """Put the runner-up of each row and its margin into the first column of `told`, for the samples in `tied`.
+    """Put the runner-up of each row and its margin into the first column of `top`, for the samples in `tied`.
 
-    Rows behind the emitted ones get some token of the vocabulary; the engine cuts them off.
+    Rows after the emitted ones get some token of the vocabulary; the engine cuts them off.
     """
     chosen = np.flatnonzero(tied[rows.samples])
-    seeds = batch.seeds.numpy()
     for begin, end in chunks(len(chosen), logits.shape[1]):
         index = chosen[begin:end]
         samples = rows.samples[index]
@@ -404,7 +370,7 @@ def _put_runners_up(
             owner=samples,
             offset=rows.offsets[index],
             divisor=batch.divisor[samples],
-            seeds=seeds[samples],
+            seeds=batch.seeds[samples],
             noisy=batch.temperature[samples] > 0,
         )
         place = there["place"]
@@ -412,7 +378,7 @@ def _put_runners_up(
         positions = rows.positions[there["owner"]] + there["offset"]
         winners = drawn.tokens[place].clamp(min=0)
         found = runner_up(part, winners, there["seeds"], positions, there["noisy"])
-        told[0][place, 0], told[1][place, 0] = found
+        top[0][place, 0], top[1][place, 0] = found
 
 
 def _scaled(

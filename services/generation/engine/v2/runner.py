@@ -1,9 +1,8 @@
 """vLLM's V2 model runner with the coupled sampler in place of its sampler and rejection sampler.
 
 As on V1 there is no `speculative_config`: the scheduler knows how many drafts a sample verifies, and the drafts
-come as segments of references. When a step begins they are read from the table of references to where vLLM's
-runner takes drafts from. Scores of prompts are read a few rows at a time, in place of vLLM's own, which computes
-the logits of a whole prompt at once. Nothing here waits for the device, except for samples that follow a grammar.
+come as segments of references. When a step begins, they are copied from the table of references to the place where
+vLLM's runner reads drafts. Nothing here waits for the device, except for samples that follow a grammar.
 """
 
 from __future__ import annotations
@@ -21,47 +20,43 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from kernels.transfer import uploaded
 from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
 from services.generation.engine.sampling.constraints import RowMasks
-from services.generation.engine.sampling.inputs import CACHED_KEY, SampleNoise
+from services.generation.engine.sampling.inputs import CACHED_KEY, BatchSettings, SampleSettings
 from services.generation.engine.sampling.outputs import PromptReading, PromptScores
 from services.generation.engine.v2.references import LONGEST_DRAFT, References, RolloutTable
-from services.generation.engine.v2.row_sampler import (
-    BatchSettings,
-    DeviceRows,
-    noise_of,
-    proposals_of_rows,
-    sample_rows,
-)
+from services.generation.engine.v2.row_sampler import DeviceRows, proposals_of_rows, sample_rows, settings_of
 
 
 class _ReadPrompt:
-    """Scores of one prompt, in host memory already."""
+    """Scores of one prompt, already in host memory, with the interface of vLLM's tensors."""
 
     def __init__(self, scores: PromptScores) -> None:
         self._scores = scores
 
     def to_cpu_nonblocking(self) -> PromptScores:
-        """Return the scores; the name is that of vLLM's tensors."""
+        """Return the scores."""
         return self._scores
 
 
 class PromptReader:
-    """Reader of the prompts of one runner. Methods without a word of ours are called by vLLM's runner."""
+    """Scores prompts a few rows at a time; vLLM's own reader computes the logits of a whole prompt at once.
+
+    We call `begin` and `end`; vLLM's runner calls the other methods.
+    """
 
     def __init__(self) -> None:
-        """Read nothing so far."""
-        # By sample id; preemption leaves them here, so that no prompt is told twice.
+        # By sample id. A preemption keeps them, so that no prompt is reported twice.
         self.readings: dict[str, PromptReading] = {}
 
     def begin(self, sample_id: str, prompt: list[int], most: int) -> None:
-        """Score the prompt of a sample, with the `most` likeliest tokens of each place (ours)."""
+        """Score the prompt of a sample, with the `most` likeliest tokens of each position."""
         self.readings[sample_id] = PromptReading(list(prompt), most)
 
     def end(self, sample_id: str) -> None:
-        """Forget a sample (ours). Unknown ones are ignored."""
+        """Forget a sample. Unknown ones are ignored."""
         self.readings.pop(sample_id, None)
 
     def add_request(self, req_id: str, req_idx: int, sampling_params: Any) -> None:
-        """Do nothing: `begin` is told."""
+        """Do nothing: `begin` adds samples."""
 
     def remove_request(self, req_id: str) -> None:
         """Do nothing: a preempted sample comes back."""
@@ -73,11 +68,11 @@ class PromptReader:
         input_batch: Any,
         *unused: Any,
     ) -> dict[str, Any]:
-        """Score the prompts that the step has computed; returns those that are complete, with the first tokens."""
+        """Score the prompts that the step has computed; returns the scores that are complete, by sample."""
         found: dict[str, Any] = {}
         for place, sample_id in enumerate(input_batch.req_ids) if self.readings else ():
             reading = self.readings.get(sample_id)
-            if reading is None or reading.told:
+            if reading is None or reading.reported:
                 continue
             begin, first = (
                 int(input_batch.num_computed_tokens_np[place]),
@@ -86,17 +81,17 @@ class PromptReader:
             count = int(input_batch.num_scheduled_tokens[place])
             reading.read(hidden_states[first : first + count], begin, logits_fn)
             if begin + count >= int(input_batch.prefill_len_np[place]):
-                reading.told = True
+                reading.reported = True
                 found[sample_id] = _ReadPrompt(reading.scores)
         return found
 
     def compute_prompt_token_id_logprobs(self, *unused: Any) -> dict[str, Any]:
-        """Return nothing: nobody asks for it."""
+        """Return no scores: Paceline does not request them."""
         return {}
 
 
 class CoupledV2RunnerMixin:
-    """Methods put in front of vLLM's V2 model runner. The annotations name what is used of it."""
+    """Mixin for vLLM's V2 model runner. The annotations name the attributes of the runner that it uses."""
 
     req_states: Any
     sampler: Any
@@ -108,53 +103,53 @@ class CoupledV2RunnerMixin:
 
     def init_coupled(self) -> None:
         """Set up the state that this mixin adds. Called once, between vLLM's constructor and `load_model`."""
-        self._noise: dict[str, SampleNoise] = {}
+        self._settings: dict[str, SampleSettings] = {}
         self._grammars: dict[str, GrammarState] = {}
         self._references = References(self.req_states)
-        # Preemption leaves its rows as they are.
+        # Preempted samples keep their rows.
         self._followed = RolloutTable(self.req_states.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and score prompts a few rows at a time."""
+        """Load the model, and replace vLLM's reader of prompts."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.prompt_logprobs_worker = PromptReader()
 
     # -- samples ------------------------------------------------------------------------------------------
 
     def release_sample(self, sample_id: str) -> None:
-        """Give the slot of a sample to others, until it is adopted again or ends."""
+        """Free the slot of a sample until it is adopted again or ends."""
         self._remove_request(sample_id)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """Add new samples, those that resume, and those that bring their KV; each gets a slot."""
-        # vLLM's own steps, with which it warms up, have no samples of ours.
+        """Add new samples, resumed ones, and samples that arrive with their KV; each gets a slot."""
+        # vLLM's own steps, with which it warms up, do not have this attribute.
         adopted = getattr(scheduler_output, "paceline_adopted", ())
         entering = SimpleNamespace(scheduled_new_reqs=[*scheduler_output.scheduled_new_reqs, *adopted])
         super().add_requests(entering)  # type: ignore[misc]
         for sample in entering.scheduled_new_reqs:
             self._references.clear(self.req_states.req_id_to_index[sample.req_id])
-            if sample.req_id in self._noise:
+            if sample.req_id in self._settings:
                 continue
-            noise = noise_of(sample.sampling_params)
-            self._noise[sample.req_id] = noise
-            if noise.json_schema:
+            settings = settings_of(sample.sampling_params)
+            self._settings[sample.req_id] = settings
+            if settings.json_schema:
                 model = self.model_config
                 grammars = grammars_of(Path(model.model), model.get_vocab_size())
-                self._grammars[sample.req_id] = grammars.begin(noise.json_schema, noise.stops)
+                self._grammars[sample.req_id] = grammars.begin(settings.json_schema, settings.stops)
             if CACHED_KEY in (sample.sampling_params.extra_args or {}):
                 self._followed.begin(sample.req_id, sample.sampling_params.extra_args[CACHED_KEY])
-            if noise.prompt_logprobs is not None:
+            if settings.prompt_logprobs is not None:
                 self.prompt_logprobs_worker.begin(
-                    sample.req_id, sample.prompt_token_ids, noise.prompt_logprobs
+                    sample.req_id, sample.prompt_token_ids, settings.prompt_logprobs
                 )
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Forget samples that have ended; of those that were preempted what we know stays."""
+        """Forget samples that have ended; our data of preempted samples is kept."""
         super().finish_requests(scheduler_output)  # type: ignore[misc]
         for sample_id in getattr(scheduler_output, "paceline_left", ()):
             self._followed.end(sample_id)
         for sample_id in scheduler_output.finished_req_ids:
-            self._noise.pop(sample_id, None)
+            self._settings.pop(sample_id, None)
             self._grammars.pop(sample_id, None)
             self._followed.end(sample_id)
             self.prompt_logprobs_worker.end(sample_id)
@@ -174,8 +169,8 @@ class CoupledV2RunnerMixin:
         slots = torch.tensor([states.req_id_to_index[each] for each in drafts])
         slots = uploaded({"slots": slots}, states.device)["slots"]
         self._references.draft(slots, max(map(len, drafts.values())))
-        # Kernels have room for as many rows of a sample. Elsewhere, where CUDA graphs are captured, it is the
-        # number of rows of plain decoding.
+        # vLLM's kernels allocate this many rows for a sample. Outside this call, where CUDA graphs are captured,
+        # it is the number of rows of plain decoding.
         plain, self.decode_query_len = self.decode_query_len, LONGEST_DRAFT + 1
         try:
             return super().prepare_inputs(*given)  # type: ignore[misc]
@@ -185,10 +180,10 @@ class CoupledV2RunnerMixin:
     def sample(
         self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        """Verify the drafts of a step and sample from it; vLLM's interface."""
+        """Verify the drafts of a step, and sample from it; overrides vLLM's method."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         rows = self._rows(input_batch)
-        batch = BatchSettings.of([self._noise[sample_id] for sample_id in input_batch.req_ids])
+        batch = BatchSettings.of([self._settings[sample_id] for sample_id in input_batch.req_ids])
         masks = self._masks_of(input_batch, rows, logits.shape[1]) if self._grammars else None
 
         def penalise(scores: torch.Tensor) -> None:
@@ -198,7 +193,7 @@ class CoupledV2RunnerMixin:
         proposals = proposals_of_rows(rows, batch, followers, self._followed)
         found = sample_rows(logits, rows, batch, penalise, masks, proposals)
         counts = found.counts
-        # What is sampled from a prompt that is only partly computed is thrown away.
+        # Tokens sampled after a prompt that is only partly computed are discarded.
         whole = (
             input_batch.seq_lens[: len(counts)] >= self.req_states.prefill_len.gpu[input_batch.idx_mapping]
         )

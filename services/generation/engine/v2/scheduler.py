@@ -1,9 +1,9 @@
-"""vLLM's schedulers for V2, and the steps of an engine whose drafts are read from references on the device.
+"""Schedule V2's steps, whose drafts are read from references on the device.
 
-A step carries, for each sample, how many drafts it verifies (places without a token), the segments of references
-that were posted since the last step, the samples that were seen to have left their cached rollouts, and the
-samples that run in it with KV from elsewhere. All ranks take them in before the same step, and after they have
-freed the slots of samples that left.
+A scheduled step has, for each sample, the number of drafts to verify (placeholders without a token), the reference
+segments posted since the previous step, the samples known to have left their cached rollouts, and the samples that
+enter with KV from another engine. All ranks process these before the same step, after freeing the slots of samples
+that left.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps, output
 from services.generation.engine.v2.references import DraftSegment
 
 DRAFT_PLACE = -1
-"""A draft token that only the device knows, in a request and in a scheduled step."""
+"""Placeholder for a draft token that only the device knows, in a request and in a scheduled step."""
 
 
 class SegmentsMixin:
-    """Mixin for a scheduler of vLLM's."""
+    """Mixin for vLLM's schedulers that sends our data to the workers with each step."""
 
     requests: dict[str, Any]
     kv_cache_manager: Any
@@ -37,7 +37,7 @@ class SegmentsMixin:
         self._left: list[str] = []
 
     def leave_rollouts(self, sample_ids: Iterable[str]) -> None:
-        """Tell the workers with the next step that samples do not follow their cached rollouts any more."""
+        """Report to the workers, with the next step, that samples no longer follow their cached rollouts."""
         self._left.extend(sample_ids)
 
     def post(self, segments: Iterable[DraftSegment]) -> None:
@@ -45,7 +45,7 @@ class SegmentsMixin:
         self._segments.extend(segments)
 
     def adopt(self, sample: Request) -> None:
-        """Tell the workers, with its first step, of a running sample that has KV of all its tokens but the last."""
+        """Send a running sample that has KV of all tokens but the last to the workers, with its first step here."""
         tokens, name = list(sample._all_token_ids), sample.request_id
         blocks = self.kv_cache_manager.get_block_ids(name)
         self._adopted[name] = NewRequestData(
@@ -61,7 +61,7 @@ class SegmentsMixin:
         )
 
     def leave(self, sample_id: str) -> None:
-        """Do not tell the workers of a sample, which does not run any more."""
+        """Do not send an adopted sample to the workers, because it no longer runs."""
         self._adopted.pop(sample_id, None)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,23 +85,23 @@ class SegmentsMixin:
 
 
 class SegmentScheduler(SegmentsMixin, Scheduler):
-    """Scheduler of an engine that knows the outcome of each step before the next."""
+    """Scheduler of an engine that knows the outcome of each step before it schedules the next."""
 
 
 class AheadScheduler(SegmentsMixin, AsyncScheduler):
-    """Scheduler of an engine that schedules one step further, while the device is at the last."""
+    """Scheduler of an engine that schedules a step while the device still computes the previous one."""
 
 
 class SegmentSteps(CoreSteps):
-    """Steps of V2: one at a time, or with the next scheduled while the device is at the last.
+    """Steps of V2: one at a time, or each scheduled while the device still computes the previous one.
 
-    With one in flight the host does not know how many tokens a sample has, but at most how many more: a draft is
-    verified from where the sample would be if all of its drafts in flight were accepted.
+    With a step in flight the host does not know how many tokens a sample has, only the most it can have. A draft is
+    verified from the position that the sample reaches if all of its drafts in flight are accepted.
     """
 
     @property
     def in_flight(self) -> int:  # type: ignore[override]
-        """Steps that are scheduled and not over."""
+        """Steps that are scheduled and not finished."""
         return len(self._core.batch_queue or ())
 
     @property
@@ -112,7 +112,7 @@ class SegmentSteps(CoreSteps):
     def put(
         self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
     ) -> Mapping[str, Sequence[int]]:
-        """Post drafts behind the tokens that are known; the next step verifies what is not in flight of them."""
+        """Post drafts that follow the known tokens; the next step verifies the part that is not in flight."""
         requests, verified = self._scheduler.requests, dict[str, Sequence[int]]()
         if parents:
             drafts = self._put_trees(drafts, parents)
@@ -126,18 +126,18 @@ class SegmentSteps(CoreSteps):
         return verified
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule a step, and return the outcome of the one before; without looking ahead that of the same."""
+        """Schedule a step, and return the output of the previous one; of the same step if not scheduling ahead."""
         core = self._core
         outputs, _ = core.step() if core.batch_queue is None else core.step_with_batch_queue()
         self._take_back()
         return outputs_of(outputs)
 
     def leave_rollouts(self, sample_ids: Iterable[str]) -> None:
-        """Take note of samples that follow their cached rollouts no more."""
+        """Record samples that no longer follow their cached rollouts."""
         self._scheduler.leave_rollouts(sample_ids)
 
     def settle(self) -> list[EngineCoreOutput]:
-        """Let the steps that are in flight end, and schedule none."""
+        """Finish the steps in flight without scheduling another; returns their outputs."""
         found = list[EngineCoreOutput]()
         while self._core.batch_queue:
             future, scheduled, _ = self._core.batch_queue.pop()
@@ -146,8 +146,8 @@ class SegmentSteps(CoreSteps):
 
 
 def use_segments(config: Any, *, ahead: bool) -> type[CoreSteps]:
-    """Set the scheduler of a vLLM configuration to ours, `ahead` one step of the device; returns what steps it."""
-    # vLLM's CPU platform switches this off, for the sake of V1.
+    """Set our scheduler in a vLLM configuration, `ahead` of the device or not; returns the class of its steps."""
+    # vLLM's CPU platform disables this because of V1.
     config.scheduler_config.async_scheduling = ahead
     config.scheduler_config.scheduler_cls = AheadScheduler if ahead else SegmentScheduler
     return SegmentSteps

@@ -24,7 +24,7 @@ from services.generation.engine.attention_backend import (
     ShortQueryMixin,
     ShortQueryTritonBackend,
     ShortQueryTritonImpl,
-    refusal,
+    layer_refusal,
     traits_of,
     use_attention,
 )
@@ -202,7 +202,7 @@ def test_a_captured_launch_does_for_every_step_that_it_is_replayed_with(
 )
 def test_a_layer_that_ours_cannot_compute_is_vllms(config, launches, options, reason):
     impl = make_impl(config, **options)
-    assert reason in refusal(traits_of(impl))
+    assert reason in layer_refusal(traits_of(impl))
     batch = Batch(config, [50, 35], [1, 5])
     batch.forward(impl, batch.metadata(config))
     assert not launches

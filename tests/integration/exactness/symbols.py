@@ -1,7 +1,6 @@
 """Names of vLLM that the engine relies on, loaded from `symbols.yaml`.
 
-`tests/integration/exactness/test_symbols.py` compares them with the installed vLLM and with the imports of this
-folder.
+`test_symbols.py` compares them with the installed vLLM and with the imports of the engine.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 
 import yaml
 
-FILLER = -1
-"""Filler that vLLM puts behind a sample's last token in the matrix of sampled tokens."""
 _FILE = Path(__file__).with_suffix(".yaml")
 
 
@@ -46,7 +43,7 @@ class VllmSymbols:
 
 
 def load_symbols(path: Path = _FILE) -> VllmSymbols:
-    """Read and check the list. ValueError names an entry that says nothing, or something unknown."""
+    """Read and check the list. ValueError names an entry that is incomplete or has an unknown field."""
     data = yaml.safe_load(path.read_text())
     found = [
         symbol
