@@ -1,11 +1,11 @@
 """Gather the KV blocks of a sample into a buffer, and scatter a buffer into blocks.
 
-Safe while the engine runs: the blocks are full ones, which no step writes to any more, or belong to a paused or
-reserved sample, which no step touches.
+This is safe while the engine runs: the blocks are full, so no step writes to them any more, or belong to a paused
+or reserved sample, which no step touches.
 
-Blocks always travel whole, because the layout inside a block belongs to the attention kernel (the CPU kernel
-interleaves tokens, so half a block cannot be addressed by its axes). Bytes behind a sample's last token are not
-used.
+Blocks are always moved whole, because the layout inside a block is private to the attention kernel (the CPU
+kernel interleaves tokens, so half a block cannot be addressed by its axes). Bytes after a sample's last token are
+not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AXES = "BHNC"
 class Geometry:
     """Layout of one rank's KV; both sides of a transfer must have the same.
 
-    `layout` is the order of the axes in memory (B blocks, H heads, N tokens, C content), with all sizes but B's.
+    `layout` is the order of the axes in memory (B blocks, H heads, N tokens, C content), with all sizes except B's.
     `block_size` is in tokens; `block_bytes` counts all layers.
     """
 
@@ -86,7 +86,7 @@ class KvStore:
         return self.geometry.block_bytes * blocks
 
     def buffer(self, blocks: int) -> torch.Tensor:
-        """Allocate 1-D host memory for so many blocks, pinned if the device is CUDA."""
+        """Allocate 1-D host memory for `blocks` blocks, pinned if the device is CUDA."""
         cache = self._caches[0]
         return torch.empty(
             self.nbytes(blocks) // cache.element_size(),
@@ -97,7 +97,7 @@ class KvStore:
     def gather(self, blocks: Sequence[int], out: torch.Tensor) -> memoryview:
         """Pack blocks into the beginning of a `buffer`; returns their bytes."""
         part = self._part(out, len(blocks))
-        with self._beside():
+        with self._own_stream():
             packed = torch.empty_like(part, device=self.device) if self._stream else part
             pack(self._caches, torch.tensor(blocks), packed, layout=self._layout)
             if self._stream is not None:
@@ -112,7 +112,7 @@ class KvStore:
     def scatter(self, blocks: Sequence[int], packed: torch.Tensor) -> None:
         """Unpack the beginning of a `buffer` into blocks."""
         part = self._part(packed, len(blocks))
-        with self._beside():
+        with self._own_stream():
             if self._stream is not None:
                 part = part.to(self.device, non_blocking=True)
             unpack(part, self._caches, torch.tensor(blocks), layout=self._layout)
@@ -123,8 +123,8 @@ class KvStore:
         shape = packed_shape(self._caches, blocks, layout=self._layout)
         return buffer[: shape[0] * shape[1]].view(shape)
 
-    def _beside(self) -> AbstractContextManager[object]:
-        """Return a context with a CUDA stream of its own, so that no engine step waits for copies."""
+    def _own_stream(self) -> AbstractContextManager[object]:
+        """Return a context with a separate CUDA stream, so that no engine step waits for copies."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 

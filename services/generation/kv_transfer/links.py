@@ -1,29 +1,14 @@
-"""Links between a donor and a receiver of KV: the frames of a connection, over TCP or with NIXL.
+"""Links between a donor and a receiver of KV: frames over one TCP connection for each migration and rank.
 
     donor                        receiver
     HELLO    id, rank, token ─▶
     KV       tokens, blocks  ─▶              any number of times
     DRAFTERS states          ─▶              at most once, when the sample is paused
     END                      ─▶
-                             ◀─ ANSWER       CRC of what was received; or, at any time, a reason for its end
+                             ◀─ ANSWER       CRC of the received KV; or, at any time, the reason why it ended
 
 END asks whether everything so far has arrived; more KV and another END may follow. A frame is a header of fixed
-length, and a payload.
-
-There is one TCP connection for each migration and rank. Bulk data does not go through gRPC, which copies it
-several times: the kernel reads the packed buffer (`sendmsg` of a memoryview) and writes into the buffer that is
-unpacked (`recv_into`). TLS uses the certificates of the services; OpenSSL copies once on each side.
-
-Where NIXL is installed, the payload of a KV frame travels by RDMA or NVLink between host buffers. The link
-remains a TCP connection with the same frames. The receiver answers with the address of its buffer, and the donor
-writes there:
-
-    KV header            ─▶
-                         ◀─ READY        address, length, the agent's metadata
-    (NIXL writes the payload)
-    DONE                 ─▶
-
-Both ends must use NIXL, because the transport is part of the geometry that they compare.
+length and a payload. `TcpLink` sends payloads over the connection, `NixlLink` sends KV with NIXL.
 """
 
 from __future__ import annotations
@@ -51,6 +36,12 @@ _MAGIC = b"PKV1"
 HEADER_BYTES = _HEADER.size
 MOST_TEXT = 1 << 20
 """Longest payload of a frame that is not KV, in bytes."""
+STALL_SECONDS = 5.0
+"""A peer that neither accepts nor sends a byte for this long is given up before the deadline of the move."""
+# NIXL: address and length in a READY, the kind of memory, and the interval at which a transfer is polled.
+_PLACE = struct.Struct("!QQ")
+_HOST = "DRAM"
+_POLL_SECONDS = 0.0001
 
 
 class FrameKind(IntEnum):
@@ -61,20 +52,20 @@ class FrameKind(IntEnum):
     DRAFTERS = 3
     END = 4
     ANSWER = 5
-    # Used if KV does not travel over the connection (see nixl.py).
+    # Used if KV does not go over the connection (`NixlLink`).
     READY = 6
     DONE = 7
 
 
 class BadFrame(ValueError):
-    """Bytes that are no frame, or a frame that is not allowed here."""
+    """Bytes that are not a frame, or a frame that is not allowed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """Header of a frame. In KV, `begin` and `count` are tokens of the sample; in ANSWER, `begin` is a reason or 0.
 
-    `crc` is the CRC-32 of the payload of `length` bytes; in ANSWER, that of all KV payloads so far.
+    `crc` is the CRC-32 of the payload of `length` bytes; in ANSWER, of all KV payloads so far.
     """
 
     kind: FrameKind
@@ -89,14 +80,14 @@ class Frame:
 
     @classmethod
     def decode(cls, data: bytes | bytearray) -> Frame:
-        """Read `encode`. BadFrame for anything else, and for too long a text."""
+        """Parse a header. BadFrame if it is invalid, or announces too long a text."""
         try:
             magic, kind, begin, count, crc, length = _HEADER.unpack(data)
             frame = cls(FrameKind(kind), begin, count, crc, length)
         except (struct.error, ValueError) as error:
-            raise BadFrame(f"no frame: {error}") from error
+            raise BadFrame(f"not a frame: {error}") from error
         if magic != _MAGIC:
-            raise BadFrame("no frame of this protocol")
+            raise BadFrame("not a frame of this protocol")
         if frame.kind is not FrameKind.KV and length > MOST_TEXT:
             raise BadFrame(f"{length} bytes in a frame that may have {MOST_TEXT}")
         return frame
@@ -117,7 +108,7 @@ class Hello:
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
-        """Read `encode`. BadFrame for anything else."""
+        """Parse the payload of a HELLO. BadFrame if it is invalid."""
         try:
             rank, length = _HELLO.unpack_from(data)
             name = data[_HELLO.size : _HELLO.size + length]
@@ -125,16 +116,18 @@ class Hello:
                 raise BadFrame("a HELLO that is too short")
             return cls(name.decode(), rank, data[_HELLO.size + length :])
         except (struct.error, UnicodeDecodeError) as error:
-            raise BadFrame(f"no HELLO: {error}") from error
+            raise BadFrame(f"not a HELLO: {error}") from error
+
+
+def answer(reason: int = 0, crc: int = 0, message: str = "") -> tuple[Frame, bytes]:
+    """Build an ANSWER and its payload."""
+    text = message.encode()
+    return Frame(FrameKind.ANSWER, begin=reason, crc=crc, length=len(text)), text
 
 
 def running_crc(so_far: int, payload_crc: int) -> int:
-    """Return the CRC of all payloads: over the CRC so far and that of one more payload, not over the bytes."""
+    """Return the CRC of all payloads: the CRC of the next payload's CRC, continued from the CRC so far."""
     return zlib.crc32(payload_crc.to_bytes(4, "big"), so_far)
-
-
-# A peer that neither takes nor sends a byte for this many seconds is given up before the deadline of the move.
-STALL_SECONDS = 5.0
 
 
 class KvLink(Protocol):
@@ -145,10 +138,10 @@ class KvLink(Protocol):
     """
 
     deadline: float
-    """Deadline of everything that is sent and received, on the monotonic clock."""
+    """Deadline of all sending and receiving, on the monotonic clock."""
 
     def identified(self, deadline: float) -> None:
-        """Record that the peer is who it has to be, and may use the connection until this deadline."""
+        """Record that the peer has proved its identity, and may use the connection until this deadline."""
 
     def send(self, frame: Frame, payload: bytes | memoryview = b"") -> None:
         """Send a header and its payload. The caller may change the payload after this has returned."""
@@ -162,8 +155,8 @@ class KvLink(Protocol):
     def drain(self) -> None:
         """Half-close, and read until the peer closes, which it does once it has read everything.
 
-        Closing a connection with unread bytes would reset it, and discard what was sent. Waits at most as long as
-        for a peer that stalls; a peer that does not close is no error.
+        Closing a connection with unread bytes would reset it, and discard the bytes that were sent. Waits at most
+        STALL_SECONDS; it is no error if the peer does not close.
         """
 
     def close(self) -> None:
@@ -171,7 +164,12 @@ class KvLink(Protocol):
 
 
 class TcpLink:
-    """Link over a connected socket."""
+    """Link over a connected socket.
+
+    Bulk data does not go through gRPC, which copies it several times: the operating system reads the packed buffer
+    (`sendmsg` of a memoryview) and writes into the buffer that is unpacked (`recv_into`). TLS uses the certificates
+    of the services; OpenSSL copies once on each side.
+    """
 
     def __init__(
         self, connection: socket.socket, deadline: float, on_identified: Callable[[], None] = lambda: None
@@ -233,7 +231,7 @@ class TcpLink:
 
     def close(self) -> None:
         """As `KvLink`."""
-        # Wakes a thread that is blocked in it; closing alone does not.
+        # Shutting down wakes a thread that is blocked in the socket; closing alone does not.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -246,7 +244,7 @@ class TcpLink:
 
 
 def dial(address: str, tls: TlsConfig | None, deadline: float) -> TcpLink:
-    """Connect to "host:port". OSError when that fails, also for a peer whose certificate is not trusted."""
+    """Connect to "host:port". OSError if that fails or the peer's certificate is not trusted."""
     host, _, port = address.rpartition(":")
     timeout = min(max(deadline - time.monotonic(), 0.001), STALL_SECONDS)
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout)
@@ -269,18 +267,7 @@ def _client_context(tls: TlsConfig) -> ssl.SSLContext:
     return context
 
 
-def answer(reason: int = 0, crc: int = 0, message: str = "") -> tuple[Frame, bytes]:
-    """Build an ANSWER and its payload."""
-    text = message.encode()
-    return Frame(FrameKind.ANSWER, begin=reason, crc=crc, length=len(text)), text
-
-
-_PLACE = struct.Struct("!QQ")
-_HOST = "DRAM"
-_POLL_SECONDS = 0.0001
-
-
-def installed() -> bool:
+def nixl_installed() -> bool:
     """Return whether NIXL is installed."""
     return importlib.util.find_spec("nixl") is not None
 
@@ -288,14 +275,25 @@ def installed() -> bool:
 def make_agent(name: str) -> Any:
     """Return an agent (`nixl_agent`) of this process, with NIXL's default backends.
 
-    ImportError where it is not installed.
+    ImportError if NIXL is not installed.
     """
     api = importlib.import_module("nixl._api")
     return api.nixl_agent(name, api.nixl_agent_config())
 
 
 class NixlLink:
-    """Link whose KV travels by NIXL."""
+    """Link that sends the payload of KV frames with NIXL, by RDMA or NVLink between host buffers.
+
+    The link is still a connection with the same frames. The receiver answers a KV header with the address of its
+    buffer, and the donor writes there:
+
+        KV header            ─▶
+                             ◀─ READY        address, length, the agent's metadata
+        (NIXL writes the payload)
+        DONE                 ─▶
+
+    Both ends must use NIXL, because the transport is part of the geometry that they compare.
+    """
 
     def __init__(self, control: KvLink, agent: Any) -> None:
         """Use `control` for frames, and `agent`, a `nixl_agent`, for KV."""
@@ -305,7 +303,7 @@ class NixlLink:
         self._registered: dict[tuple[int, int], Any] = {}
         self._peer: tuple[bytes, Any] | None = None
         self._kv = False
-        # An ANSWER that came in the place of READY.
+        # An ANSWER that arrived instead of READY.
         self._early: Frame | None = None
         self._busy = threading.Lock()
         self._closed = False
@@ -338,15 +336,15 @@ class NixlLink:
             self._early = ready
             raise ConnectionError("the receiver refused the KV")
         if ready.kind is not FrameKind.READY:
-            raise BadFrame(f"{ready.kind.name} where READY was due")
-        told = bytearray(ready.length)
-        self._control.receive_into(memoryview(told))
-        if zlib.crc32(told) != ready.crc or len(told) < _PLACE.size:
-            raise BadFrame("a READY that arrived broken")
-        address, length = _PLACE.unpack_from(told)
+            raise BadFrame(f"{ready.kind.name} instead of READY")
+        data = bytearray(ready.length)
+        self._control.receive_into(memoryview(data))
+        if zlib.crc32(data) != ready.crc or len(data) < _PLACE.size:
+            raise BadFrame("READY arrived corrupted")
+        address, length = _PLACE.unpack_from(data)
         if length != len(payload):
             raise BadFrame(f"READY for {length} bytes of {len(payload)}")
-        self._write(payload, address, bytes(told[_PLACE.size :]))
+        self._write(payload, address, bytes(data[_PLACE.size :]))
         self._control.send(Frame(FrameKind.DONE))
 
     def receive(self) -> Frame:
@@ -367,19 +365,19 @@ class NixlLink:
 
     def _receive_kv(self, payload: memoryview) -> None:
         place = self._register(payload)
-        # After the registration, because the metadata includes it.
-        told = _PLACE.pack(*place) + self._agent.get_agent_metadata()
-        self._control.send(Frame(FrameKind.READY, crc=zlib.crc32(told), length=len(told)), told)
+        # Read after the registration, because the metadata includes it.
+        data = _PLACE.pack(*place) + self._agent.get_agent_metadata()
+        self._control.send(Frame(FrameKind.READY, crc=zlib.crc32(data), length=len(data)), data)
         done = self._control.receive()
         if done.kind is not FrameKind.DONE:
-            raise BadFrame(f"{done.kind.name} where DONE was due")
+            raise BadFrame(f"{done.kind.name} instead of DONE")
 
     def drain(self) -> None:
         """As `KvLink`."""
         self._control.drain()
 
     def close(self) -> None:
-        """As `KvLink`. A thread that is using registered memory releases it itself, afterwards."""
+        """As `KvLink`. A thread that is using registered memory releases it afterwards itself."""
         self._control.close()
         self._closed = True
         self._release()
@@ -431,7 +429,7 @@ class NixlLink:
             agent.release_xfer_handle(handle)
 
     def _register(self, payload: memoryview) -> tuple[int, int]:
-        """Return address and length of a writable buffer, which is registered once."""
+        """Return the address and the length of a writable buffer; registers it at its first use."""
         place = (ctypes.addressof(ctypes.c_char.from_buffer(payload)), len(payload))
         if place not in self._registered:
             descs = self._agent.get_reg_descs([(*place, 0, "")], _HOST)

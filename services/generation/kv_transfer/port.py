@@ -1,12 +1,7 @@
 """Port of one rank: sends KV to the same rank of another instance, and receives it, in threads.
 
-The port lives in the worker that holds the KV; `KvWorkerMixin` adds it to vLLM's. It is called between two steps
-of the engine, and works while steps run. It decides nothing about a sample.
-
-Its listener has a limited number of connections, each with a thread, and anybody who reaches it can connect. A
-connection that has not sent HELLO with a valid token is a stranger's: it has a few seconds for that, TLS
-included, and is closed, the oldest first, when all places are taken. So idle connections cost no more than the
-limit, and keep no move out.
+The port is in the worker that holds the KV; `KvWorkerMixin` adds it to vLLM's worker. It is called between two
+steps of the engine, and works while steps run. It decides nothing about a sample.
 """
 
 from __future__ import annotations
@@ -38,15 +33,20 @@ from services.platform.security.certificates import Unreadable, server_context
 
 _log = structlog.get_logger(__name__)
 CONNECTIONS = 64
-"""Connections at once, where nothing else is said."""
-# Longest time until a stranger's thread has ended after its connection, on a machine that hardly gets on.
+"""Default limit of simultaneous connections."""
+# Longest wait for the thread of a closed connection to end, on an overloaded machine.
 _LEAVE_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
 _LOG_SECONDS = 10.0
 
 
 class Listener:
-    """Listener that gives each connection a thread, until it is closed."""
+    """Listener that serves each connection in a thread, with a limited number of connections.
+
+    Anyone who can reach the port can connect. A connection that has not sent HELLO with a valid token is a
+    stranger: it has a few seconds for that, TLS included, and when all places are taken the oldest stranger is
+    closed. So idle connections use no more than the limit, and block no move.
+    """
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Listener:
             host: address to listen on.
             port: port to listen on; 0 for any free one.
             tls: certificates; None for plain text.
-            serve: called with each link in a thread of its own, and calls `identified` on it; the link is closed
-                when it returns.
-            limit: connections at once.
-            patience: seconds until a connection must have identified itself.
+            serve: called with each link in a separate thread; must call `identified` on it. The link is closed when
+                it returns.
+            limit: most simultaneous connections.
+            patience: seconds within which a connection must identify itself.
 
         Raises:
             OSError: the port is taken.
@@ -81,7 +81,7 @@ class Listener:
         self._taken = 0
         # Connections that have not identified themselves, by number, the oldest first.
         self._strangers: dict[int, socket.socket] = {}
-        self._turned_away, self._told_at = 0, float("-inf")
+        self._turned_away, self._logged_at = 0, float("-inf")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host.strip("[]"), port), family=family)
         self.port: int = self._socket.getsockname()[1]
@@ -113,12 +113,12 @@ class Listener:
                     self._leave(number)
                     raise
             except (OSError, RuntimeError) as error:
-                # Also when there are no more files or threads; the next try may find some.
+                # Also raised when files or threads run out; the next attempt may find some.
                 if not self._over.wait(_RETRY_SECONDS):
                     _log.warning("kv_accept_failed", error=repr(error))
 
     def _enter(self, number: int, connection: socket.socket) -> bool:
-        """Take a place for a connection, if need be that of the oldest stranger; return False if there is none."""
+        """Take a place for a connection, closing the oldest stranger if necessary; return False if none is free."""
         with self._places:
             if self._taken >= self._limit and self._turn_away():
                 self._places.wait_for(lambda: self._taken < self._limit, _LEAVE_SECONDS)
@@ -129,22 +129,22 @@ class Listener:
             return True
 
     def _turn_away(self) -> bool:
-        """End the connection of the oldest stranger; return False if there is none. Say so, now and then."""
+        """Close the connection of the oldest stranger; return False if there is none. Logs at intervals."""
         found = bool(self._strangers)
         if found:
             oldest = self._strangers.pop(next(iter(self._strangers)))
             with suppress(OSError):
-                # Not that of an SSLSocket, which another thread uses. It wakes that thread.
+                # The plain socket's method, because another thread uses the SSLSocket; it wakes that thread.
                 socket.socket.shutdown(oldest, socket.SHUT_RDWR)
         self._turned_away += 1
-        if time.monotonic() - self._told_at >= _LOG_SECONDS:
+        if time.monotonic() - self._logged_at >= _LOG_SECONDS:
             _log.warning(
                 "kv_connections_turned_away",
                 port=self.port,
                 count=self._turned_away,
                 reason=f"migration_connections allows {self._limit} at once",
             )
-            self._turned_away, self._told_at = 0, time.monotonic()
+            self._turned_away, self._logged_at = 0, time.monotonic()
         return found
 
     def _leave(self, number: int) -> None:
@@ -160,10 +160,10 @@ class Listener:
     def _answer(self, number: int, connection: socket.socket) -> None:
         deadline = time.monotonic() + self._patience
         try:
-            # A limit of the whole handshake.
+            # Limits the whole handshake.
             connection.settimeout(self._patience)
             if self._tls is not None:
-                # Read for each connection, because certificates are replaced while the service runs.
+                # Certificates are read for each connection, because they may be replaced while the service runs.
                 context = server_context(self._tls)
                 connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
                 with self._places:
@@ -175,7 +175,7 @@ class Listener:
             self._serve(link)
             link.close()
         except (OSError, BadFrame, Unreadable) as error:
-            # Anybody can connect; failures of known migrations are logged with their outcome.
+            # Anyone can connect; failures of known migrations are logged with their outcome.
             _log.debug("kv_connection_ended", error=repr(error))
         finally:
             connection.close()
@@ -195,7 +195,7 @@ class KvPort:
             rank: rank of this worker.
             chunk_bytes: approximate bytes of KV per frame.
             senders: samples that are sent at once.
-            agent: NIXL agent that carries KV; None for TCP.
+            agent: NIXL agent that transfers KV; None for TCP.
         """
         chunk_blocks = max(1, chunk_bytes // store.geometry.block_bytes)
         self._rank = rank
@@ -209,40 +209,40 @@ class KvPort:
         self._listener: Listener | None = None
 
     def on_drafters(self, callback: Callable[[str, bytes], None]) -> None:
-        """Call back with migration id and drafter state as soon as they arrive, in the connection's thread."""
+        """Call back in the connection's thread with migration id and drafter state, as soon as they arrive."""
         self._receiver.on_drafters = callback
 
     def listen(self, host: str, port: int, tls: TlsConfig | None, connections: int = CONNECTIONS) -> int:
-        """Accept so many connections at once; returns the port. OSError when it is taken."""
+        """Accept up to `connections` simultaneous connections; returns the port. OSError if it is taken."""
         self._tls = tls
         own = port + self._rank if port else 0
         self._listener = Listener(host, own, tls, self._serve, limit=connections)
         return self._listener.port
 
     def close(self) -> None:
-        """End everything that is under way."""
+        """Stop listening, and end all transfers."""
         if self._listener is not None:
             self._listener.close()
         self._sender.close()
         self._receiver.close()
 
     def _dial(self, address: str, deadline: float) -> KvLink:
-        return self._carrier(dial(address, self._tls, deadline))
+        return self._kv_link(dial(address, self._tls, deadline))
 
     def _serve(self, connection: TcpLink) -> None:
-        link = self._carrier(connection)
+        link = self._kv_link(connection)
         try:
             self._receiver.serve(link)
         finally:
             link.close()
 
-    def _carrier(self, link: TcpLink) -> KvLink:
-        """Return the link that carries KV."""
+    def _kv_link(self, link: TcpLink) -> KvLink:
+        """Return the link for KV over a connection: the connection itself, or NIXL's."""
         return link if self._agent is None else NixlLink(link, self._agent)
 
 
 class KvWorkerMixin:
-    """Mixin for vLLM's worker. The annotations name what it uses of the worker."""
+    """Mixin for vLLM's worker. The annotations name the attributes of the worker that it uses."""
 
     model_runner: Any
     rank: int
@@ -266,7 +266,7 @@ class KvWorkerMixin:
     def call_kv_port(self, method: str, *args: Any) -> Any:
         """Call a method of the port from another process. NotMoved is returned, not raised.
 
-        `send` returns nothing here; `sent` returns its result, or None while it is under way.
+        `send` returns nothing here; `sent` returns its result, or None before it has one.
         """
         try:
             if method == "send":

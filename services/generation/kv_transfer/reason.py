@@ -1,4 +1,4 @@
-"""Reasons for which a sample is not moved, named as in the protocol."""
+"""Reasons why a sample is not moved, with the names of the protocol."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reason(Enum):
 
     @classmethod
     def of(cls, number: int) -> Reason:
-        """Return the reason that a peer names; INTERNAL for one that this version does not know."""
+        """Return the reason that a peer sent; INTERNAL if this version does not know it."""
         try:
             return cls(number)
         except ValueError:
@@ -45,7 +45,7 @@ class Reason(Enum):
 
 
 class NotMoved(Exception):
-    """A sample could not be moved, or a reservation not kept."""
+    """A sample could not be moved, or a reservation could not be kept."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -53,5 +53,5 @@ class NotMoved(Exception):
         self.message = message
 
     def __reduce__(self) -> tuple[type[NotMoved], tuple[Reason, str]]:
-        # Pickled when it comes from a worker in another process.
+        # Needed for pickling, when it comes from a worker in another process.
         return type(self), (self.reason, self.message)

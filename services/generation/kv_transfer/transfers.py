@@ -1,7 +1,7 @@
 """Send and receive the KV of samples, in threads.
 
-The sender packs blocks and sends them in a pool of threads. The receiver has one thread for each connection, and
-writes what arrives into reserved blocks until the sample is dropped. Both ends compare the CRC of all KV sent.
+The sender packs blocks and sends them in a pool of threads. The receiver has a thread for each connection, which
+writes arriving KV into reserved blocks until the sample is dropped. Both ends compare the CRC of all KV sent.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ from services.generation.kv_transfer.links import (
 from services.generation.kv_transfer.reason import NotMoved, Reason
 
 _log = structlog.get_logger(__name__)
-# Longest HELLO in bytes; longer than any that a donor sends.
+# Longest accepted HELLO in bytes; donors send shorter ones.
 _MOST_HELLO = 4096
+# Seconds to wait for a receiver's reason after its connection failed; it has usually arrived by then.
+_REASON_SECONDS = 0.1
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """Sample that is being received into reserved blocks. Writing to them needs the lock."""
+    """Sample that is being received into reserved blocks. Hold the lock to write to them."""
 
     token: bytes
     blocks: tuple[int, ...]
     deadline: float
     lock: threading.Lock = field(default_factory=threading.Lock)
     link: KvLink | None = None
-    # Tokens in place, from the start of the sample; the next part begins there, or in the same block.
+    # Tokens in place, from the start of the sample. The next part begins after them, or in the same block.
     tokens: int = 0
     crc: int = 0
-    over: bool = False
+    dropped: bool = False
     error: NotMoved | None = None
 
 
 class KvReceiver:
-    """Receiver of expected samples. Safe for threads; only `drop` may wait, for one frame to be written."""
+    """Receiver of expected samples. Thread-safe; only `drop` may wait, until one frame is written."""
 
     def __init__(self, store: KvStore, rank: int, chunk_blocks: int) -> None:
         """Receive into a store.
@@ -67,23 +69,23 @@ class KvReceiver:
         self._chunk_blocks = chunk_blocks
         self._incoming: dict[str, _Incoming] = {}
         self._lock = threading.Lock()
-        # Called with the state of a sample's drafters as soon as it arrives, in the connection's thread.
+        # Called in the connection's thread with the state of a sample's drafters, as soon as it arrives.
         self.on_drafters: Callable[[str, bytes], None] | None = None
 
     def close(self) -> None:
-        """End everything that is under way."""
+        """Drop all expected samples."""
         for migration_id in list(self._incoming):
             self.drop(migration_id, Reason.WITHDRAWN)
 
     def expect(
         self, migration_id: str, token: bytes, blocks: Sequence[int], tokens: int, seconds: float
     ) -> None:
-        """Expect a sample's KV in these blocks for `seconds`; the first `tokens` tokens are there already."""
+        """Expect a sample's KV in these blocks for `seconds`; the first `tokens` tokens have theirs already."""
         deadline = time.monotonic() + seconds
         self._incoming[migration_id] = _Incoming(token, tuple(blocks), deadline, tokens=tokens)
 
     def received(self, migration_id: str) -> tuple[int, int]:
-        """Return the tokens of a sample in place, and the running CRC of its KV. NotMoved when it has ended."""
+        """Return the number of tokens in place, and the running CRC of their KV. NotMoved if the transfer ended."""
         incoming = self._incoming.get(migration_id)
         if incoming is None:
             raise NotMoved(Reason.WITHDRAWN, "the reservation was dropped")
@@ -92,7 +94,7 @@ class KvReceiver:
         return incoming.tokens, incoming.crc
 
     def failures(self) -> dict[str, NotMoved]:
-        """Return the samples whose connection ended too early, by migration id."""
+        """Return the errors of samples whose connection ended too early, by migration id."""
         return {
             migration_id: each.error
             for migration_id, each in list(self._incoming.items())
@@ -100,57 +102,57 @@ class KvReceiver:
         }
 
     def drop(self, migration_id: str, reason: Reason | None = None) -> None:
-        """Accept nothing more for a sample. Nothing writes to its blocks after this has returned.
+        """Stop receiving a sample. Nothing writes to its blocks after this has returned.
 
-        The donor is told the reason; None means that the sample has arrived and there is nothing to tell.
+        The reason is sent to the donor; None means that the sample has arrived and nothing is sent.
         """
         incoming = self._incoming.pop(migration_id, None)
         if incoming is None:
             return
         with incoming.lock:
-            incoming.over = True
+            incoming.dropped = True
             link = incoming.link
         if link is None:
             return
         if reason is not None:
-            _tell(link, reason, "the receiver dropped the reservation")
+            _send_reason(link, reason, "the receiver dropped the reservation")
         link.close()
 
     def serve(self, link: KvLink) -> None:
         """Serve one connection, from its HELLO to its end.
 
-        OSError or BadFrame when it ends before its sample is known.
+        OSError or BadFrame if it ends before its sample is known.
         """
         incoming, migration_id = self._admit(link)
         try:
             with torch.inference_mode():
-                self._take(link, incoming, migration_id)
+                self._receive(link, incoming, migration_id)
         except NotMoved as error:
             incoming.error = error
-            _tell(link, error.reason, error.message)
+            _send_reason(link, error.reason, error.message)
             link.drain()
         except (OSError, BadFrame) as error:
             incoming.error = NotMoved(Reason.CONNECTION, f"receiving KV failed: {error}")
             if isinstance(error, BadFrame):
-                _tell(link, Reason.CONNECTION, str(error))
+                _send_reason(link, Reason.CONNECTION, str(error))
                 link.drain()
         except Exception as error:
             _log.exception("kv_receiver_failed", migration=migration_id)
             incoming.error = NotMoved(Reason.INTERNAL, repr(error))
-            _tell(link, Reason.INTERNAL, repr(error))
+            _send_reason(link, Reason.INTERNAL, repr(error))
             link.drain()
 
     def _admit(self, link: KvLink) -> tuple[_Incoming, str]:
-        """Return the sample of a connection, and its migration id. BadFrame without an answer if there is none."""
+        """Return the sample of a connection, and its migration id. BadFrame, with no answer, if there is none."""
         frame = link.receive()
         if frame.kind is not FrameKind.HELLO or frame.length > _MOST_HELLO:
             raise BadFrame("a connection must begin with HELLO")
         hello = Hello.decode(_text(link, frame))
         incoming = self._incoming.get(hello.migration_id)
-        # The token of an unknown sample is compared as well, so that timing reveals nothing.
+        # A token is compared for an unknown sample, too, so that timing reveals nothing.
         known = incoming.token if incoming is not None else b""
         if incoming is None or not hmac.compare_digest(hello.token, known) or hello.rank != self._rank:
-            raise BadFrame("nobody is expected under this name and token")
+            raise BadFrame("no sample is expected under this name and token")
         with self._lock:
             if incoming.link is not None:
                 raise BadFrame("the token was used already")
@@ -158,12 +160,12 @@ class KvReceiver:
         link.identified(incoming.deadline)
         return incoming, hello.migration_id
 
-    def _take(self, link: KvLink, incoming: _Incoming, migration_id: str) -> None:
+    def _receive(self, link: KvLink, incoming: _Incoming, migration_id: str) -> None:
         buffer = self._store.buffer(self._chunk_blocks)
         while True:
             frame = link.receive()
             if frame.kind is FrameKind.KV:
-                buffer = self._take_kv(link, incoming, frame, buffer)
+                buffer = self._receive_kv(link, incoming, frame, buffer)
             elif frame.kind is FrameKind.DRAFTERS:
                 states = _text(link, frame)
                 if self.on_drafters is not None:
@@ -173,7 +175,9 @@ class KvReceiver:
             else:
                 raise BadFrame(f"{frame.kind.name} is not for a receiver")
 
-    def _take_kv(self, link: KvLink, incoming: _Incoming, frame: Frame, buffer: torch.Tensor) -> torch.Tensor:
+    def _receive_kv(
+        self, link: KvLink, incoming: _Incoming, frame: Frame, buffer: torch.Tensor
+    ) -> torch.Tensor:
         """Receive one frame of KV into its blocks; returns the buffer for the next one."""
         size = self._store.geometry.block_size
         first, count = frame.begin // size, -(-frame.count // size)
@@ -189,9 +193,9 @@ class KvReceiver:
         payload = self._store.view(buffer, count)
         link.receive_into(payload)
         if zlib.crc32(payload) != frame.crc:
-            raise NotMoved(Reason.CHECKSUM, f"the KV of tokens {frame.begin} on arrived broken")
+            raise NotMoved(Reason.CHECKSUM, f"the KV from token {frame.begin} on arrived corrupted")
         with incoming.lock:
-            if incoming.over:
+            if incoming.dropped:
                 raise ConnectionError("the reservation was dropped")
             self._store.scatter(blocks, buffer)
         incoming.tokens = frame.begin + frame.count
@@ -204,20 +208,16 @@ def _text(link: KvLink, frame: Frame) -> bytes:
     data = bytearray(frame.length)
     link.receive_into(memoryview(data))
     if zlib.crc32(data) != frame.crc:
-        raise BadFrame(f"a {frame.kind.name} that arrived broken")
+        raise BadFrame(f"{frame.kind.name} arrived corrupted")
     return bytes(data)
 
 
-def _tell(link: KvLink, reason: Reason, message: str) -> None:
-    """Tell the donor why the transfer has ended, if it still listens."""
+def _send_reason(link: KvLink, reason: Reason, message: str) -> None:
+    """Send the reason why the transfer has ended to the donor, if it is still connected."""
     try:
         link.send(*answer(reason.value, message=message))
     except OSError:
         return
-
-
-# Seconds to wait for a receiver's reason after its connection failed; it is usually there already.
-_REASON_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class KvPart:
 
 @dataclass(frozen=True, slots=True)
 class KvSent:
-    """KV of a sample that has arrived so far: bytes, and the running CRC of their frames."""
+    """KV of a sample that has arrived so far: its bytes, and the running CRC of its frames."""
 
     nbytes: int
     crc: int
@@ -256,7 +256,7 @@ class _Outgoing:
 
 
 class KvSender:
-    """Sender of samples. Safe for threads; calls return at once."""
+    """Sender of samples. Thread-safe; calls return at once."""
 
     def __init__(
         self, store: KvStore, rank: int, chunk_blocks: int, senders: int, dial: Callable[[str, float], KvLink]
@@ -266,9 +266,9 @@ class KvSender:
         Args:
             store: KV of this rank.
             rank: rank of this worker.
-            chunk_blocks: blocks per frame; each sample under way keeps a buffer of that size.
+            chunk_blocks: blocks per frame; each sample that is being sent keeps a buffer of that size.
             senders: samples that are sent at once.
-            dial: connects to an address by a deadline; OSError when that fails.
+            dial: connects to an address by a deadline; OSError if that fails.
         """
         self._store = store
         self._rank = rank
@@ -278,7 +278,7 @@ class KvSender:
         self._senders = ThreadPoolExecutor(senders, thread_name_prefix="kv-sender")
 
     def close(self) -> None:
-        """End everything that is under way."""
+        """End all transfers."""
         for migration_id in list(self._outgoing):
             self.end(migration_id)
         self._senders.shutdown(wait=False, cancel_futures=True)
@@ -288,8 +288,8 @@ class KvSender:
     ) -> Future[KvSent]:
         """Send a part of a sample; resolves when the receiver confirms everything so far.
 
-        The first part connects to this rank's address, and sets the deadline. Resolves with NotMoved on failure;
-        the sample's later parts fail as well then.
+        The first part connects to this rank's address, and sets the deadline. Resolves with NotMoved on failure,
+        after which the sample's later parts fail, too.
         """
         outgoing = self._outgoing.get(migration_id)
         if outgoing is None:
@@ -321,7 +321,7 @@ class KvSender:
 
     def _send_part(self, outgoing: _Outgoing, part: KvPart) -> KvSent:
         link = self._link(outgoing)
-        # The commit carries them as well; here they only arrive sooner.
+        # The commit has them, too; here they arrive earlier.
         if 0 < len(part.drafters) <= MOST_TEXT:
             crc = zlib.crc32(part.drafters)
             link.send(Frame(FrameKind.DRAFTERS, crc=crc, length=len(part.drafters)), part.drafters)
@@ -356,17 +356,17 @@ def _check_answer(link: KvLink, crc: int) -> None:
     """Wait for an ANSWER. NotMoved unless it confirms what was sent."""
     frame = link.receive()
     if frame.kind is not FrameKind.ANSWER:
-        raise BadFrame(f"{frame.kind.name} is no answer")
+        raise BadFrame(f"{frame.kind.name} is not an answer")
     message = bytearray(frame.length)
     link.receive_into(memoryview(message))
     if frame.begin:
         raise NotMoved(Reason.of(frame.begin), message.decode(errors="replace"))
     if frame.crc != crc:
-        raise NotMoved(Reason.CHECKSUM, "the receiver has other KV than was sent")
+        raise NotMoved(Reason.CHECKSUM, "the receiver has different KV than was sent")
 
 
 def _raise_reason(link: KvLink) -> None:
-    """Raise NotMoved if the receiver said why it closed the connection; called after sending failed."""
+    """Raise NotMoved if the receiver sent a reason before it closed the connection; called after sending failed."""
     link.deadline = min(link.deadline, time.monotonic() + _REASON_SECONDS)
     try:
         _check_answer(link, 0)

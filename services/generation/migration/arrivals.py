@@ -1,8 +1,7 @@
 """Receive migrating samples: reserve room, run them, and hand them to the gateway that claims them.
 
-`ReceiverLedger` decides, this module acts. Migrations change in the engine thread only, between two steps, so
-that a commit, a claim and a deadline cannot race. A sample that no gateway has claimed yet is on a stand-in for a
-stream.
+`ReceiverLedger` makes the decisions, and `Arrivals` carries them out. Migrations change only in the engine thread,
+between two steps, so a commit, a claim and a deadline cannot race.
 """
 
 from __future__ import annotations
@@ -35,12 +34,16 @@ from services.generation.migration import protocol
 from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.protocol import Incoming, ReceiverLedger, ReceiverState
 
-# Handle of the only sample on such a stream.
+_log = structlog.get_logger(__name__)
+# Handle of the only sample of an `UnclaimedStream`.
 HANDLE = 0
 
 
-class Unclaimed:
-    """Stream that keeps the events of its sample until it is handed over. For the engine thread only."""
+class UnclaimedStream:
+    """Stand-in for the stream of a sample that no gateway has claimed yet: keeps its events until then.
+
+    For the engine thread only.
+    """
 
     background = False
 
@@ -51,7 +54,7 @@ class Unclaimed:
         self._refused: generation_pb2.Refused | None = None
 
     def add(self, sample: RunningSample, now: float) -> None:
-        """Take in the sample."""
+        """Add the sample."""
         self.samples[sample.handle] = sample
 
     def reached(self, sample: RunningSample) -> None:
@@ -76,7 +79,7 @@ class Unclaimed:
         """Do nothing: a gateway that claims the sample finds the engine gone."""
 
     def hand_over(self, stream: WorkStream, handle: int, now: float) -> None:
-        """Give the sample to a gateway's stream; its tokens, and its end if any, go out with the next flush."""
+        """Move the sample to a gateway's stream, which sends its tokens, and its end, with the next flush."""
         if self._refused is not None:
             self._refused.handle = handle
             stream.refuse(self._refused)
@@ -90,7 +93,7 @@ class Unclaimed:
 
 @dataclass(slots=True)
 class ArrivingSample:
-    """Sample for which blocks are reserved."""
+    """Sample with reserved blocks whose KV is arriving."""
 
     request: EngineRequest
     origin: Origin
@@ -100,27 +103,24 @@ class ArrivingSample:
     streamed: bool
     # The running sample, once its drafters have begun.
     sample: RunningSample | None = None
-    stream: Unclaimed = field(default_factory=Unclaimed)
+    stream: UnclaimedStream = field(default_factory=UnclaimedStream)
 
     @classmethod
-    def of(cls, asked: pb.ReserveRequest, terms: AdmissionTerms, loop: EngineLoop) -> ArrivingSample:
-        """Return the sample of a request. NotMoved when it cannot be taken."""
+    def of(cls, message: pb.ReserveRequest, terms: AdmissionTerms, loop: EngineLoop) -> ArrivingSample:
+        """Read the sample of a request. NotMoved if it is not acceptable."""
         try:
-            request = check_item(asked.item, terms, (), loop.next_sample_id)
+            request = check_item(message.item, terms, (), loop.next_sample_id)
             if violations := check_tokens(
-                asked.cached_token_ids, terms.limits, "cached_token_ids", allow_empty=True
+                message.cached_token_ids, terms.limits, "cached_token_ids", allow_empty=True
             ):
                 raise InvalidArgument(violations)
-            rollout = convert.from_proto(asked.rollout) if asked.HasField("rollout") else None
+            rollout = convert.from_proto(message.rollout) if message.HasField("rollout") else None
         except ServiceError as error:
             raise NotMoved(Reason.INVALID, error.message) from error
-        if asked.cached_token_ids:
-            request = replace(request, cached=tuple(asked.cached_token_ids))
-        origin, trace = Origin.of(asked.item), asked.item.trace_parent
-        return cls(request, origin, rollout, asked.migrations, trace, asked.item.streamed)
-
-
-_log = structlog.get_logger(__name__)
+        if message.cached_token_ids:
+            request = replace(request, cached=tuple(message.cached_token_ids))
+        origin, trace = Origin.of(message.item), message.item.trace_parent
+        return cls(request, origin, rollout, message.migrations, trace, message.item.streamed)
 
 
 class Arrivals:
@@ -141,17 +141,17 @@ class Arrivals:
         self._clock = clock
         self._ledger = ReceiverLedger(config.migration_incoming)
         self._arriving: dict[str, ArrivingSample] = {}
-        # Committed and not claimed.
-        self._waiting: dict[str, tuple[RunningSample, Unclaimed]] = {}
+        # Samples that are committed and not claimed yet.
+        self._unclaimed: dict[str, tuple[RunningSample, UnclaimedStream]] = {}
         engine.on_withdrawn = self._withdrawn
 
     def __len__(self) -> int:
-        """Count the samples on their way, or waiting for their gateway."""
-        return len(self._arriving) + len(self._waiting)
+        """Count the samples that are arriving, or waiting for their gateway."""
+        return len(self._arriving) + len(self._unclaimed)
 
     @property
     def room(self) -> int:
-        """Number of samples that could be taken right now."""
+        """Number of samples that can be received now."""
         return 0 if self._ledger.full else self._engine.free_capacity
 
     def get(self, migration_id: str) -> Incoming | None:
@@ -160,32 +160,34 @@ class Arrivals:
 
     # -- before the commit --------------------------------------------------------------------------------
 
-    def reserve(self, asked: pb.ReserveRequest, terms: AdmissionTerms, token: bytes) -> int:
-        """Reserve room for a sample; returns how many of its leading blocks the prefix cache holds.
+    def reserve(self, request: pb.ReserveRequest, terms: AdmissionTerms, token: bytes) -> int:
+        """Reserve room for a sample; returns the number of its leading blocks that the prefix cache holds.
 
-        NotMoved when it is refused; nothing has changed then.
+        NotMoved if it is refused; nothing has changed then.
         """
-        migration_id, loop = asked.migration_id, self._loop
+        migration_id, loop = request.migration_id, self._loop
         if self._ledger.get(migration_id) is not None:
             raise NotMoved(Reason.INVALID, f"migration {migration_id!r} is known")
         if terms.closed or loop.paused or loop.asleep:
             raise NotMoved(Reason.CLOSED, terms.closed or "the engine is paused or asleep")
-        if asked.item.policy_version != terms.policy_version:
-            raise NotMoved(Reason.VERSION, f"served is policy version {terms.policy_version}")
+        if request.item.policy_version != terms.policy_version:
+            raise NotMoved(Reason.VERSION, f"the receiver serves policy version {terms.policy_version}")
         if self._ledger.full:
-            raise NotMoved(Reason.RECEIVER_BUSY, "as many samples are on their way as may be")
-        arriving = ArrivingSample.of(asked, terms, loop)
-        capacity = asked.capacity_tokens
+            raise NotMoved(
+                Reason.RECEIVER_BUSY, "the limit of arriving samples (migration_incoming) is reached"
+            )
+        arriving = ArrivingSample.of(request, terms, loop)
+        capacity = request.capacity_tokens
         tokens = len(arriving.request.prompt) + len(arriving.request.prefix)
         if not tokens <= capacity <= terms.limits.max_model_len:
             allowed = f"must be in [{tokens}, {terms.limits.max_model_len}]"
             raise NotMoved(Reason.INVALID, f"capacity_tokens: {capacity} is not allowed; {allowed}")
-        # Background samples make way for a real one.
+        # Background samples yield to real ones.
         loop.end_background()
         reserved = self._engine.reserve(arriving.request, capacity)
         size = self._engine.space.block_size
         timeout = self._config.migration_timeout_seconds
-        seconds = min(seconds_of(asked.timeout) or timeout, 10 * timeout)
+        seconds = min(seconds_of(request.timeout) or timeout, 10 * timeout)
         try:
             args = (migration_id, token, reserved.blocks, reserved.shared_blocks * size, seconds)
             self._engine.call_ports("expect", *args)
@@ -197,7 +199,7 @@ class Arrivals:
         return reserved.shared_blocks
 
     def begin_drafters(self, migration_id: str, states: bytes) -> None:
-        """Let the drafters begin with a sample whose drafter state arrived ahead of its last KV."""
+        """Let the drafters begin with a sample whose drafter state has arrived, before the rest of its KV."""
         arriving = self._arriving.get(migration_id)
         if arriving is not None and arriving.sample is None:
             self._begin(arriving, pb.DrafterStates.FromString(states))
@@ -213,15 +215,15 @@ class Arrivals:
         )
         if arriving.rollout is not None:
             sample.follow(arriving.rollout)
-        self._loop.drafts.resume(sample, self._loop.policy_version, protocol.carried(states))
+        self._loop.drafts.resume(sample, self._loop.policy_version, protocol.drafter_states_of(states))
         arriving.sample = sample
         return sample
 
     # -- commit -------------------------------------------------------------------------------------------
 
-    def commit(self, asked: pb.CommitRequest, closed: str = "") -> pb.CommitResponse:
-        """Run a sample whose KV has arrived. Idempotent. `closed` says why nothing is taken now, if so."""
-        migration_id = asked.migration_id
+    def commit(self, request: pb.CommitRequest, closed: str = "") -> pb.CommitResponse:
+        """Run a sample whose KV has arrived. Idempotent. `closed` says why no sample is taken now; "" if it is."""
+        migration_id = request.migration_id
         incoming = self._ledger.get(migration_id)
         arriving = self._arriving.get(migration_id)
         if incoming is None or incoming.state is not ReceiverState.OPEN or arriving is None:
@@ -229,51 +231,51 @@ class Arrivals:
         try:
             if closed:
                 raise NotMoved(Reason.CLOSED, closed)
-            self._check(asked, arriving)
-            self._run(asked, arriving, incoming)
+            self._check(request, arriving)
+            self._run(request, arriving, incoming)
         except NotMoved as error:
             self.cancel(migration_id, error.reason, error.message)
         except Exception:
             # Whatever failed, the sample must not run in two places.
             self._loop.release(incoming.sample_id)
-            self.cancel(migration_id, Reason.INTERNAL, "the receiver could not take the sample in")
+            self.cancel(migration_id, Reason.INTERNAL, "the receiver could not run the sample")
             raise
         return protocol.commit_answer(self._ledger.get(migration_id))
 
-    def _check(self, asked: pb.CommitRequest, arriving: ArrivingSample) -> None:
-        """Raise NotMoved unless everything that was sent has arrived intact."""
+    def _check(self, commit: pb.CommitRequest, arriving: ArrivingSample) -> None:
+        """Raise NotMoved unless all data of the sample has arrived intact."""
         request = arriving.request
-        response = [*request.prefix, *asked.new_token_ids]
-        if protocol.tokens_crc(response) != asked.tokens_crc:
-            raise NotMoved(Reason.CHECKSUM, "the response arrived broken")
-        received = self._engine.call_ports("received", asked.migration_id)
+        response = [*request.prefix, *commit.new_token_ids]
+        if protocol.tokens_crc(response) != commit.tokens_crc:
+            raise NotMoved(Reason.CHECKSUM, "the response arrived corrupted")
+        received = self._engine.call_ports("received", commit.migration_id)
         tokens = len(request.prompt) + len(response) - 1
         if [each[0] for each in received] != [tokens] * len(received):
-            raise NotMoved(Reason.CHECKSUM, f"KV of {received[0][0]} tokens is here, of {tokens} needed")
-        if [each[1] for each in received] != list(asked.data_crcs):
-            raise NotMoved(Reason.CHECKSUM, "the KV arrived broken")
+            raise NotMoved(Reason.CHECKSUM, f"KV of {received[0][0]} tokens arrived, {tokens} are needed")
+        if [each[1] for each in received] != list(commit.data_crcs):
+            raise NotMoved(Reason.CHECKSUM, "the KV arrived corrupted")
 
-    def _run(self, asked: pb.CommitRequest, arriving: ArrivingSample, incoming: Incoming) -> None:
+    def _run(self, commit: pb.CommitRequest, arriving: ArrivingSample, incoming: Incoming) -> None:
         migration_id, now = incoming.migration_id, self._clock()
-        sample = arriving.sample or self._begin(arriving, asked.drafters)
+        sample = arriving.sample or self._begin(arriving, commit.drafters)
         # Without a reason: the donor waits for this answer, and closes the connections itself.
         self._engine.call_ports("drop", migration_id)
-        self._engine.enter(incoming.sample_id, list(asked.new_token_ids))
-        prefix = (*arriving.request.prefix, *asked.new_token_ids)
+        self._engine.enter(incoming.sample_id, list(commit.new_token_ids))
+        prefix = (*arriving.request.prefix, *commit.new_token_ids)
         sample.request = replace(arriving.request, prefix=prefix)
         sample.response = list(prefix)
-        protocol.take_counters(sample, asked.counters, self._loop.now)
-        sample.acceptance, sample.migrations = asked.acceptance, arriving.migrations + 1
+        protocol.take_counters(sample, commit.counters, self._loop.now)
+        sample.acceptance, sample.migrations = commit.acceptance, arriving.migrations + 1
         sample.resumed = lambda: self._metrics.resume_seconds.observe(self._clock() - now)
         sample.entered(arriving.trace_parent)
         self._loop.enter(sample)
         self._ledger.commit(migration_id, now + self._config.migration_claim_seconds)
         del self._arriving[migration_id]
-        self._waiting[migration_id] = (sample, arriving.stream)
+        self._unclaimed[migration_id] = (sample, arriving.stream)
         self._metrics.arrived(ReceiverState.COMMITTED)
-        self._metrics.unclaimed.set(len(self._waiting))
+        self._metrics.unclaimed.set(len(self._unclaimed))
 
-    # -- after it -----------------------------------------------------------------------------------------
+    # -- after the commit ---------------------------------------------------------------------------------
 
     def claim(self, stream: WorkStream, claim: generation_pb2.Claim) -> None:
         """Hand a sample to the stream of the gateway that claims it."""
@@ -281,14 +283,14 @@ class Arrivals:
             message = f"{claim.handle} names a sample that is still running"
             stream.refuse(_refused(claim, code_pb2.ALREADY_EXISTS, message, "handle"))
         elif self._ledger.claim(claim.migration_id) is None:
-            message = f"there is no sample to be claimed as {claim.migration_id!r}"
+            message = f"there is no sample to claim for migration {claim.migration_id!r}"
             stream.refuse(_refused(claim, code_pb2.NOT_FOUND, message))
         else:
-            _, unclaimed = self._waiting.pop(claim.migration_id)
+            _, unclaimed = self._unclaimed.pop(claim.migration_id)
             unclaimed.hand_over(stream, claim.handle, self._loop.now)
             self._metrics.arrived(ReceiverState.CLAIMED)
-            self._metrics.unclaimed.set(len(self._waiting))
-            # The gateway has waited for the tokens so far.
+            self._metrics.unclaimed.set(len(self._unclaimed))
+            # The gateway is waiting for the tokens so far.
             self._loop.flush()
 
     def cancel(
@@ -306,12 +308,12 @@ class Arrivals:
             incoming = self._ledger.get(migration_id)
             if incoming is not None and incoming.state is ReceiverState.OPEN:
                 self.cancel(migration_id, error.reason, error.message)
-        for incoming, _ in self._ledger.expire(self._clock()):
+        for incoming in self._ledger.expire(self._clock()):
             self._end(incoming, Reason.DEADLINE)
 
     def end_unclaimed(self) -> None:
         """End the samples that no gateway has claimed, before new weights are applied."""
-        for migration_id in list(self._waiting):
+        for migration_id in list(self._unclaimed):
             self.cancel(migration_id, Reason.WITHDRAWN, "the receiver gets new weights", disown=True)
 
     def end_all(self, reason: Reason, message: str) -> None:
@@ -320,17 +322,17 @@ class Arrivals:
             self.cancel(migration_id, reason, message)
 
     def _end(self, incoming: Incoming, reason: Reason) -> None:
-        """Free what an ended migration holds."""
+        """Free the resources of an ended migration."""
         arriving = self._arriving.pop(incoming.migration_id, None)
         if arriving is not None:
             self._engine.call_ports("drop", incoming.migration_id, reason)
             self._engine.cancel(incoming.sample_id)
             if arriving.sample is not None:
                 self._loop.drafts.end(arriving.request.sample_id)
-        waiting = self._waiting.pop(incoming.migration_id, None)
-        if waiting is not None:
-            self._loop.abort_samples([waiting[0]])
-            self._metrics.unclaimed.set(len(self._waiting))
+        unclaimed = self._unclaimed.pop(incoming.migration_id, None)
+        if unclaimed is not None:
+            self._loop.abort_samples([unclaimed[0]])
+            self._metrics.unclaimed.set(len(self._unclaimed))
         self._metrics.arrived(incoming.state)
         _log.info(
             "migration_over", migration=incoming.migration_id, state=incoming.state.name, reason=reason.name
@@ -350,5 +352,5 @@ def _refused(
 
 
 def new_token() -> bytes:
-    """Return a token that a donor presents on its connections."""
+    """Create a token that a donor presents on its connections."""
     return secrets.token_bytes(32)

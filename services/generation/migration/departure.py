@@ -1,6 +1,6 @@
-"""Event-loop half of a move at the donor: performs the decisions of `Donor`, ships KV, and talks to the receiver.
+"""Event-loop half of a move at the donor: carries out the decisions of `Donor`, sends KV, and calls the receiver.
 
-`leaving.py` is the half that touches the engine. `Shipment` tracks which KV of the sample has been sent.
+`leaving.py` is the half that touches the engine.
 """
 
 from __future__ import annotations
@@ -18,76 +18,26 @@ from paceline.times import duration, seconds_of
 from services.contracts.errors import Unavailable
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.kv_transfer.transfers import KvPart, KvSent
-from services.generation.migration.leaving import DonorContext, LeavingSample, Ports
+from services.generation.migration.leaving import DonorContext, LeavingSample
 from services.generation.migration.metrics import MoveReport
-from services.generation.migration.protocol import Action, Donor, Event, Fate
+from services.generation.migration.protocol import Action, Donor, Event
 from services.platform.observability import tracing
 
-# Fewer new whole blocks than these are not worth another round of copying: they go while the sample is paused.
-_WORTH_BLOCKS = 2
-
-
-class Shipment:
-    """KV of one sample on its way to a receiver that has reserved room for it."""
-
-    def __init__(
-        self,
-        migration_id: str,
-        sample: LeavingSample,
-        ports: Ports,
-        block_size: int,
-        reserved: pb.Reservation,
-    ) -> None:
-        self._migration_id = migration_id
-        self._sample = sample
-        self._ports = ports
-        self._size = block_size
-        self._reserved = reserved
-        # Blocks that have been sent or need not be.
-        self._sent_blocks = reserved.shared_blocks
-
-    @property
-    def may_have_grown(self) -> bool:
-        """True if enough new whole blocks should be there by now to send them while the sample decodes."""
-        sample = self._sample
-        tokens = sample.exported.tokens + sample.rate * (time.monotonic() - sample.looked_at)
-        return int(tokens) // self._size - self._sent_blocks >= _WORTH_BLOCKS
-
-    async def send_whole(self, seconds: float) -> list[KvSent]:
-        """Send the whole blocks, which no step writes to any more; without any, only connect."""
-        return await self._send(
-            max(self._sample.exported.tokens // self._size, self._sent_blocks), b"", seconds
-        )
-
-    async def send_rest(self, drafters: bytes, seconds: float) -> list[KvSent]:
-        """Send the state of the drafters and all remaining KV of the paused sample."""
-        return await self._send(len(self._sample.exported.blocks), drafters, seconds)
-
-    async def _send(self, end: int, drafters: bytes, seconds: float) -> list[KvSent]:
-        size, begin, exported = self._size, self._sent_blocks, self._sample.exported
-        tokens = min(end * size, exported.tokens) - begin * size
-        part = KvPart(begin * size, max(tokens, 0), exported.blocks[begin:end], drafters)
-        reserved = self._reserved
-        sent = await self._ports.send(
-            self._migration_id, reserved.data_addresses, reserved.token, seconds, part
-        )
-        self._sent_blocks = end
-        return sent
-
-
 _log = structlog.get_logger(__name__)
+# Fewer new whole blocks than this are not worth another round of copying: they are sent while the sample is paused.
+_WORTH_BLOCKS = 2
 # Rounds of copying while the sample decodes: blocks that fill up during one are sent in the next.
 _ROUNDS = 3
-# Codes of calls of which the receiver may have heard, or not.
-_UNHEARD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+# Status codes of calls that may or may not have reached the receiver.
+_UNCERTAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class ReceiverRefused(NotMoved):
-    """The receiver said that it does not have the sample, and never will."""
+    """The receiver answered that it does not have the sample, and never will."""
 
 
 class Departure:
-    """Move of one sample with its KV. `run` never raises; whatever happens, the sample decodes on somewhere."""
+    """Move of one sample with its KV. `run` never raises, and in every case the sample continues in one place."""
 
     def __init__(
         self, donor: DonorContext, request: pb.MoveRequest, receiver: Any, message: pb.Migration
@@ -103,10 +53,12 @@ class Departure:
         )
         self._stall = donor.config.migration_stall_seconds
         self._donor = Donor()
-        # Resolves when the sample leaves the engine by itself; True if it finished.
+        # Resolves if the sample ends here during the move; True if it finished.
         self._left: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._sample = LeavingSample(donor, request, self._on_left)
-        self._shipment: Shipment | None = None
+        self._reserved = pb.Reservation()
+        # Number of leading blocks that have been sent, or that the receiver had.
+        self._sent_blocks = 0
         self._commit = pb.CommitRequest()
 
     async def run(self) -> pb.Migration:
@@ -125,13 +77,13 @@ class Departure:
         return self._report.message
 
     async def _do(self, action: Action) -> list[Action]:
-        """Perform an action; returns the actions that follow."""
+        """Take an action; returns the actions that follow."""
         stall_deadline = time.monotonic() + self._stall
         match action:
             case Action.COPY:
                 return await self._stage(self._copy, self._deadline)
             case Action.PAUSE:
-                # Without a deadline: abandoned half-way, it would be unknown whether the sample is paused.
+                # Without a deadline: if it was abandoned, it would be unknown whether the sample is paused.
                 return await self._stage(self._pause, None)
             case Action.SEND:
                 return await self._stage(self._send, stall_deadline)
@@ -151,7 +103,7 @@ class Departure:
         return []
 
     async def _stage(self, act: Callable[[], Awaitable[None]], deadline: float | None) -> list[Action]:
-        """Run a stage until it is done, too late, or the sample leaves; returns the next actions."""
+        """Run a stage until it is done, its deadline is over, or the sample ends; returns the next actions."""
         stage, began = self._donor.stage, time.monotonic()
         tracing.enter(self._report.span)
         task = asyncio.ensure_future(act())
@@ -183,13 +135,13 @@ class Departure:
 
     async def _reserve(self) -> None:
         """Have the receiver reserve blocks and a seat."""
-        context, report = self._context, self._report
+        report = self._report
         try:
             reserve = await self._execute(self._sample.describe)
         except NotMoved as error:
-            # The receiver knows nothing of it.
+            # The receiver has not been called yet.
             raise ReceiverRefused(error.reason, error.message) from error
-        # Longer than the donor tries, because the donor cancels by itself.
+        # Longer than the donor's own deadline, because the donor cancels by itself.
         reserve.timeout.CopyFrom(duration(max(self._deadline - time.monotonic(), 0.001) + 3 * self._stall))
         report.span = tracing.begin(
             "migrate", reserve.item.trace_parent, receiver_id=self._request.receiver_id
@@ -199,34 +151,40 @@ class Departure:
         answer = await self._receiver.Reserve(reserve, timeout=seconds_of(reserve.timeout))
         if answer.WhichOneof("result") != "reserved":
             raise ReceiverRefused(Reason.of(answer.refused.reason), answer.refused.message)
-        report.message.shared_blocks = answer.reserved.shared_blocks
-        size, migration_id = context.geometry.block_size, self._request.migration_id
-        self._shipment = Shipment(migration_id, self._sample, context.ports, size, answer.reserved)
-
-    @property
-    def _shipped(self) -> Shipment:
-        assert self._shipment is not None
-        return self._shipment
+        self._reserved = answer.reserved
+        self._sent_blocks = report.message.shared_blocks = answer.reserved.shared_blocks
 
     async def _copy(self) -> None:
-        """Stage 1: send whole blocks while the sample decodes, as long as new ones fill up."""
+        """Stage 1: send whole blocks while the sample decodes, in further rounds as new ones fill up.
+
+        No step writes to whole blocks any more. If there are none yet, this only connects.
+        """
+        sample, size = self._sample, self._context.geometry.block_size
         for round_ in range(_ROUNDS):
             if round_:
-                await self._execute(self._sample.refresh)
-            sent = await self._shipped.send_whole(self._seconds_to_send)
+                await self._execute(sample.refresh)
+            sent = await self._send_blocks(max(sample.exported.tokens // size, self._sent_blocks))
             self._report.message.copied_bytes = sum(each.nbytes for each in sent)
-            if not self._shipped.may_have_grown:
+            expected = int(sample.exported.tokens + sample.rate * (time.monotonic() - sample.looked_at))
+            if expected // size - self._sent_blocks < _WORTH_BLOCKS:
                 return
 
-    @property
-    def _seconds_to_send(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.0) + self._stall
+    async def _send_blocks(self, end: int, drafters: bytes = b"") -> list[KvSent]:
+        """Send the state of the drafters, and the unsent blocks before block `end`."""
+        size, begin, exported = self._context.geometry.block_size, self._sent_blocks, self._sample.exported
+        tokens = min(end * size, exported.tokens) - begin * size
+        part = KvPart(begin * size, max(tokens, 0), exported.blocks[begin:end], drafters)
+        addresses, token = self._reserved.data_addresses, self._reserved.token
+        seconds = max(self._deadline - time.monotonic(), 0.0) + self._stall
+        sent = await self._context.ports.send(self._request.migration_id, addresses, token, seconds, part)
+        self._sent_blocks = end
+        return sent
 
     async def _pause(self) -> None:
         self._commit, self._report.message.response_tokens = await self._execute(self._pause_sample)
 
     def _pause_sample(self) -> tuple[pb.CommitRequest, int]:
-        """Pause the sample, start the stall, and describe the sample; in the engine thread."""
+        """Pause the sample, start the stall, and describe the sample; runs in the engine thread."""
         self._sample.pause()
         self._report.paused()
         return self._sample.final_state()
@@ -234,25 +192,25 @@ class Departure:
     async def _send(self) -> None:
         """Stage 2: send the state of the drafters, then the rest of the KV."""
         drafters = self._commit.drafters.SerializeToString()
-        sent = await self._shipped.send_rest(drafters, self._seconds_to_send)
+        sent = await self._send_blocks(len(self._sample.exported.blocks), drafters)
         message = self._report.message
         message.delta_bytes = sum(each.nbytes for each in sent) - message.copied_bytes
         self._commit.data_crcs.extend(each.crc for each in sent)
 
     async def _offer(self) -> None:
-        """Ask the receiver to run the sample. ReceiverRefused when it never will."""
+        """Ask the receiver to run the sample. ReceiverRefused if it never will."""
         answer = await self._receiver.Commit(self._commit, timeout=self._stall)
         if answer.state not in (pb.MIGRATION_STATE_COMMITTED, pb.MIGRATION_STATE_CLAIMED):
             raise ReceiverRefused(Reason.of(answer.reason), answer.message)
 
     async def _decide(self) -> None:
-        """Ask the receiver to cancel until it says whether it took the sample. ReceiverRefused when it did not."""
+        """Ask the receiver to cancel until it answers whether it took the sample. ReceiverRefused if it did not."""
         request = pb.CancelRequest(migration_id=self._request.migration_id)
         while True:
             try:
                 answer = await self._receiver.Cancel(request, timeout=self._stall / 2)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _UNHEARD:
+                if error.code() not in _UNCERTAIN:
                     raise
                 await asyncio.sleep(self._stall / 20)
                 continue
@@ -265,7 +223,7 @@ class Departure:
     # -- after a failure ----------------------------------------------------------------------------------
 
     async def _cancel(self, *, disown: bool) -> None:
-        """Tell the receiver. If it does not hear this, its own deadline ends the migration."""
+        """Cancel at the receiver. If the call does not reach it, its own deadline ends the migration."""
         request = pb.CancelRequest(migration_id=self._request.migration_id, disown=disown)
         try:
             await self._receiver.Cancel(request, timeout=self._stall)
@@ -282,14 +240,14 @@ class Departure:
     async def _clean_up(self) -> None:
         try:
             await self._context.ports.end(self._request.migration_id)
-            if self._donor.fate is not Fate.MOVED:
+            if not self._donor.moved:
                 await self._execute(self._sample.restore)
         except Unavailable:
-            # The engine has ended, and with it everything that was held.
+            # The engine has ended, so there is nothing to restore.
             return
 
     def _on_left(self, finished: bool) -> None:
-        """Note that the sample has left the engine; called in the engine thread."""
+        """Record that the sample has ended here; called in the engine thread."""
         self._left.get_loop().call_soon_threadsafe(self._set_left, finished)
 
     def _set_left(self, finished: bool) -> None:
@@ -298,7 +256,7 @@ class Departure:
 
 
 def event_of(error: BaseException) -> tuple[Event, Reason, str]:
-    """Translate an exception out of a stage for the donor. One that is no failure, as a cancellation, is raised."""
+    """Return the event for an exception from a stage. One that is not a failure, as a cancellation, is raised."""
     match error:
         case ReceiverRefused():
             return Event.REFUSED, error.reason, error.message

@@ -1,8 +1,7 @@
 """Engine-thread half of a move at the donor: everything that touches the engine, between two engine steps.
 
-`departure.py` is the half that runs in the event loop, waits, and talks to the receiver. `Ports` are the ports of
-the instance's ranks as the event loop uses them. The geometry of KV and the room that a receiver reserves are
-pure.
+`departure.py` is the half that runs in the event loop, waits, and calls the receiver. `Ports` is the event loop's
+access to the ports of the instance's ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ from services.generation.migration import protocol
 _SLACK_TOKENS = 64
 _SLACK_SHARE = 8
 _SLACK_SECONDS = 0.25
+# Interval at which several ranks are asked whether they have sent their KV.
+_POLL_SECONDS = 0.002
 
 
 def geometry_of(
@@ -55,22 +56,19 @@ def check_geometry(own: pb.KvGeometry, offered: pb.KvGeometry) -> None:
 
 
 def capacity_of(tokens: int, most: int, rate: float = 0.0) -> int:
-    """Return the tokens to reserve for a sample that has `tokens` and can get `most`, prompts included.
+    """Return the tokens to reserve for a sample that has `tokens` and can have `most`, prompt included.
 
-    `rate` is its tokens per second. Room that the move does not need is used afterwards.
+    `rate` is its tokens per second. Room that the move does not need is used later.
     """
     slack = _SLACK_TOKENS + tokens // _SLACK_SHARE + int(_SLACK_SECONDS * rate)
     return min(tokens + slack, most)
 
 
-_POLL_SECONDS = 0.002
-
-
 class Ports:
     """Ports of all ranks.
 
-    The port of an only rank is in this process and called at once. Those of several ranks are in processes of their
-    own, and called by the engine thread between two steps.
+    The port of a single rank is in this process and is called directly. The ports of several ranks are in other
+    processes, and the engine thread calls them between two steps.
     """
 
     def __init__(self, loop: EngineLoop, engine: MigrationEngine, local: KvPort | None) -> None:
@@ -82,7 +80,10 @@ class Ports:
     async def send(
         self, migration_id: str, addresses: Sequence[str], token: bytes, seconds: float, part: KvPart
     ) -> list[KvSent]:
-        """Have every rank send its part to its peer; returns what has arrived, by rank. NotMoved when one fails."""
+        """Have every rank send its part to its peer; returns the KV that has arrived, by rank.
+
+        NotMoved if a rank fails, TimeoutError after `seconds`.
+        """
         if self._local is not None:
             sending = self._local.send(migration_id, addresses, token, seconds, part)
             return [await asyncio.wrap_future(sending)]
@@ -96,7 +97,7 @@ class Ports:
         raise TimeoutError(f"the ranks had not sent their KV after {seconds:.1f} s")
 
     async def failures(self) -> dict[str, NotMoved]:
-        """Return the expected samples whose connection has failed on any rank, by migration id."""
+        """Return the errors of expected samples whose connection has failed on any rank, by migration id."""
         if self._local is not None:
             return self._local.failures()
         return {name: error for rank in await self._call("failures") for name, error in rank.items()}
@@ -125,11 +126,10 @@ class DonorContext:
 
 
 class LeavingSample:
-    """Sample that is moved with its KV, as the engine thread sees it. All methods are called in the engine thread.
+    """Sample that is moved with its KV. All methods are called in the engine thread.
 
-    After `describe`, `exported` is the KV that the sample had when it was last looked at, at `looked_at`
-    (monotonic seconds); `capacity` is the number of tokens that the receiver reserves room for; `rate` is the
-    sample's tokens per second.
+    After `describe`, `exported` is the sample's KV at the time `looked_at` (monotonic seconds); `capacity` is the
+    number of tokens for which the receiver reserves room; `rate` is the sample's tokens per second.
     """
 
     exported: Exported
@@ -138,50 +138,50 @@ class LeavingSample:
     looked_at: float
 
     def __init__(self, donor: DonorContext, request: pb.MoveRequest, on_left: Callable[[bool], None]) -> None:
-        """Prepare a move. `on_left` is called if the sample ends here, with True if it finished."""
+        """Prepare a move. `on_left` is called if the sample ends here during it, with True if it finished."""
         self._donor = donor
         self._request = request
         self._on_left = on_left
         self._sample: RunningSample | None = None
-        # Response tokens that the reservation told the receiver.
-        self._told = 0
+        # Number of response tokens that were sent with the reservation.
+        self._reserved_tokens = 0
 
     def describe(self) -> pb.ReserveRequest:
         """Check that the sample may leave, watch it, and describe it to the receiver.
 
-        The time limit of the reservation is the caller's to add. NotMoved when the sample may not leave.
+        The caller adds the timeout of the reservation. NotMoved if the sample may not leave.
         """
         donor, loop, key = self._donor, self._donor.loop, self._request.key
         sample = movable_sample(loop, key)
         self.exported, self.looked_at = donor.engine.export(key), time.monotonic()
         loop.watchers[key] = self._on_left
-        self._sample, self._told = sample, len(sample.response)
+        self._sample, self._reserved_tokens = sample, len(sample.response)
         prompt, longest = len(sample.request.prompt), donor.max_model_len
         most = min(prompt + (sample.request.sampling.max_tokens or longest), longest)
         step = seconds_of(loop.load.step_time)
         self.rate = (1 + sample.acceptance) / step if step > 0 else 0.0
-        self.capacity = capacity_of(prompt + self._told, most, self.rate)
+        self.capacity = capacity_of(prompt + self._reserved_tokens, most, self.rate)
         reserve = protocol.reserve_request(sample, self._request.migration_id, loop.policy_version)
         reserve.donor_id, reserve.capacity_tokens = donor.config.instance_id, self.capacity
         reserve.geometry.CopyFrom(donor.geometry)
         return reserve
 
     def refresh(self) -> None:
-        """Look at the KV that the sample has now. NotMoved if it was preempted or has outgrown its reservation."""
-        self._take(self._donor.engine.export(self._request.key))
+        """Update `exported`. NotMoved if the sample was preempted or has outgrown its reservation."""
+        self._set_exported(self._donor.engine.export(self._request.key))
 
     def pause(self) -> None:
         """Keep the sample out of further steps. NotMoved if it has ended, or as `refresh`."""
         sample = self._present()
         self._check_size(len(sample.request.prompt) + len(sample.response))
-        self._take(self._donor.engine.pause(self.exported))
+        self._set_exported(self._donor.engine.pause(self.exported))
 
     def final_state(self) -> tuple[pb.CommitRequest, int]:
-        """Return what the receiver needs to run the paused sample, and the number of its response tokens."""
+        """Return the data that the receiver needs to run the paused sample, and the length of its response."""
         sample, loop = self._present(), self._donor.loop
         commit = pb.CommitRequest(
             migration_id=self._request.migration_id,
-            new_token_ids=sample.response[self._told :],
+            new_token_ids=sample.response[self._reserved_tokens :],
             counters=sample.finished(None, loop.now),
             drafters=protocol.drafter_states(loop.drafts.carry(self._request.key)),
             acceptance=sample.acceptance,
@@ -190,7 +190,7 @@ class LeavingSample:
         return commit, len(sample.response)
 
     def hand_over(self) -> None:
-        """End the sample here, and tell its stream where it runs now."""
+        """End the sample here, and send its new place to its stream."""
         sample, loop, request = self._present(), self._donor.loop, self._request
         loop.watchers.pop(request.key, None)
         stream = sample.stream
@@ -211,9 +211,9 @@ class LeavingSample:
         self._donor.engine.resume(self._request.key)
 
     def restore(self) -> None:
-        """Stop watching the sample and let it decode here, however the move ended.
+        """Stop watching the sample and let it decode here, whatever the outcome of the move.
 
-        A sample that another move has is left alone: resumed, it would decode here while it is under way.
+        A sample that belongs to another move is left alone: if it was resumed, it would decode during that move.
         """
         watchers, key = self._donor.loop.watchers, self._request.key
         if watchers.get(key) == self._on_left:
@@ -225,7 +225,7 @@ class LeavingSample:
             raise NotMoved(Reason.FINISHED, "the sample ended at its donor")
         return self._sample
 
-    def _take(self, exported: Exported) -> None:
+    def _set_exported(self, exported: Exported) -> None:
         if exported.preemptions != self.exported.preemptions:
             raise NotMoved(Reason.PREEMPTED, "the donor preempted the sample")
         self._check_size(exported.tokens + 1)
@@ -237,25 +237,25 @@ class LeavingSample:
 
 
 def movable_sample(loop: EngineLoop, key: str) -> RunningSample:
-    """Return the sample of a key. NotMoved if it may not leave, or there is none."""
+    """Return the sample of a key. NotMoved if it may not leave, or does not exist."""
     sample = loop.samples.get(key)
     if sample is None or key in loop.samples.background:
         raise NotMoved(Reason.UNKNOWN_SAMPLE, f"there is no sample {key!r}")
     if key in loop.watchers or not isinstance(sample.stream, WorkStream):
         raise NotMoved(Reason.IN_TRANSIT, "the sample is being moved, or not claimed yet")
     if key in loop.drafts.reuse:
-        raise NotMoved(Reason.REUSING, "the sample is still taking over a cached rollout")
+        raise NotMoved(Reason.REUSING, "the sample is still reusing a cached rollout")
     if sample.request.verifier is Verifier.LENIENT and sample.started is None:
         raise NotMoved(Reason.NOT_DECODING, "the sample has not begun")
     return sample
 
 
 def hand_back(loop: EngineLoop, request: pb.MoveRequest, report: pb.Migration) -> None:
-    """Move a sample by its prefix: end it here, and tell its stream where to resume it.
+    """Move a sample by its prefix: end it here, and have its stream resume it at the receiver.
 
-    Only tokens move, by way of the gateway: those that it does not have yet go out with the end. The receiver
-    prefills them in one step, which is faster than sending KV for short contexts. NotMoved if the sample may not
-    leave, or there is none.
+    Only tokens are moved, by way of the gateway; tokens that it does not have yet are sent with the end. The
+    receiver prefills them in one step, which is faster than sending KV for short contexts. NotMoved if the sample
+    may not leave, or does not exist.
     """
     sample = movable_sample(loop, request.key)
     stream = sample.stream
@@ -272,7 +272,7 @@ def hand_back(loop: EngineLoop, request: pb.MoveRequest, report: pb.Migration) -
 def listed_sample(
     loop: EngineLoop, engine: MigrationEngine, key: str, max_model_len: int, unsupported: bool
 ) -> pb.ListedSample:
-    """Describe a sample to the reallocator, and say whether it may leave."""
+    """Describe a sample to the reallocator, including whether it may leave."""
     sample = loop.samples[key]
     request, origin = sample.request, sample.origin
     room = max_model_len - len(request.prompt)

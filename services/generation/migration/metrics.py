@@ -1,7 +1,4 @@
-"""Report and Prometheus metrics of moves. A donor counts moves, a receiver counts arrivals.
-
-The donor fills in a report of each move: times of its stages, the stall, and the outcome.
-"""
+"""Report and Prometheus metrics of moves. A donor counts moves, a receiver counts arrivals."""
 
 from __future__ import annotations
 
@@ -13,14 +10,17 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import migration_pb2 as pb
 from paceline.times import duration, seconds_of
 from services.generation.kv_transfer.reason import Reason
-from services.generation.migration.protocol import Donor, Fate, ReceiverState, Stage
+from services.generation.migration.protocol import Donor, ReceiverState, Stage
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.platform.observability.tracing import NO_SPAN, TraceSpan
 
 
 @dataclass(slots=True)
 class MoveReport:
-    """Recorder of a move. Times are monotonic seconds; `span` is part of the sample's trace."""
+    """Recorder of a move at the donor: the times of its stages, the stall, and the outcome.
+
+    Times are monotonic seconds; `span` is part of the sample's trace.
+    """
 
     message: pb.Migration
     began: float = field(default_factory=time.monotonic)
@@ -33,7 +33,7 @@ class MoveReport:
         self.span.event("paused")
 
     def resumed(self) -> None:
-        """End the stall: the sample decodes again, here or there. The last call counts."""
+        """End the stall, because the sample decodes again, here or at the receiver. The last call counts."""
         if self._paused_at:
             self.message.stall_time.CopyFrom(duration(time.monotonic() - self._paused_at))
 
@@ -48,8 +48,8 @@ class MoveReport:
             self.resumed()
 
     def close(self, donor: Donor, step_seconds: float) -> None:
-        """Record the outcome; a step of the donor takes `step_seconds`."""
-        message, moved = self.message, donor.fate is Fate.MOVED
+        """Record the outcome; `step_seconds` is the time of a step of the donor."""
+        message, moved = self.message, donor.moved
         message.total_time.CopyFrom(duration(time.monotonic() - self.began))
         message.stall_steps = seconds_of(message.stall_time) / step_seconds if step_seconds > 0 else 0.0
         message.state = pb.MIGRATION_STATE_COMMITTED if moved else pb.MIGRATION_STATE_CANCELLED
@@ -75,7 +75,7 @@ def outcome_name(message: pb.Migration) -> str:
 
 
 def refused(message: pb.Migration, reason: Reason, text: str) -> pb.Migration:
-    """Fill in the report of a move that was not begun."""
+    """Fill in the report of a move that was refused before it began."""
     message.state, message.outcome = pb.MIGRATION_STATE_CANCELLED, pb.MOVE_OUTCOME_REFUSED
     message.reason, message.message = reason.value, text
     return message
@@ -86,7 +86,7 @@ _STEPS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class MigrationMetrics(MetricSet, prefix="paceline_migration_"):
-    """Counters and histograms of both sides."""
+    """Metrics of migration, of the donor's side and the receiver's."""
 
     _moves = counter(
         "moves_total",
@@ -130,7 +130,7 @@ class MigrationMetrics(MetricSet, prefix="paceline_migration_"):
             self._stages.labels(stage)
 
     def moved(self, migration: pb.Migration) -> None:
-        """Count a move that this instance made or tried as the donor."""
+        """Count a move that this instance made or attempted as the donor."""
         reason = Reason.of(migration.reason).name.lower() if migration.reason else ""
         moved = migration.outcome == pb.MOVE_OUTCOME_MOVED
         handed_on = moved and migration.by == pb.MOVE_BY_PREFIX

@@ -1,8 +1,4 @@
-"""Migration of one instance: its RPCs, the moves that it makes, and the samples that come to it.
-
-Channels to receivers are kept for the next move while they are few: an instance that restarts has another
-address, so the channels that were ever dialled would only grow in number.
-"""
+"""Migration of one instance: its RPCs, the moves that it makes, and the samples that arrive."""
 
 from __future__ import annotations
 
@@ -26,13 +22,12 @@ from services.generation.config import GenerationConfig
 from services.generation.draft_cache.fetcher import ShardFetcher
 from services.generation.draft_cache.origin import Origin
 from services.generation.engine.types import MigrationEngine
-from services.generation.kv_transfer import links
 from services.generation.kv_transfer.block_store import UnsupportedCaches
+from services.generation.kv_transfer.links import nixl_installed
 from services.generation.kv_transfer.port import KvPort
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.work_items import AdmissionTerms
-from services.generation.migration import protocol
 from services.generation.migration.arrivals import Arrivals, new_token
 from services.generation.migration.departure import Departure
 from services.generation.migration.leaving import (
@@ -44,22 +39,30 @@ from services.generation.migration.leaving import (
     listed_sample,
 )
 from services.generation.migration.metrics import MigrationMetrics, outcome_name, refused
+from services.generation.migration.protocol import arrival_report
 from services.platform.config import ConfigError
 from services.platform.grpc.channel import open_channel
 
+_log = structlog.get_logger(__name__)
+_Context = grpc.aio.ServicerContext[Any, Any]
+# Idle channels to receivers that are kept.
 _MOST_IDLE = 32
+# Ended moves that are remembered.
+_REMEMBERED = 4096
+# Interval at which deadlines and connections of arriving samples are checked.
+_SWEEP_SECONDS = 0.1
 
 
 class ReceiverChannels:
-    """Channels by address. Those without a call are kept for the next, `most_idle` of them that were used last.
+    """Channels to receivers, by address. The `most_idle` most recently used idle channels are kept for later moves.
 
-    An instance that restarts has another address, so that all that were ever dialled would be ever more.
+    Not all are kept, because an instance that restarts has a new address, and their number would only grow.
     """
 
     def __init__(self, dial: Callable[[str], grpc.aio.Channel], most_idle: int = _MOST_IDLE) -> None:
         self._dial = dial
         self._most_idle = most_idle
-        # The one used last is the last.
+        # Least recently used first.
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._users: Counter[str] = Counter()
 
@@ -68,7 +71,7 @@ class ReceiverChannels:
 
     @asynccontextmanager
     async def to(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Return a channel, which stays open in the context. ValueError: the token may not go there."""
+        """Return a channel that stays open in the context. ValueError if the token may not be sent there."""
         if address not in self._channels:
             self._channels[address] = self._dial(address)
         self._channels.move_to_end(address)
@@ -95,15 +98,8 @@ class ReceiverChannels:
             await channel.close()
 
 
-_log = structlog.get_logger(__name__)
-_Context = grpc.aio.ServicerContext[Any, Any]
-_REMEMBERED = 4096
-# Interval at which deadlines and connections of arriving samples are checked.
-_SWEEP_SECONDS = 0.1
-
-
 class Migration(rpc.MigrationServiceServicer):
-    """MigrationService of an instance. `open` comes before anything else, `close` at the end."""
+    """MigrationService of an instance. Call `open` first, and `close` at the end."""
 
     def __init__(
         self,
@@ -118,11 +114,11 @@ class Migration(rpc.MigrationServiceServicer):
         Args:
             config: settings of the instance.
             loop: loop of its engine, which is ready.
-            terms: returns the terms on which samples are taken.
+            terms: returns the terms on which samples are accepted.
             fetcher: fetches rollouts for the drafters of arriving samples; None without a draft store.
             metrics: counts moves and arrivals.
         """
-        if config.migration_transport == "nixl" and not links.installed():
+        if config.migration_transport == "nixl" and not nixl_installed():
             raise ConfigError(["migration_transport: the package nixl is not installed"])
         self._config = config
         self._loop = loop
@@ -134,7 +130,7 @@ class Migration(rpc.MigrationServiceServicer):
         self.arrivals = Arrivals(self._loop, self._engine, config, metrics)
         self._donor: DonorContext | None = None
         self._local_port: KvPort | None = None
-        # Reason for which nothing is moved; empty once `open` has found that KV can be moved.
+        # Reason why moves are refused; empty once `open` has found that KV can be moved.
         self._unsupported = "the instance is starting"
         self._addresses: list[str] = []
         self._departures: dict[str, asyncio.Task[pb.Migration]] = {}
@@ -143,7 +139,7 @@ class Migration(rpc.MigrationServiceServicer):
         self._sweeping: asyncio.Task[None] | None = None
 
     async def open(self, address: str) -> None:
-        """Listen for KV beside the gRPC port at this address. If KV cannot be moved, every move is refused."""
+        """Listen for KV on the host of this gRPC address. If KV cannot be moved, every move is refused."""
         config, host = self._config, address.rpartition(":")[0]
         self._address = address
         try:
@@ -177,7 +173,7 @@ class Migration(rpc.MigrationServiceServicer):
         return geometry, self._engine.call_ports("listen", *listen)
 
     async def close(self) -> None:
-        """Give up the moves under way: samples stay where they are."""
+        """Wait for the moves in progress, free reservations, and close ports and channels."""
         departures = list(self._departures.values())
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -187,7 +183,7 @@ class Migration(rpc.MigrationServiceServicer):
         try:
             await self._loop.execute(self._close_ports)
         except Unavailable:
-            # The engine ended before, and its other ranks with it.
+            # The engine has ended already, and its other ranks with it.
             if self._local_port is not None:
                 self._local_port.close()
         await self._channels.close()
@@ -225,7 +221,7 @@ class Migration(rpc.MigrationServiceServicer):
         )
 
     async def Move(self, request: pb.MoveRequest, context: _Context) -> pb.MoveResponse:
-        """Move a sample, or say why not. The move continues when the caller goes away."""
+        """Move a sample, or return why not. The move continues if the caller disconnects."""
         if not request.migration_id:
             request.migration_id = uuid.uuid4().hex
         migration_id = request.migration_id
@@ -246,7 +242,7 @@ class Migration(rpc.MigrationServiceServicer):
         )
         try:
             report = await self._move(request, report)
-            # Before anybody can ask for it.
+            # Counted before the report can be queried.
             self._metrics.moved(report)
         finally:
             del self._departures[request.migration_id]
@@ -298,7 +294,7 @@ class Migration(rpc.MigrationServiceServicer):
             self._metrics.refusals.labels(error.reason.name.lower()).inc()
             return pb.ReserveResponse(refused=pb.Refusal(reason=error.reason.value, message=error.message))
         if self._fetcher is not None:
-            # Rollouts for its drafters are fetched while its KV is on the way.
+            # Rollouts for its drafters are fetched while its KV arrives.
             self._fetcher.want(Origin.of(request.item))
         reservation = pb.Reservation(data_addresses=self._addresses, token=token, shared_blocks=shared)
         return pb.ReserveResponse(reserved=reservation)
@@ -309,8 +305,8 @@ class Migration(rpc.MigrationServiceServicer):
         return await self._loop.execute(lambda: self.arrivals.commit(request, closed))
 
     async def Cancel(self, request: pb.CancelRequest, context: _Context) -> pb.CancelResponse:
-        """Free a reservation, or end a disowned sample; returns the state of the migration from now on."""
-        message = "the donor gave the sample up" if request.disown else "the donor gave the move up"
+        """Free a reservation, or end a disowned sample; returns the resulting state of the migration."""
+        message = "the donor disowned the sample" if request.disown else "the donor cancelled the move"
         incoming = await self._loop.execute(
             lambda: self.arrivals.cancel(request.migration_id, Reason.ABORTED, message, disown=request.disown)
         )
@@ -319,7 +315,7 @@ class Migration(rpc.MigrationServiceServicer):
     async def GetMigration(
         self, request: pb.GetMigrationRequest, context: _Context
     ) -> pb.GetMigrationResponse:
-        """Return a move or an arrival. NotFound when neither is known."""
+        """Return a move or an arrival. NotFound if there is neither."""
         migration_id = request.migration_id
         if migration_id in self._ended:
             return pb.GetMigrationResponse(migration=self._ended[migration_id])
@@ -329,7 +325,7 @@ class Migration(rpc.MigrationServiceServicer):
         incoming = await self._loop.execute(lambda: self.arrivals.get(migration_id))
         if incoming is None:
             raise NotFound("migration", migration_id)
-        return pb.GetMigrationResponse(migration=protocol.migration(incoming, self._config.instance_id))
+        return pb.GetMigrationResponse(migration=arrival_report(incoming, self._config.instance_id))
 
     def _on_drafters(self, migration_id: str, states: bytes) -> None:
         """Pass the state of drafters on to the engine thread; called in a thread of the port."""

@@ -1,21 +1,9 @@
-"""Protocol of a move: the state machines of donor and receiver, and the messages that carry a sample.
+"""Protocol of a move: the state machines of donor and receiver, and the messages that describe a sample.
 
-The state machines are pure: events and times in, decisions out. The donor owns the sample until the receiver has
-confirmed the commit, so any failure before that ends with the sample decoding here and the reservation freed
-there. Without a confirmation the donor asks the receiver to cancel, and the answer decides. If the receiver
-cannot be reached either, the donor continues: the receiver drops a sample at its deadline, because only the
-gateway can claim it and was not notified.
+The state machines, `Donor` and `ReceiverLedger`, are pure: events and times in, decisions out.
 
-    OPEN ── commit ─▶ COMMITTED ── claim ─▶ CLAIMED
-      │                   ├────── claim deadline ─▶ EXPIRED
-      └─ cancel, deadline ┴────── disown ─▶ CANCELLED
-
-Only OPEN can become COMMITTED, and only COMMITTED can become CLAIMED, so a sample never has two owners: a late
-Commit finds its migration cancelled, a late Claim finds it expired. Ended migrations are remembered for a while,
-for callers that did not receive the answer.
-
-A sample continues elsewhere as if nothing had happened. Its noise is a function of seed and position, so no
-generator state is carried. Its log-probabilities go to the gateway with the event that it has moved. The receiver
+A sample continues elsewhere as if nothing had happened. Its noise is a function of seed and position, so there is
+no generator state to send. Its log-probabilities go to the gateway with the event that it has moved. The receiver
 builds its suffix index from its copy of the rollouts.
 """
 
@@ -24,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -44,23 +32,23 @@ class Stage(Enum):
     """Stage of a move."""
 
     RESERVING = auto()
-    # Stage 1: whole blocks are sent while the sample decodes on.
+    # Stage 1: whole blocks are sent while the sample continues to decode.
     COPYING = auto()
     PAUSING = auto()
     # Stage 2: the remaining KV is sent while the sample is paused.
     SENDING = auto()
     COMMITTING = auto()
-    # Commit was not answered.
+    # Commit got no answer.
     DECIDING = auto()
     RELEASING = auto()
     OVER = auto()
 
 
 class Event(Enum):
-    """Event of a move. DONE is the success of its stage."""
+    """Event of a move. DONE means that its stage succeeded."""
 
     DONE = auto()
-    # The receiver refused, and has nothing of the sample.
+    # The receiver refused, and holds nothing of the sample.
     REFUSED = auto()
     # The stage failed; the receiver may or may not have the sample.
     FAILED = auto()
@@ -69,29 +57,21 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """Action that the donor takes next; several are taken in order."""
+    """Action for the donor to take next; several are taken in order."""
 
     COPY = auto()
     PAUSE = auto()
     SEND = auto()
     COMMIT = auto()
-    # Ask the receiver to cancel: DONE if it has the sample, REFUSED if it never will.
+    # Ask the receiver to cancel: DONE if it has taken the sample, REFUSED if it never will.
     DECIDE = auto()
     # Let the sample decode here again.
     RESUME = auto()
-    # End the sample here without a Finished, and tell its stream where it is.
+    # End the sample here without a Finished, and send its new place to its stream.
     RELEASE = auto()
-    # Tell the receiver to free the reservation, or (DISOWN) to end its sample even if it is committed.
+    # Have the receiver free the reservation, or (DISOWN) end its sample even if it is committed.
     CANCEL = auto()
     DISOWN = auto()
-
-
-class Fate(Enum):
-    """Fate of the sample."""
-
-    # It is still at the donor, or ended there.
-    KEPT = auto()
-    MOVED = auto()
 
 
 _FORWARD = {
@@ -109,14 +89,21 @@ _OFFERED = frozenset({Stage.COMMITTING, Stage.DECIDING, Stage.RELEASING})
 
 @dataclass(slots=True)
 class Donor:
-    """One move, from Reserve on. `reason` and `message` say why the sample was kept."""
+    """One move, from Reserve on. `reason` and `message` say why the sample was kept.
+
+    The donor owns the sample until the receiver has confirmed the commit, so any failure before that ends with
+    the sample decoding here and the reservation freed there. Without a confirmation the donor asks the receiver
+    to cancel, and the answer decides. If the receiver cannot be reached for that either, the donor keeps the
+    sample: the receiver drops its copy at the deadline, because only the gateway can claim it and was not
+    notified.
+    """
 
     stage: Stage = Stage.RESERVING
-    fate: Fate = Fate.KEPT
+    moved: bool = False
     reason: Reason | None = None
     message: str = ""
-    # The first refusal came before anything was sent.
-    refused: bool = field(default=False)
+    # True if the receiver refused before anything was sent.
+    refused: bool = False
 
     @property
     def paused(self) -> bool:
@@ -124,12 +111,12 @@ class Donor:
         return self.stage in _PAUSED
 
     def on(self, event: Event, reason: Reason = Reason.INTERNAL, message: str = "") -> list[Action]:
-        """Return the actions after an event; none once the move is over. `reason` says what went wrong."""
+        """Return the actions after an event; none once the move is over. `reason` is the cause of a failure."""
         stage = self.stage
         if stage is Stage.OVER:
             return []
         if event is Event.DONE and stage is Stage.RELEASING:
-            self.stage, self.fate, self.reason, self.message = Stage.OVER, Fate.MOVED, None, ""
+            self.stage, self.moved, self.reason, self.message = Stage.OVER, True, None, ""
             return []
         if event is Event.DONE:
             self.stage, action = _FORWARD[stage]
@@ -143,14 +130,14 @@ class Donor:
             return [Action.DECIDE]
         self.refused = event is Event.REFUSED and stage is Stage.RESERVING
         self.stage = Stage.OVER
-        # Resume the sample first, because it is stalled.
+        # The sample is resumed first, because it is stalled.
         actions = [Action.RESUME] if stage in _PAUSED else []
         if event is Event.FAILED:
             actions.append(Action.DISOWN if stage in _OFFERED else Action.CANCEL)
         return actions
 
     def _note(self, reason: Reason, message: str) -> None:
-        """Keep the first reason, because later ones are its consequences."""
+        """Keep the first reason, because later ones are its consequences; an end of the sample overrides it."""
         if self.reason is None or reason in (Reason.FINISHED, Reason.ABORTED):
             self.reason, self.message = reason, message
 
@@ -187,7 +174,16 @@ class Incoming:
 
 
 class ReceiverLedger:
-    """Migrations to one instance, by id."""
+    """Migrations to one instance, by id.
+
+        OPEN ── commit ─▶ COMMITTED ── claim ─▶ CLAIMED
+          │                   ├────── claim deadline ─▶ EXPIRED
+          └─ cancel, deadline ┴────── disown ─▶ CANCELLED
+
+    Only OPEN can become COMMITTED, and only COMMITTED can become CLAIMED, so a sample never has two owners: a
+    late Commit finds its migration cancelled, a late Claim finds it expired. Ended migrations are remembered for
+    a while, for callers that did not receive the answer.
+    """
 
     def __init__(self, most_open: int) -> None:
         """Allow `most_open` reservations at a time."""
@@ -209,14 +205,14 @@ class ReceiverLedger:
         return sum(each.state is ReceiverState.OPEN for each in self._live.values()) >= self._most_open
 
     def open(self, migration_id: str, sample_id: str, deadline: float) -> Incoming:
-        """Add a reservation. ValueError when the id is known."""
+        """Add a reservation. ValueError if the id is known."""
         if self.get(migration_id) is not None:
             raise ValueError(f"migration {migration_id} is known")
         incoming = self._live[migration_id] = Incoming(migration_id, sample_id, deadline)
         return incoming
 
     def commit(self, migration_id: str, deadline: float) -> bool:
-        """Commit a sample, to be claimed by the deadline. Returns False when it may not be taken any more."""
+        """Commit a sample, to be claimed before the deadline. Returns False if it can no longer be taken."""
         incoming = self._live.get(migration_id)
         if incoming is None or incoming.state is not ReceiverState.OPEN:
             return False
@@ -224,7 +220,7 @@ class ReceiverLedger:
         return True
 
     def claim(self, migration_id: str) -> Incoming | None:
-        """Let the gateway take a sample over. Returns None when there is nothing to claim."""
+        """Hand a sample to the gateway. Returns None if there is nothing to claim."""
         incoming = self._live.get(migration_id)
         if incoming is None or incoming.state is not ReceiverState.COMMITTED:
             return None
@@ -234,9 +230,9 @@ class ReceiverLedger:
     def cancel(
         self, migration_id: str, reason: Reason, message: str = "", *, disown: bool = False
     ) -> tuple[Incoming, bool]:
-        """End a migration. A committed one stays, unless its donor disowns it.
+        """End a migration; a committed one only if its donor disowns it.
 
-        Returns the migration, and whether this ended it. An unknown one is remembered as cancelled.
+        Returns the migration, and whether this call ended it. An unknown one is remembered as cancelled.
         """
         incoming = self.get(migration_id)
         if incoming is None:
@@ -249,16 +245,15 @@ class ReceiverLedger:
         self._end(incoming, ReceiverState.CANCELLED)
         return incoming, True
 
-    def expire(self, now: float) -> list[tuple[Incoming, ReceiverState]]:
-        """End the migrations past their deadline; returns each with the state that it was in."""
+    def expire(self, now: float) -> list[Incoming]:
+        """End the migrations past their deadline, and return them."""
         found = [each for each in self._live.values() if each.deadline <= now]
-        ended = [(each, each.state) for each in found]
         for each in found:
             each.reason, each.message = Reason.DEADLINE, f"the deadline of {each.state.name} is over"
             self._end(
                 each, ReceiverState.CANCELLED if each.state is ReceiverState.OPEN else ReceiverState.EXPIRED
             )
-        return ended
+        return found
 
     def _end(self, incoming: Incoming, state: ReceiverState) -> None:
         incoming.state = state
@@ -279,7 +274,7 @@ _LEVELS = {
 
 
 def reserve_request(sample: RunningSample, migration_id: str, policy_version: int) -> pb.ReserveRequest:
-    """Describe a sample to a receiver; the caller adds donor, geometry, capacity and timeout."""
+    """Describe a sample to a receiver; the caller adds the donor, geometry, capacity and timeout."""
     rollout = sample.rollout
     return pb.ReserveRequest(
         migration_id=migration_id,
@@ -299,7 +294,7 @@ def item_of(sample: RunningSample, policy_version: int) -> generation_pb2.WorkIt
     return generation_pb2.WorkItem(
         prompt_token_ids=request.prompt,
         prefix_token_ids=sample.response,
-        # A sample that decodes has had its prompt told.
+        # The prompt's scores of a decoding sample have been reported already.
         sampling=sampling_params(replace(request.sampling, prompt_logprobs=None)),
         exactness=exactness,
         seed=request.seed,
@@ -333,19 +328,19 @@ def take_counters(sample: RunningSample, counters: generation_pb2.Finished, now:
     sample.plain_seconds = seconds_of(counters.plain_time)
     sample.cached_tokens, sample.reused_prefix = counters.cached_tokens, counters.reused_prefix
     sample.drafts = {source.drafter: source for source in counters.draft_sources}
-    # All but the last token came with their KV.
+    # All tokens except the last arrived with their KV.
     sample.cached_context = len(sample.request.prompt) + len(sample.request.prefix) - 1
 
 
 def drafter_states(states: Mapping[str, bytes]) -> pb.DrafterStates:
-    """Wrap the state of a sample's drafters, by drafter name."""
+    """Build the message with the state of a sample's drafters, by drafter name."""
     return pb.DrafterStates(
         states=[pb.DrafterState(drafter=name, state=state) for name, state in states.items()]
     )
 
 
-def carried(message: pb.DrafterStates) -> dict[str, bytes]:
-    """Read `drafter_states`."""
+def drafter_states_of(message: pb.DrafterStates) -> dict[str, bytes]:
+    """Return the state of each drafter in a message, by drafter name."""
     return {each.drafter: each.state for each in message.states}
 
 
@@ -354,7 +349,7 @@ def tokens_crc(tokens: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(tokens, "<u4").tobytes())
 
 
-def migration(incoming: Incoming, receiver_id: str) -> pb.Migration:
+def arrival_report(incoming: Incoming, receiver_id: str) -> pb.Migration:
     """Return the report of an arrival."""
     return pb.Migration(
         migration_id=incoming.migration_id,
@@ -367,7 +362,7 @@ def migration(incoming: Incoming, receiver_id: str) -> pb.Migration:
 
 
 def commit_answer(incoming: Incoming | None) -> pb.CommitResponse:
-    """Return the answer to a commit, given the migration as it is then; None for an unknown one."""
+    """Return the answer to a commit, given the migration afterwards; None for an unknown one."""
     if incoming is None:
         return pb.CommitResponse(
             state=pb.MIGRATION_STATE_CANCELLED,
@@ -380,6 +375,6 @@ def commit_answer(incoming: Incoming | None) -> pb.CommitResponse:
 
 
 def reason_value(reason: Reason | None) -> pb.MoveReason:
-    """Return the protocol's value of a reason; UNSPECIFIED for None."""
+    """Return the protocol's value for a reason; UNSPECIFIED for None."""
     value: pb.MoveReason = pb.MOVE_REASON_UNSPECIFIED if reason is None else reason.value
     return value

@@ -18,7 +18,7 @@ from services.generation.engine.types import Finish, SampleStep
 from services.generation.loop import work_stream
 from services.generation.loop.samples import RunningSample
 from services.generation.loop.work_stream import CheckpointRules, Checkpoints, ResponseOutbox, WorkStream
-from services.generation.migration.arrivals import Unclaimed
+from services.generation.migration.arrivals import UnclaimedStream
 from tests.unit.generation.scripted import sample_request
 
 RULES = CheckpointRules(tokens=100, seconds=5.0)
@@ -260,7 +260,7 @@ def test_some_of_sixteen_short_attempts_report(offset: float, share: float) -> N
     checkpoints = Checkpoints(RULES, samples, offset)
     reported = False
     for attempt in range(16):
-        samples[1] = RunningSample(1, sample_request("s"), Unclaimed(), 0.0)
+        samples[1] = RunningSample(1, sample_request("s"), UnclaimedStream(), 0.0)
         checkpoints.begin(samples[1], 10.0 * attempt)
         reported |= bool(checkpoints.take(10.0 * attempt + share * RULES.seconds))
     assert reported

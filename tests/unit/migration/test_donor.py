@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.kv_transfer.reason import Reason
-from services.generation.migration.protocol import Action, Donor, Event, Fate, Stage
+from services.generation.migration.protocol import Action, Donor, Event, Stage
 
 FORWARD = [Action.COPY, Action.PAUSE, Action.SEND, Action.COMMIT, Action.RELEASE]
 
@@ -15,7 +15,7 @@ def test_a_move_without_trouble() -> None:
     donor = Donor()
     found = [action for _ in range(6) for action in donor.on(Event.DONE)]
     assert found == FORWARD
-    assert (donor.stage, donor.fate, donor.reason) == (Stage.OVER, Fate.MOVED, None)
+    assert (donor.stage, donor.moved, donor.reason) == (Stage.OVER, True, None)
 
 
 def at(stage: Stage) -> Donor:
@@ -28,7 +28,7 @@ def at(stage: Stage) -> Donor:
 def test_a_refusal_costs_nothing() -> None:
     donor = at(Stage.RESERVING)
     assert donor.on(Event.REFUSED, Reason.NO_KV, "full") == []
-    assert (donor.refused, donor.fate, donor.reason, donor.message) == (True, Fate.KEPT, Reason.NO_KV, "full")
+    assert (donor.refused, donor.moved, donor.reason, donor.message) == (True, False, Reason.NO_KV, "full")
 
 
 def test_before_it_is_paused_a_failure_only_frees_the_reservation() -> None:
@@ -36,7 +36,7 @@ def test_before_it_is_paused_a_failure_only_frees_the_reservation() -> None:
         for event in (Event.FAILED, Event.LEFT):
             donor = at(stage)
             assert donor.on(event, Reason.CONNECTION) == [Action.CANCEL]
-            assert (donor.stage, donor.fate, donor.refused) == (Stage.OVER, Fate.KEPT, False)
+            assert (donor.stage, donor.moved, donor.refused) == (Stage.OVER, False, False)
 
 
 def test_a_paused_sample_decodes_on_before_anything_else() -> None:
@@ -53,11 +53,11 @@ def test_an_unanswered_commit_is_decided_by_the_receiver() -> None:
     assert donor.paused
     assert donor.on(Event.DONE) == [Action.RELEASE]
     assert donor.on(Event.DONE) == []
-    assert (donor.fate, donor.reason) == (Fate.MOVED, None)
+    assert (donor.moved, donor.reason) == (True, None)
 
     donor = at(Stage.DECIDING)
     assert donor.on(Event.REFUSED, Reason.RECEIVER_LOST) == [Action.RESUME]
-    assert donor.fate is Fate.KEPT
+    assert not donor.moved
 
 
 def test_the_first_reason_stays() -> None:
@@ -75,7 +75,7 @@ def test_a_sample_that_ended_meanwhile_is_disowned_once_it_was_offered() -> None
     for stage in (Stage.COMMITTING, Stage.DECIDING, Stage.RELEASING):
         donor = at(stage)
         assert donor.on(Event.LEFT, Reason.ABORTED) == [Action.DISOWN]
-        assert (donor.fate, donor.reason) == (Fate.KEPT, Reason.ABORTED)
+        assert (donor.moved, donor.reason) == (False, Reason.ABORTED)
 
 
 @given(st.lists(st.sampled_from(Event), min_size=1, max_size=12))
@@ -94,7 +94,7 @@ def test_any_course_ends_with_one_owner(events: list[Event]) -> None:
         assert taken.count(action) == 1
     if donor.stage is not Stage.OVER:
         return
-    if donor.fate is Fate.MOVED:
+    if donor.moved:
         assert Action.RELEASE in taken
         assert Action.RESUME not in taken
         assert not {Action.CANCEL, Action.DISOWN} & set(taken)

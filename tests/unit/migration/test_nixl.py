@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from services.generation.kv_transfer import links
 from services.generation.kv_transfer.block_store import KvStore
 from services.generation.kv_transfer.port import KvPort
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.kv_transfer.transfers import KvPart
+from services.generation.migration import migration
 from services.platform.config import ConfigError
 from tests.unit.migration.scripted_kv import ScriptedInstance
 from tests.unit.migration.test_port import BLOCKS, SIZE, TOKEN, WAIT, caches, until
@@ -144,6 +144,6 @@ def test_a_receiver_that_refuses_says_why(agents: tuple[StandIn, StandIn]) -> No
 
 
 def test_an_instance_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "installed", lambda: False)
+    monkeypatch.setattr(migration, "nixl_installed", lambda: False)
     with pytest.raises(ConfigError, match="nixl is not installed"):
         ScriptedInstance("i", migration_transport="nixl")

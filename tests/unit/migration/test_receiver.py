@@ -68,8 +68,8 @@ def test_deadlines() -> None:
     ledger = opened("a", "b")
     ledger.commit("b", 12.0)
     assert ledger.expire(9.9) == []
-    assert [(each.migration_id, was) for each, was in ledger.expire(10.0)] == [("a", ReceiverState.OPEN)]
-    assert [(each.migration_id, was) for each, was in ledger.expire(12.0)] == [("b", ReceiverState.COMMITTED)]
+    assert [each.migration_id for each in ledger.expire(10.0)] == ["a"]
+    assert [each.migration_id for each in ledger.expire(12.0)] == ["b"]
     assert (state(ledger, "a"), state(ledger, "b")) == (ReceiverState.CANCELLED, ReceiverState.EXPIRED)
     assert ledger.claim("b") is None
 

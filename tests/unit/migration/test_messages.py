@@ -19,7 +19,7 @@ from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.loop.samples import RunningSample
 from services.generation.loop.work_items import AdmissionTerms, check_item
 from services.generation.migration import protocol
-from services.generation.migration.arrivals import HANDLE, Unclaimed
+from services.generation.migration.arrivals import HANDLE, UnclaimedStream
 from services.generation.migration.leaving import capacity_of, check_geometry, geometry_of
 from tests.unit.generation.scripted import sample_request
 
@@ -134,7 +134,7 @@ def test_the_crc_of_a_response_tells_order_and_length() -> None:
 
 def test_drafter_states_come_back() -> None:
     states = {"reference": b"\x00\x01", "eagle3": b""}
-    assert protocol.carried(protocol.drafter_states(states)) == states
+    assert protocol.drafter_states_of(protocol.drafter_states(states)) == states
 
 
 def test_geometry_says_what_differs() -> None:
@@ -157,7 +157,7 @@ def test_a_reservation_has_room_to_grow_and_not_beyond_the_end(tokens: int, room
 
 
 def test_an_unclaimed_sample_keeps_its_tokens_for_its_stream() -> None:
-    stream, unclaimed = Stream(), Unclaimed()
+    stream, unclaimed = Stream(), UnclaimedStream()
     sample = RunningSample(HANDLE, sample_request("s1"), unclaimed, 0.0)
     unclaimed.samples[HANDLE] = sample
     sample.record(SampleStep("s1", [1, 2], [-1.0, -2.0]), 1.0, 1.5, "")
@@ -171,7 +171,7 @@ def test_an_unclaimed_sample_keeps_its_tokens_for_its_stream() -> None:
 
 
 def test_a_sample_that_ended_unclaimed_ends_for_its_stream() -> None:
-    stream, unclaimed = Stream(), Unclaimed()
+    stream, unclaimed = Stream(), UnclaimedStream()
     sample = RunningSample(HANDLE, sample_request("s1"), unclaimed, 0.0)
     unclaimed.samples[HANDLE] = sample
     unclaimed.finish(sample, pb.Finished(handle=HANDLE, decode_steps=4))
@@ -181,7 +181,7 @@ def test_a_sample_that_ended_unclaimed_ends_for_its_stream() -> None:
 
 
 def test_a_sample_that_failed_unclaimed_fails_for_its_stream() -> None:
-    stream, unclaimed = Stream(), Unclaimed()
+    stream, unclaimed = Stream(), UnclaimedStream()
     unclaimed.refuse(pb.Refused(handle=HANDLE, message="no finite logits"))
     unclaimed.hand_over(stream, 7, 1.0)  # type: ignore[arg-type]
     assert [(each.handle, each.message) for each in stream.refused] == [(7, "no finite logits")]
