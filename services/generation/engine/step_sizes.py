@@ -3,10 +3,10 @@
 vLLM measures a forward pass, and its own sampler with one row of logits for each sample, before it sizes the KV
 cache. A step that verifies drafts has many times as many rows, so the memory of sampling is counted here.
 
-vLLM's list of CUDA graphs is made for plain decoding: it ends at twice the samples or at a number of the device's
-(512 on an H100), whichever is less. A step that verifies k drafts of each of n samples has n (k + 1) tokens, and
-beyond the list it is launched kernel by kernel. The planner reads the sizes off the configuration by which the
-workers captured (speculation/batch_sizes.py).
+vLLM's list of CUDA graphs is made for plain decoding: it ends at twice the number of samples or at a limit of the
+device (512 on an H100), whichever is less. A step that verifies k drafts of each of n samples has n (k + 1) tokens,
+and beyond the list it is launched kernel by kernel. The planner uses the sizes that the workers captured
+(`Engine.graph_sizes`).
 """
 
 from __future__ import annotations
