@@ -1,1 +1,1 @@
-"""The drafter that is trained online: ReSpec's learner beside generation."""
+"""The drafter that is trained online: ReSpec's learner, which runs during generation."""

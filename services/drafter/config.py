@@ -33,7 +33,7 @@ class DrafterConfig(LeaderConfig):
     interval: int = Field(default=1, ge=1)
     """Steps of training between two updates, each of which takes 1/interval of the replay buffer (Async-1)."""
     when: Literal["always", "idle"] = "always"
-    """always: an update begins when it is due, beside generation. idle: only while no instance has samples, for a
+    """always: an update begins when it is due, during generation. idle: only while no instance has samples, for a
     learner that shares its device with an instance; an update that has begun runs to its end."""
     weighting: Weighting = Weighting.NONE
     """Weights of samples by their reward: none (rewards are not waited for), reward, or group (relative to the same
@@ -63,7 +63,7 @@ class DrafterConfig(LeaderConfig):
     """Updates between two saves of the state. Samples are acknowledged once they are part of a state."""
 
     publish_margin: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    """Share by which the acceptance length on held-out samples must exceed that of the published drafter."""
+    """Share by which the acceptance length on held-out samples must exceed the published drafter's."""
     publish_samples: int = Field(default=8, ge=1)
     """Held-out samples required for the comparison."""
     publish_first: float = Field(default=1.1, ge=0, allow_inf_nan=False)
@@ -116,7 +116,7 @@ class DrafterConfig(LeaderConfig):
     @field_validator("model", "folder", "checkpoint")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
-        # Other processes are told these paths.
+        # Other processes, with other working directories, receive these paths.
         return None if path is None else path.absolute()
 
     @property

@@ -1,8 +1,7 @@
 """Make a fresh drafter for a policy: `python -m services.drafter.first --model DIR --parent DIR`.
 
-Instances load heads of one shape only, that of the head they start with. So they start with a fresh one before
-there is anything to learn from, and the learner continues from the same. Writes `drafter-000001` under the
-parent and prints its path.
+An instance only loads heads of the shape that it started with. So that it can start before anything was learned,
+this writes a fresh head to `drafter-000001` under the parent and prints its path; the learner starts from the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Process of the learner: a registered server with its gRPC service, and the controller while it leads.
+"""Process of the learner: gRPC service of every process, and controller of the one that leads.
 
-The controller runs the training session, the publisher and the links to instances side by side for one term of
-leadership.
+For one term of leadership the controller runs the training session, the publisher and the links to instances.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from paceline.times import timestamp
 from services.contracts.learner import DrafterHistory, DrafterKeys, read_history
 from services.drafter.config import DrafterConfig
 from services.drafter.metrics import DrafterMetrics
-from services.drafter.publishing.deployment import DrafterLinks, PublicationRecord
+from services.drafter.publishing.deployment import Deployment
 from services.drafter.publishing.publisher import Publisher
 from services.drafter.training.process import LEARNER, TrainingDied, TrainingFailed, TrainingProcess
 from services.drafter.training.session import TrainingSession
-from services.platform.redis.connection import OUTAGES, Keys
+from services.platform.redis.connection import OUTAGES
 from services.platform.redis.decision_log import DecisionLog
-from services.platform.redis.registry import Registry
 from services.platform.service import LeadingServer
 from services.platform.tasks import is_cancelled, until_one_ends
 
@@ -40,11 +38,11 @@ _TICK_SECONDS, _STORE_SECONDS, _RETRY_SECONDS = 0.1, 0.5, 2.0
 class Overlap:
     """Sums of hidden and other seconds of training. Pure: durations are passed in (seconds).
 
-    Nobody waits for the learner, so the measure is whether anything else was under way. A second of training is
-    *hidden* if an instance had samples or weights were being updated meanwhile, or if it lies in a gap between two
-    steps, in which the trainer was busy (known when the next step begins, at most `gap` seconds later). All others
-    are not hidden, such as those after the last step of a run. What training takes from generation on shared cores
-    is not part of this; it shows in the time of the rollouts.
+    No other process waits for the learner, so a second of training costs nothing while other work is under way. It
+    is *hidden* if an instance had samples or weights were being updated meanwhile, or if it lies in a gap between
+    two steps, in which the trainer was busy (known when the next step begins, at most `gap` seconds later). All
+    other seconds are not hidden, such as those after the last step of a run. Slower generation because of shared
+    cores is not counted here; it shows in the time of the rollouts.
     """
 
     def __init__(self, gap: float) -> None:
@@ -69,7 +67,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share of hidden seconds among those that are decided; 1 while there are none."""
+        """Share of hidden seconds among all classified seconds; 1 while there are none."""
         total = self.hidden + self.not_hidden
         return self.hidden / total if total else 1.0
 
@@ -87,18 +85,17 @@ class LearnerController:
         learner: str,
         history: DrafterHistory,
     ) -> None:
-        """Compose the term; `history` is what former leaders published."""
-        record = PublicationRecord(config, redis, term, metrics, history)
+        """Compose the term; `history` lists the drafters that former leaders published."""
         self._config = config
         self._metrics = metrics
-        self._links = DrafterLinks(config, Registry(redis, Keys(config.namespace)), record, metrics)
+        self._deployment = Deployment(config, redis, term, metrics, history)
         self.session = TrainingSession(config, redis, term, metrics, TrainingProcess(config, learner))
-        self.publisher = Publisher(config, record, self._links, self.session, decisions, metrics)
+        self.publisher = Publisher(config, self._deployment, self.session, decisions, metrics)
         self._overlap = Overlap(config.gap_seconds)
 
     async def run(self) -> None:
         """Train and publish until cancelled. Raises Unavailable when another process leads."""
-        works: list[Callable[[], Awaitable[None]]] = [self._links.run, self._watch, self._follow_store]
+        works: list[Callable[[], Awaitable[None]]] = [self._deployment.run, self._watch, self._follow_store]
         if not self._config.frozen:
             works += [self.session.read_feed, self.session.acknowledge, self._train]
         await self.publisher.publish_first()
@@ -117,14 +114,14 @@ class LearnerController:
                     if self._may_update() and await self.session.update() and self._should_evaluate():
                         await self.publisher.consider()
             except TrainingFailed as error:
-                # The training process could not start. The cause, such as a missing policy, may be put right.
+                # The training process could not start; the cause, such as a missing policy, may be removed.
                 log.error("learner_not_started", error=str(error))
                 await asyncio.sleep(_RETRY_SECONDS)
             except TrainingDied as error:
                 await self.session.recover(error)
 
     def _may_update(self) -> bool:
-        return self.session.samples.is_due and (self._config.when == "always" or not self._links.busy)
+        return self.session.samples.is_due and (self._config.when == "always" or not self._deployment.busy)
 
     def _should_evaluate(self) -> bool:
         return self.session.manifest.updates % self._config.evaluate_every == 0
@@ -150,7 +147,7 @@ class LearnerController:
 
     def _count_time(self, seconds: float) -> None:
         overlap, before = self._overlap, (self._overlap.hidden, self._overlap.not_hidden)
-        busy = self._links.busy or self.session.policies.updating
+        busy = self._deployment.busy or self.session.policies.updating
         overlap.note(seconds, training=self.session.busy, busy=busy)
         self._metrics.training_seconds.labels("true").inc(overlap.hidden - before[0])
         self._metrics.training_seconds.labels("false").inc(overlap.not_hidden - before[1])
@@ -194,7 +191,7 @@ class LearnerService(rpc.LearnerServiceServicer):
         return response
 
     async def RollBack(self, request: pb.RollBackRequest, context: Context) -> pb.RollBackResponse:
-        """Publish the drafter before the current one."""
+        """Publish the previous drafter."""
         published = await self._leading().publisher.roll_back(request.reason, request.drafter_version)
         return pb.RollBackResponse(drafter_version=published.version)
 
@@ -229,7 +226,7 @@ class DrafterProcess(LeadingServer[LearnerController]):
         rpc.add_LearnerServiceServicer_to_server(LearnerService(self.leadership.leading), self.server.server)
 
     async def _open(self, term: int) -> LearnerController:
-        """Read what former leaders published, and begin a term. Raises what Redis raises."""
+        """Begin a term with the history that former leaders left. Raises Redis errors."""
         history = await read_history(self.redis, self._config.namespace)
         return LearnerController(
             self._config, self.redis, term, self._decisions, self._metrics, self._learner, history

@@ -38,7 +38,7 @@ _TOKENS = ("prompt", "response")
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """One pass over the samples, and the evaluation on held-out ones after it."""
+    """Report of one epoch over the samples, and the evaluation on held-out samples after it."""
 
     number: int
     report: UpdateReport
@@ -47,7 +47,7 @@ class Passed:
 
 
 def read_rollouts(path: Path) -> list[TrainingSample]:
-    """Read the samples of a file. ValueError: a line is not one, with its number; OSError: no such file."""
+    """Read the samples of a file. ValueError: a line is no sample, with its number; OSError: no such file."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -66,11 +66,11 @@ def read_rollouts(path: Path) -> list[TrainingSample]:
 def split(
     rollouts: Sequence[TrainingSample], share: float, seed: int
 ) -> tuple[list[TrainingSample], list[TrainingSample]]:
-    """Split samples into those to learn from and those held out, by prompt. ValueError: too few prompts."""
+    """Split samples by prompt into samples to learn from and held-out ones. ValueError: too few prompts."""
     prompts = sorted({rollout.prompt for rollout in rollouts})
     count = max(round(share * len(prompts)), 1)
     if count >= len(prompts):
-        raise ValueError(f"{len(prompts)} prompts are too few to hold {count} of them out")
+        raise ValueError(f"{len(prompts)} prompts are too few to hold out {count} of them")
     held = set(Random(seed).sample(prompts, count))
     learned = [rollout for rollout in rollouts if rollout.prompt not in held]
     return learned, [rollout for rollout in rollouts if rollout.prompt in held]
@@ -84,7 +84,7 @@ def warm_up(
     passes: int,
     seconds: float,
 ) -> Iterator[Passed]:
-    """Yield the result of each of `passes` passes over the samples; no pass begins after `seconds`."""
+    """Train for at most `passes` epochs and yield the result of each; none begins after `seconds`."""
     ends, best = time.monotonic() + seconds, 0.0
     for number in range(1, passes + 1):
         report = learner.update(learned, weights)

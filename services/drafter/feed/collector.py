@@ -1,22 +1,6 @@
-"""Training samples from entries of the feed: joined with their rewards, and kept in a replay buffer.
+"""Collect training samples from feed entries: join them with rewards, buffer them, and decide when to update.
 
-All of this is pure: times are passed in (seconds).
-
-Replay buffer Q (ReSpec, Algorithm 1), and the samples held out of it. Pure. A hash of its tokens decides whether
-a prompt is learned from or held out, so drafters are never evaluated on a prompt that was trained on, in any run,
-epoch or process. Both sides are bounded in tokens and drop their oldest samples: for Q this is back-pressure
-(samples arrive faster than they are learned from), and the held-out ones stay recent.
-
-Join of samples and their rewards, and the feed entries that are done. Pure: times are passed in (seconds).
-Rewards usually arrive after their samples; late or never if the trainer is slow or does not report. A sample
-waits for its reward for a bounded time and is used with reward None after it. A reward that arrives later is
-dropped.
-
-A batch is a training step. It is over when none of its samples waits and nothing of it has arrived for a moment.
-
-Where rewards are not needed no sample waits for one. Then a batch is over when all its samples have ended, when a
-reward of it comes (the trainer would not judge an unfinished batch), or when nothing of it has arrived for as
-long as a reward would be waited for.
+Everything here is pure: times are passed in (seconds). `SampleCollector` puts the parts together.
 """
 
 from __future__ import annotations
@@ -34,11 +18,18 @@ from services.drafter.config import DrafterConfig
 from services.drafter.learning.data import TrainingSample
 from services.drafter.metrics import DrafterMetrics
 
+_MAX_KNOWN = 1 << 17
+"""Most samples and batches that are remembered to recognise repetitions."""
+
+T = TypeVar("T")
+K = TypeVar("K")
+SampleKey = tuple[str, str, str, int]
+"""Run, batch, prompt and slot."""
 _HASH_RANGE = 1 << 64
 
 
 class _SampleQueue(deque[TrainingSample]):
-    """Samples, oldest first, of about at most `most` tokens. `tokens` counts prompts, too."""
+    """Samples, oldest first, of at most `most` tokens after `trim`. `tokens` includes prompts."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -51,7 +42,7 @@ class _SampleQueue(deque[TrainingSample]):
         self.tokens += sample.length
 
     def trim(self) -> list[TrainingSample]:
-        """Drop the oldest samples above the bound, but not the last one, and return them."""
+        """Drop the oldest samples above the bound, but keep at least one, and return them."""
         dropped = []
         while self.tokens > self._most and len(self) > 1:
             dropped.append(self.popleft())
@@ -67,7 +58,12 @@ class _SampleQueue(deque[TrainingSample]):
 
 
 class ReplayBuffer:
-    """Q and the held-out samples.
+    """Replay buffer Q (ReSpec, Algorithm 1) and the samples held out of it.
+
+    A hash of its tokens decides whether a prompt is learned from or held out, so drafters are never evaluated on a
+    prompt that was trained on, in any run, epoch or process. Both sides are bounded in tokens and drop their oldest
+    samples: for Q this is back-pressure (samples arrive faster than they are learned from), and the held-out ones
+    stay recent.
 
     `forced` are hashes of prompts that are held out although the share does not include them; the state of the
     learner keeps them for the next process.
@@ -96,7 +92,7 @@ class ReplayBuffer:
         return self._held_out
 
     def add(self, sample: TrainingSample) -> tuple[list[TrainingSample], list[TrainingSample]]:
-        """Add a sample and return the ones dropped for it: of Q, and of the held-out ones."""
+        """Add a sample and return the samples dropped for it: from Q, and from the held-out ones."""
         self._push(sample)
         return self._queue.trim(), self._held_out.trim()
 
@@ -105,8 +101,8 @@ class ReplayBuffer:
     ) -> tuple[list[TrainingSample], list[TrainingSample]]:
         """Empty Q and choose 1/`interval` of it at random, at least one sample, the same for the same seed.
 
-        Of the chosen ones the latest are kept, at most `most_tokens` tokens or one sample. Returns those that an
-        update learns from and those that it passes over, oldest first.
+        Of the chosen samples the latest are kept, at most `most_tokens` tokens or one sample. Returns the samples
+        to learn from and the other ones, oldest first.
         """
         self._ensure_held_out()
         queue = self._queue.empty()
@@ -128,7 +124,7 @@ class ReplayBuffer:
         (self._held_out if is_held_out else self._queue).push(sample)
 
     def _ensure_held_out(self) -> None:
-        """Hold out one prompt if the hash holds out none, as it may when there are few."""
+        """Hold out one prompt if the hash holds out none, as can happen with few prompts."""
         if self._held_out or not self._queue:
             return
         digests = {prompt_hash(each.prompt) for each in self._queue}
@@ -143,15 +139,6 @@ def prompt_hash(prompt: Sequence[int]) -> int:
     """Return a uniform 64-bit hash of the tokens of a prompt."""
     digest = hashlib.blake2b(array("I", prompt).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-_MAX_KNOWN = 1 << 17
-"""Most samples and batches that are remembered to recognise repetitions."""
-
-T = TypeVar("T")
-K = TypeVar("K")
-SampleKey = tuple[str, str, str, int]
-"""Run, batch, prompt and slot."""
 
 
 class HeldEntries:
@@ -346,46 +333,19 @@ def _remember(known: OrderedDict[K, None], key: K) -> None:
         known.popitem(last=False)
 
 
-class UpdateSchedule:
-    """Schedule of updates (ReSpec, Algorithm 1 and section 5.3.2); pure.
+class SampleCollector:
+    """Samples of one term of leadership, and the schedule of updates (ReSpec, Algorithm 1 and section 5.3.2).
 
     Every `interval` training steps an update takes 1/`interval` of the replay buffer, while the next step is being
     generated: Async-1 is an update after every step, on all of the buffer. Steps that end during an update count
     for the next one, which then begins at once and still takes one share: updates do not grow with their delay.
-    """
 
-    def __init__(self, interval: int) -> None:
-        self.steps = 0
-        """Training steps that have ended."""
-        self._interval = interval
-        self._since_update = 0
-
-    def count_step(self) -> None:
-        """Count a training step that has ended."""
-        self.steps += 1
-        self._since_update += 1
-
-    def is_due(self, samples: int) -> bool:
-        """Return True if an update should begin, given the number of samples in the buffer."""
-        return self._since_update >= self._interval and samples > 0
-
-    def begin_update(self) -> None:
-        """Start to count towards the next update."""
-        self._since_update = 0
-
-    def repeat_update(self) -> None:
-        """Make an update due at once: the work of the last one is lost."""
-        self._since_update = max(self._since_update, self._interval)
-
-
-class SampleCollector:
-    """Samples of one term of leadership.
-
-    `used` are entries that were learned from and of which the feed may not know it yet.
+    `steps` counts the training steps that have ended. `used` are entries that were learned from and may not be
+    acknowledged yet.
     """
 
     def __init__(self, config: DrafterConfig, metrics: DrafterMetrics, clock: Callable[[], float]) -> None:
-        self.schedule = UpdateSchedule(config.interval)
+        self.steps = 0
         self.buffer = ReplayBuffer(config.buffer_tokens, config.held_out_tokens, config.held_out_share)
         self.used: set[str] = set()
         self._join = RewardJoin(
@@ -395,51 +355,53 @@ class SampleCollector:
         self._config = config
         self._metrics = metrics
         self._clock = clock
+        self._steps_since_update = 0
 
     @property
     def is_full(self) -> bool:
-        """True while so many samples wait for rewards that the feed should not be read."""
+        """True while `waiting_samples` or more wait for their reward: the feed should not be read."""
         return self._join.waiting >= self._config.waiting_samples
 
     @property
     def is_due(self) -> bool:
         """True if an update should begin."""
-        return self.schedule.is_due(len(self.buffer))
+        return self._steps_since_update >= self._config.interval and len(self.buffer) > 0
 
     def resume(self, used: Iterable[str], forced: Iterable[int]) -> None:
-        """Adopt what the state of a former leader says of used entries and held-out prompts."""
+        """Adopt used entries and held-out prompts from the state of a former leader."""
         self.used = set(used)
         self.buffer.forced.update(forced)
 
     def take_in(self, entries: Iterable[tuple[str, Fed | None]]) -> None:
-        """Take in entries of the feed; None stands for an unreadable one."""
+        """Add entries of the feed; None stands for an unreadable one."""
         for entry, fed in entries:
             if fed is None:
                 self._metrics.dropped.labels("unreadable").inc()
                 self.entries.hold(entry, 0)
             elif entry in self.used:
-                # A former process had learned from it and died before it could acknowledge it.
+                # A former process learned from it and died before it could acknowledge it.
                 self.entries.hold(entry, 0)
             else:
                 self._buffer(self._join.add(entry, fed, self._clock()))
         self._show()
 
     def tick(self) -> None:
-        """Let time pass: samples whose reward is overdue continue without it, and training steps end."""
+        """Release samples whose reward is overdue, and count the training steps that have ended."""
         now = self._clock()
         self._buffer(self._join.expire(now))
-        for _ in self._join.ended_batches(now):
-            self.schedule.count_step()
+        ended = len(self._join.ended_batches(now))
+        self.steps += ended
+        self._steps_since_update += ended
         self._show()
 
     def draw(self, seed: int) -> list[TrainingSample]:
-        """Draw the samples of an update from the buffer; those that it passes over are dropped."""
+        """Begin an update: draw its samples from the buffer, and drop the samples outside its share."""
         chosen, passed_over = self.buffer.draw(self._config.interval, self._config.update_tokens, seed)
-        self.schedule.begin_update()
+        self._steps_since_update = 0
         self.finish(passed_over, cause="passed_over")
         ends = self._join.take_ends()
         if chosen:
-            # Released with the sample: before that, the next leader needs them as much as the samples.
+            # Released with the sample: until then the next leader needs them as well.
             chosen[-1] = replace(chosen[-1], entries=(*chosen[-1].entries, *ends))
         else:
             self.entries.release(ends)
@@ -456,7 +418,7 @@ class SampleCollector:
         """Put back the samples of an update that was lost, and make another one due."""
         self._buffer(samples)
         if samples:
-            self.schedule.repeat_update()
+            self._steps_since_update = max(self._steps_since_update, self._config.interval)
 
     def _buffer(self, samples: Sequence[TrainingSample]) -> None:
         for each in samples:

@@ -1,6 +1,6 @@
-"""Reader of the feed: the one consumer of its group, which acknowledges what is part of a durable state.
+"""Reader of the feed, the only consumer of its group.
 
-Entries that were read and not acknowledged are read again, before all others, by the next leader.
+The next leader reads entries again that were read but not acknowledged, before all others.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from services.contracts.fenced import FencedScripts
-from services.contracts.learner import CONSUMER, GROUP, DrafterKeys, Fed
-from services.contracts.learner import decode_entry as decode
+from services.contracts.learner import CONSUMER, GROUP, DrafterKeys, Fed, decode_entry
 
 log = structlog.get_logger(__name__)
 
@@ -22,7 +21,7 @@ log = structlog.get_logger(__name__)
 _BLOCK_MS, _BATCH = 500, 128
 _MAX_ACKNOWLEDGED = 500
 
-# KEYS: lease, feed. ARGV: term, group, ids. Nobody needs an acknowledged entry, so it is deleted.
+# KEYS: lease, feed. ARGV: term, group, ids. An acknowledged entry has no other reader, so it is deleted.
 _ACKNOWLEDGE = """
 local ids = {}
 for at = 3, #ARGV do ids[#ids + 1] = ARGV[at] end
@@ -33,18 +32,18 @@ return redis.call('XDEL', KEYS[2], unpack(ids))
 
 
 class FeedReader:
-    """Reads the feed for one term. `lost` counts entries that the bound of the stream removed before their use."""
+    """Reads the feed for one term. `lost` counts entries that the stream's bound removed before they were read."""
 
     def __init__(self, redis: Redis, namespace: str, term: int) -> None:
         self.lost = 0
         self._redis: Any = redis
         self._feed = DrafterKeys(namespace).feed
         self._scripts = FencedScripts(redis, DrafterKeys(namespace).lease, term, "learner")
-        # Position among the entries that were read before this term; None once all of them were read again.
+        # Position among the entries read before this term; None once all of them were read again.
         self._again: str | None = "0"
 
     async def read(self) -> list[tuple[str, Fed | None]]:
-        """Return the next entries with their ids, None for an unreadable one. Raises what Redis raises.
+        """Return the next entries with their ids, None for an unreadable one. Raises Redis errors.
 
         Waits up to half a second for entries.
         """
@@ -64,20 +63,20 @@ class FeedReader:
         return [(entry_id.decode(), self._decoded(fields)) for entry_id, fields in entries]
 
     async def acknowledge(self, ids: Sequence[str]) -> None:
-        """Delete entries that are part of a durable state or of no use.
+        """Delete entries that are part of a durable state or unusable.
 
-        Raises what Redis raises, and Unavailable when another process leads.
+        Raises Redis errors, and Unavailable when another process leads.
         """
         for begin in range(0, len(ids), _MAX_ACKNOWLEDGED):
             part = ids[begin : begin + _MAX_ACKNOWLEDGED]
             await self._scripts.run(_ACKNOWLEDGE, (self._feed,), GROUP, *part)
 
     async def backlog(self) -> int:
-        """Return the number of entries in the stream. Raises what Redis raises."""
+        """Return the number of entries in the stream. Raises Redis errors."""
         return int(await self._redis.xlen(self._feed))
 
     async def _create_group(self) -> None:
-        """Create the consumer group, to begin with everything that is in the stream."""
+        """Create the consumer group, starting with the oldest entry of the stream."""
         try:
             await self._redis.xgroup_create(self._feed, GROUP, id="0", mkstream=True)
         except ResponseError as error:
@@ -87,11 +86,11 @@ class FeedReader:
 
     def _decoded(self, fields: Any) -> Fed | None:
         if not fields:
-            # It was pending when the bound of the stream removed it.
+            # The stream's bound removed it while it was pending.
             self.lost += 1
             return None
         try:
-            return decode(fields)
+            return decode_entry(fields)
         except ValueError as error:
             log.warning("feed_entry_unreadable", error=str(error))
             return None

@@ -1,20 +1,4 @@
-"""Data of training without torch: settings, samples with their weights, and reports.
-
-The service and the training process exchange these.
-
-Weights of samples in distillation: w(r) > 0 as a function of the reward (ReSpec, section 5.3.1). Pure. The
-paper's default is w(r) = r, "in practice we normalize and clip". Here weights are clipped to [LOWEST, HIGHEST]
-and then divided by their mean over the samples of an update: neither loss nor learning rate depends on the scale
-of rewards, a wrong answer still teaches the behaviour of the policy, and one sample cannot dominate the gradient.
-
-- REWARD: w = r / mean r. Rewards below 0 count as 0.
-- GROUP: relative to the samples of the same prompt, w = 1 + (r - mean) / std of its group: samples that GRPO
-  reinforces count more, however hard their prompt is. A group of equal rewards has weight 1.
-- NONE: w = 1, plain distillation ("no-reward KD").
-
-A sample without a finite reward has weight 1 before the division. If rewards do not distinguish samples (all
-equal, all 0, or none known), all weights are 1.
-"""
+"""Settings, samples with their weights, and reports: data that service and training process exchange. No torch."""
 
 from __future__ import annotations
 
@@ -50,7 +34,7 @@ class LearningSettings:
     lr: float | None = None
     """Learning rate of AdamW; None: 0.64 / hidden size (the best rate falls with width), 1.6e-4 at 4096."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Betas of AdamW. The usual 0.999 would average over policies long gone."""
+    """Betas of AdamW. The usual 0.999 would average over policies of many updates ago."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     warmup_steps: int = 10
@@ -62,7 +46,7 @@ class LearningSettings:
     micro_tokens: int = 4096
     """Most tokens, padding included, of one forward pass."""
     place_decay: float = 0.8
-    """Weight of each draft position relative to the one before it, on whose acceptance it depends."""
+    """Weight of each draft position relative to the previous one, on whose acceptance it depends."""
     acceptance_share: float = 0.8
     """Share of the probability of rejection in the loss; the rest is divergence."""
     targets: Targets = Targets.POLICY
@@ -125,7 +109,7 @@ class TrainingSample:
     seed: int | None = None
     """Seed of its noise (64 bit, unsigned); None if unknown or if it does not determine every token."""
     entries: tuple[str, ...] = ()
-    """Entries of the feed that the sample and its reward arrived in."""
+    """Feed entries in which the sample and its reward arrived."""
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -150,12 +134,12 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Report of one update; losses are those before each optimizer step."""
+    """Report of one update; losses are measured before each optimizer step."""
 
     kd_loss: float
     """KL(policy || drafter) in nats, unweighted mean over rows and draft positions; NaN without any."""
     by_place: tuple[float, ...]
-    """The same for each draft position."""
+    """`kd_loss` of each draft position."""
     samples: int
     tokens: int
     """Response tokens learned from, each counted once."""
@@ -197,7 +181,21 @@ _SAME = 1e-6
 
 
 class Weighting(enum.StrEnum):
-    """Choice of w(r)."""
+    """Weights of samples in distillation: w(r) > 0 as a function of the reward (ReSpec, section 5.3.1).
+
+    The paper's default is w(r) = r, "in practice we normalize and clip". Here weights are clipped to [LOWEST,
+    HIGHEST] and then divided by their mean over the samples of an update: neither loss nor learning rate depends on
+    the scale of rewards, a wrong answer still teaches the behaviour of the policy, and one sample cannot dominate
+    the gradient.
+
+    - REWARD: w = r / mean r. Rewards below 0 count as 0.
+    - GROUP: relative to the samples of the same prompt, w = 1 + (r - mean) / std of its group: samples that GRPO
+      reinforces count more, however hard their prompt is. A group of equal rewards has weight 1.
+    - NONE: w = 1, plain distillation ("no-reward KD").
+
+    A sample without a finite reward has weight 1 before the division. If rewards do not distinguish samples (all
+    equal, all 0, or none known), all weights are 1.
+    """
 
     REWARD = "reward"
     GROUP = "group"

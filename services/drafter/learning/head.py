@@ -1,9 +1,9 @@
 """The EAGLE-3 head: one decoder layer that drafts from the policy's features (EAGLE-3, Li et al. 2025).
 
-Its row p takes the policy's feature of position p and the embedding of the next token, with rotary position p, and
-predicts the token after that one. The feature of the row after the last verified token is the policy's; for rows of
-the draft it is the head's own output before its last norm. Results and names of parameters equal those of vLLM's
-`Eagle3LlamaForCausalLM`, so a state dict is a checkpoint.
+Row p takes the policy's feature of position p and the embedding of token p + 1, with rotary position p, and
+predicts token p + 2. The feature of the row after the last verified token is the policy's; rows of the draft take
+the head's own output before its last norm. Results and parameter names match vLLM's `Eagle3LlamaForCausalLM`, so a
+state dict is a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _VARIANTS = (
     "norm_output",
     "target_hidden_size",
 )
-"""Options of vLLM's EAGLE-3 heads that this one does not implement."""
+"""Options of vLLM's EAGLE-3 heads that this head does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of a head: those of the policy, except for the output and the feed-forward layer.
+    """Sizes of a head; only its output and feed-forward layer may differ from the policy's.
 
-    Sizes have the names of a config (`SIZES` of services/contracts/drafter_checkpoint.py).
+    Fields have the names of a config (`SIZES` of services/contracts/drafter_checkpoint.py).
     """
 
     vocab_size: int
@@ -142,7 +142,7 @@ class _Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The EAGLE-3 drafter. Its caller computes attention, between `enter` and `leave` of the rows."""
+    """The EAGLE-3 head. The caller computes attention, between `enter` and `leave`."""
 
     d2t: Tensor | None
     t2d: Tensor | None
@@ -173,7 +173,7 @@ class Eagle3Head(nn.Module):
         if self.d2t is None or self.t2d is None:
             raise ValueError("this head has a row for every token")
         if tokens.shape != self.d2t.shape or not bool((tokens.diff() > 0).all()):
-            raise ValueError(f"expected {len(self.d2t)} rising tokens, got {list(tokens.shape)}")
+            raise ValueError(f"expected {len(self.d2t)} ascending tokens, got {list(tokens.shape)}")
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
         self.t2d.zero_()
         self.t2d[tokens] = True

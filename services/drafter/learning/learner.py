@@ -1,15 +1,13 @@
 """Online learner of the drafter: an EAGLE-3 head, its optimizer, and the target model that teaches it.
 
-Its state on disk is one file, which is written atomically and verified by its SHA-256 when it is read.
-
     learner = Learner(policy_path, settings, checkpoint=None)
-    learner.set_policy(path, version)              # what the coming rollouts were sampled by
+    learner.set_policy(path, version)              # the policy that sampled the next rollouts
     report = learner.update(rollouts, weights)     # a few optimizer steps
     candidate = learner.evaluate(held_out)
     checkpoint = learner.save(parent, version)
 
-Not thread-safe. Gradients flow through the head alone: the policy's features, embeddings and distribution are
-computed without, and earlier drafts play no part.
+Not thread-safe. Gradients flow through the head only, not through the policy's features, embeddings and
+distribution.
 
 Training may be data-parallel over the ranks of torch.distributed: each takes its share of every step, and
 gradients are summed. All ranks get the same samples and hold the same weights, so they take the same decisions
@@ -39,12 +37,14 @@ from services.drafter.learning.objective import distill, evaluate
 from services.drafter.learning.target import TargetModel, choose_vocabulary, start_from_policy
 from services.drafter.learning.unroll import Unroll, make_pass, passes, steps
 
+_RATE = 0.64
+"""Learning rate of AdamW, times the hidden size."""
 _MAGIC = b"paceline-drafter-state-1\n"
 _DIGEST = hashlib.sha256().digest_size
 
 
 class CorruptState(DataLoss):
-    """The file holds no usable state; `what` says why."""
+    """The file holds no usable state; `what` is the reason."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"learner state {path}: {what}")
@@ -65,7 +65,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote. CorruptState: it cannot be read, or differs from what was written."""
+    """Read a state of `write_state`. CorruptState: it cannot be read, or differs from what was written."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -79,17 +79,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return found
 
 
-_RATE = 0.64
-"""Learning rate of AdamW, times the hidden size."""
-
-
 class Learner:
-    """A head that is trained in place."""
+    """A head that is trained in place. Its saved state is one file, written atomically, verified by SHA-256."""
 
     def __init__(self, policy_path: Path, settings: LearningSettings, checkpoint: Path | None = None) -> None:
         """Begin from a checkpoint, or with a fresh head.
 
-        A fresh head with a reduced vocabulary chooses the tokens that it can draft in its first update.
+        A fresh head with a reduced vocabulary chooses its draft tokens in its first update.
 
         Raises:
             PolicyMismatch: no head can draft for the policy.
@@ -162,7 +158,7 @@ class Learner:
     def evaluate(self, rollouts: Sequence[TrainingSample], drafter: Path | None = None) -> Evaluation:
         """Evaluate the head, or the drafter in a folder, on samples of the policy.
 
-        Samples that `update` would leave out do not count. CorruptCheckpoint: `drafter` cannot be used.
+        Samples that `update` would leave out are ignored. CorruptCheckpoint: `drafter` cannot be used.
         """
         head = self.head if drafter is None else self._read_head(drafter, "")
         return evaluate(head, self.policy, [rollouts[i] for i in self._usable(rollouts)], self.settings)
@@ -191,7 +187,7 @@ class Learner:
         )
 
     def load_state(self, path: Path) -> None:
-        """Continue from what `save_state` wrote. CorruptState: it cannot be used; nothing changes."""
+        """Continue from a state of `save_state`. CorruptState: it cannot be used; nothing changes."""
         state = read_state(path)
         try:
             head = Eagle3Head(self._fitting(state["config"]))
@@ -227,11 +223,11 @@ class Learner:
         return head.to(self.policy.device)
 
     def _fitting(self, config: dict[str, Any]) -> HeadShape:
-        """Return the shape of a head by its config. ValueError: it is a head for another policy."""
+        """Return the shape that a config describes. ValueError: the head is for another policy."""
         shape, own = HeadShape.of(config), self.policy.head_shape(self.settings)
         is_own = (shape.hidden_size, shape.vocab_size) == (own.hidden_size, own.vocab_size)
         if not is_own or not self.policy.has_layers(shape.layers):
-            raise ValueError("it is of a drafter for another policy")
+            raise ValueError("it belongs to a drafter for another policy")
         return shape
 
     def _usable(self, rollouts: Sequence[TrainingSample]) -> list[int]:
@@ -300,7 +296,7 @@ def _has_ranks() -> bool:
 
 
 def _of_this_rank(places: list[int]) -> list[int]:
-    """Return the share of this rank."""
+    """Return this rank's share of `places`."""
     return places[distributed.get_rank() :: distributed.get_world_size()] if _has_ranks() else places
 
 

@@ -1,33 +1,4 @@
-"""Objective of training, and its measure: the loss of the head, and the acceptance of its drafts.
-
-Loss of training: the head's divergence from the policy, and the drafts of it that would be rejected.
-
-    sum over draft positions k and rows of  w(sample) * decay^k * ((1 - a) * mass * KL(p || q) + a * P(rejected))
-
-p is the policy's distribution renormalised over the draft vocabulary, and `mass` its probability of that
-vocabulary: it is the gradient of KL(p_all || q) over the tokens that the head can draft. P(rejected) is the
-probability that the head, drawing with the noise that gave the sample its token, draws another one (objective.py,
-`agreement`): what drafting is about. A small head cannot have the whole distribution; divergence makes it spend
-itself on unlikely tokens, of which few are ever drawn. Divergence is needed all the same, as a head that is far
-off is rejected whichever way it moves a little. `a` is `acceptance_share`. Logits are computed in chunks of
-bounded size, and recomputed for the backward pass if there is more than one.
-
-Evaluation of a drafter: acceptance of its drafts on finished samples under coupled sampling. Decoding is replayed
-over whole samples: a draft of `depth` tokens starts where decoding would have started one, after the last token
-of each verification. A sample with a seed is drafted for with its own noise, as an instance does, so a draft
-token is correct or not. Without a seed, each draft token is correct with the probability that the noise which
-drew the sample's token x from p draws the same token from q,
-
-    P(argmax q = x | argmax p = x) = 1 / sum_v max(p_v, q_v p_x / q_x)
-
-the probability that two Gumbel-max draws with shared noise agree: an expectation over all noise that explains the
-sample. Both are exact if the policy is the one that sampled.
-
-The tokens of a sample are fixed. A draft is accepted up to its first wrong token, the target's own token follows,
-and the next draft starts after that one. Draft tokens are correct independently of each other: with the sample's
-own noise with probability 0 or 1, otherwise with some probability between, and every result is an exact
-expectation.
-"""
+"""Loss of the head in training, and evaluation of the drafts that it makes on finished samples."""
 
 from __future__ import annotations
 
@@ -71,10 +42,22 @@ def distill(
     weights: Tensor,
     settings: LearningSettings,
 ) -> DistillationLoss:
-    """Return the loss of one pass.
+    """Return the loss of one pass: the head's divergence from the policy, and the probability of rejection.
+
+        sum over draft positions k and rows of  w(sample) * decay^k * ((1 - a) * mass * KL(p || q) + a *
+        P(rejected))
+
+    p is the policy's distribution renormalised over the draft vocabulary, and `mass` its probability of that
+    vocabulary: the gradient is that of KL(p_all || q) over the tokens that the head can draft. P(rejected) is the
+    probability that the head, drawing with the noise that gave the sample its token, draws another one
+    (`rejection`), which is what a drafter is for. A small head cannot match the whole distribution; with divergence
+    alone it spends capacity on unlikely tokens, few of which are ever drawn. Divergence is needed all the same: a
+    head that is far off is rejected whichever way it moves a little. `a` is `acceptance_share`.
+
+    Logits are computed in chunks of bounded size, and recomputed for the backward pass if there is more than one.
 
     Args:
-        outputs: those of `Unroll`, one for each draft position.
+        outputs: the outputs of `Unroll`, one for each draft position.
         policy_output: last outputs of the policy, [B, L, h].
         weights: w(r) of the samples of the pass, [B] float32.
     """
@@ -107,7 +90,7 @@ def _targets(
 ) -> tuple[Tensor, Tensor]:
     """Return logits over the draft vocabulary [n, d], and its mass [n], from last outputs [n, h] of the policy.
 
-    `tokens` are those of the head's rows (None: all).
+    `tokens` [d] are the tokens of the head's output rows (None: all).
     """
     logits = policy.logits(output).float()
     if settings.targets is Targets.TOP_K:
@@ -151,6 +134,8 @@ def _losses(
 def rejection(theirs: Tensor, mine: Tensor, mass: Tensor, row: Tensor) -> Tensor:
     """Return the probability that the head drafts another token than the sampled one, [n].
 
+    With `mass` 1 it is 1 - `agreement`, in float32, with a gradient, and defined for rows that teach nothing.
+
     Args:
         theirs: the policy's logits over the draft vocabulary, [n, d].
         mine: the head's, [n, d]; they get the gradient.
@@ -161,7 +146,7 @@ def rejection(theirs: Tensor, mine: Tensor, mass: Tensor, row: Tensor) -> Tensor
     log_p, log_q = theirs.log_softmax(-1), mine.log_softmax(-1)
     at = row.clamp(min=0).unsqueeze(1)
     ratio = log_p.gather(1, at) - log_q.gather(1, at)
-    # Of targets that leave the sampled token out nothing can be learned about it either.
+    # Nothing can be learned where the targets exclude the sampled token.
     taught = (row >= 0) & ratio.squeeze(1).isfinite()
     ratio = torch.where(taught.unsqueeze(1), ratio, 0.0)
     inside = mass.log() + torch.maximum(log_p, log_q + ratio).logsumexp(-1)
@@ -170,7 +155,7 @@ def rejection(theirs: Tensor, mine: Tensor, mass: Tensor, row: Tensor) -> Tensor
 
 
 def _row_of(token: Tensor, tokens: Tensor | None) -> Tensor:
-    """Return the rows of the head's output for tokens, [n]; -1 where it has none. `tokens` rise (None: all)."""
+    """Return the head's output rows for tokens, [n]; -1 where it has none. `tokens` ascend (None: all)."""
     if tokens is None:
         return token
     place = torch.searchsorted(tokens, token).clamp(max=len(tokens) - 1)
@@ -186,9 +171,9 @@ class Replayed:
     verifications: float
     """Number of verified drafts."""
     offered: NDArray[np.float64]
-    """[depth]: drafts that had this position and whose tokens before it were all accepted."""
+    """[depth]: drafts that reached this position with all earlier tokens accepted."""
     accepted: NDArray[np.float64]
-    """[depth]: those of which the token at this position was accepted, too."""
+    """[depth]: drafts in `offered` whose token at this position was accepted as well."""
 
     def __add__(self, other: Replayed) -> Replayed:
         return Replayed(
@@ -215,7 +200,11 @@ def nothing(depth: int) -> Replayed:
 
 
 def replay(right: NDArray[np.float64]) -> Replayed:
-    """Decode one sample with drafts of `depth` tokens.
+    """Decode one sample with drafts of `depth` tokens, and return exact expectations.
+
+    The tokens of the sample are fixed. A draft is accepted up to its first wrong token, the target's own token
+    follows, and the next draft starts after it. Draft tokens are correct independently of each other: with
+    probability 0 or 1 if drafted with the sample's own noise, otherwise with some probability between.
 
     Args:
         right: [depth, n]; element [k, j + k] is the probability that position k is correct in the draft made after
@@ -234,7 +223,7 @@ def replay(right: NDArray[np.float64]) -> Replayed:
         before = np.concatenate(([visit], kept))
         offered[:places] += before[:-1]
         accepted[:places] += kept
-        # With position k wrong, k tokens are accepted and the target's own follows. So it does when all are
+        # With position k wrong, k tokens are accepted and the target's own follows. It also follows when all are
         # correct, except at the end of the sample.
         visits[start + 1 : start + 1 + places] += before[:-1] - kept
         visits[min(start + places + 1, count)] += kept[-1]
@@ -245,9 +234,15 @@ def replay(right: NDArray[np.float64]) -> Replayed:
 def evaluate(
     head: Eagle3Head, policy: TargetModel, rollouts: Sequence[TrainingSample], settings: LearningSettings
 ) -> Evaluation:
-    """Evaluate `head` on samples of `policy`, each of two or more response tokens."""
+    """Evaluate `head` under coupled sampling on samples of `policy`, each of two or more response tokens.
+
+    Decoding is replayed over whole samples: a draft of `depth` tokens starts where decoding would have started one,
+    after the last token of each verification. A sample with a seed is drafted for with its own noise, as an
+    instance does, so a draft token is correct or not. Without a seed, a draft token is correct with the probability
+    that `agreement` returns. Both are exact if the policy is the one that sampled.
+    """
     unroll = Unroll(head, settings.chunk_entries)
-    # Whatever training is about, the reference is the divergence from the whole distribution of the policy.
+    # Whatever the training targets, the measure is the divergence from the policy's whole distribution.
     settings = replace(settings, targets=Targets.POLICY, acceptance_share=0.0)
     found = nothing(settings.depth)
     divergence, mass = torch.zeros(2, device=policy.device)
@@ -315,15 +310,18 @@ def _draft(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def agreement(target: Tensor, drafter: Tensor, tokens: Tensor) -> Tensor:
-    """Return P(drafter draws the token | target drew it) with shared noise, [n].
+    """Return P(drafter draws the token | target drew it) with shared noise, [n] float64.
 
-    `target` and `drafter` are logits [n, V], `tokens` [n].
+        P(argmax q = x | argmax p = x) = 1 / sum_v max(p_v, q_v p_x / q_x)
+
+    is the probability that two Gumbel-max draws with shared noise agree: an expectation over all noise that
+    explains the token x. `target` and `drafter` are logits [n, V] over the whole vocabulary, `tokens` [n].
     """
     log_p, log_q = target.double().log_softmax(-1), drafter.double().log_softmax(-1)
     at = tokens.unsqueeze(1)
     ratio = log_p.gather(1, at) - log_q.gather(1, at)
     scaled = torch.where(log_q > -torch.inf, log_q + ratio, -torch.inf)
-    # inf where the drafter has no row for the token, which it then never draws.
+    # The sum is inf where the drafter has no row for the token, which it then never draws.
     return 1 / torch.maximum(log_p, scaled).exp().sum(-1)
 
 

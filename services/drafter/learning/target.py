@@ -1,12 +1,12 @@
-"""Target model: the policy as the drafter's teacher, with features of its layers and next-token distributions.
+"""Target model: the policy as the drafter's teacher, with its layer features and next-token distributions.
 
     policy = TargetModel(path, version, settings)
     seen = policy.read(tokens, layers)          # [B, L] -> features and embeddings, without gradient
     logits = policy.logits(seen.output[rows])   # [n, V]
 
-Features are those that vLLM passes to an EAGLE-3 head: the residual stream after the blocks `layers`, which are
-transformers' hidden_states. Rows are padded on the right, to which causal attention never attends, so there is
-no mask. A fresh head begins with weights and a draft vocabulary made from the policy.
+The features are what vLLM passes to an EAGLE-3 head: the residual stream after the blocks `layers`, which are
+transformers' hidden_states. Rows are padded on the right; causal attention never attends to the padding, so no mask
+is needed. `start_from_policy` and `choose_vocabulary` initialise a fresh head from the policy.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _SPREAD = 0.02
 _ROWS = 0.5
 """Scale of the policy's output rows with which the head begins.
 
-Not 1: vLLM shares the policy's output layer with a head of equal rows, and would load later weights of the head
+Not 1: vLLM shares the policy's output layer with a head of equal rows, and would load the head's later weights
 into it.
 """
 
 
 class PolicyMismatch(ValueError):
-    """Weights or a model that cannot be the teacher; the message says why. Nothing has changed."""
+    """Weights or a model that cannot be the teacher; the message has the reason. Nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class TargetModel:
         heads = config.num_attention_heads
         layers = tuple(settings.layers or default_layers(self.depth))
         if not self.has_layers(layers):
-            raise PolicyMismatch(f"layers {list(layers)}: expected rising numbers in 1..{self.depth - 1}")
+            raise PolicyMismatch(f"layers {list(layers)}: expected ascending numbers in 1..{self.depth - 1}")
         rope = getattr(config, "rope_parameters", None) or {}
         return HeadShape(
             vocab_size=self.vocabulary,
@@ -185,7 +185,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def start_from_policy(head: Eagle3Head, policy: TargetModel, generator: torch.Generator) -> None:
-    """Initialise a head in place: its feature is that of the highest layer, its output rows the policy's, scaled.
+    """Initialise a head in place: it passes on the highest layer's feature to the policy's scaled output rows.
 
     The head's own layer starts with a small output.
     """

@@ -1,20 +1,6 @@
-"""Passes of samples as tensors, and the training-time test that runs the head over them (EAGLE-3).
+"""Batches of samples as tensors, and the training-time test that runs the head over them (EAGLE-3).
 
-Batches of samples as tensors, in passes of a bounded number of tokens. A drafter can draft all tokens of a
-response but the first, which the prefill samples. A pass numbers those tokens of all its samples consecutively:
-its *rows*. Row i of a sample with n response tokens, 0 <= i < n - 1, stands for response token i + 1, whose
-distribution is the policy's output at position prompt + i. Draft position k of a draft that starts after position
-prompt - 1 + j predicts row j + k.
-
-A chain is a draft that starts after position p of a sample. Its row 0 has the policy's feature of p; its row k
-has the head's own output of row k - 1. Row k of chain p attends to what the KV cache of the draft loop holds
-then:
-
-    real rows 0..p, made from the policy's features, and rows 1..k of the same chain.
-
-All chains of a sample are computed at once. The tokens of a chain are the tokens of the sample, which the loop
-drafts as long as it is correct; nothing after a wrong token is ever used, so the logits equal the loop's at every
-position that matters.
+`Unroll` computes the outputs of every draft that could start in the samples of a `Pass`, as the draft loop would.
 """
 
 from __future__ import annotations
@@ -34,6 +20,11 @@ from services.drafter.learning.head import Eagle3Head, Entries
 class Pass:
     """Tensors of some samples, each of at least two response tokens.
 
+    A drafter can draft all tokens of a response but the first, which the prefill samples. A pass numbers those
+    tokens of all its samples consecutively: its *rows*. Row i of a sample with n response tokens, 0 <= i < n - 1,
+    stands for response token i + 1, whose distribution is the policy's output at position prompt + i. Draft
+    position k of a draft that starts after position prompt - 1 + j predicts row j + k.
+
     tokens has shape [B, L], the others [rows]: `rollout` is the index of the sample in the pass, `offset` the i
     above, `behind` the position whose output is the distribution, and `token` the sampled token. `first` is the
     earliest position after which a draft starts.
@@ -51,7 +42,7 @@ class Pass:
         return len(self.offset)
 
     def drafted_at(self, place: int) -> Tensor:
-        """Return the rows that some draft predicts at position `place`, [n]: it starts `place` rows before each."""
+        """Return the rows, [n], that a draft can predict at position `place`: it starts `place` rows earlier."""
         return (self.offset >= place).nonzero().squeeze(1)
 
     def chain(self, rows: Tensor, place: int) -> tuple[Tensor, Tensor]:
@@ -96,7 +87,7 @@ def steps(rollouts: Sequence[TrainingSample], tokens: int) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for place, rollout in enumerate(rollouts):
-        # By the middle of the sample, so that a long one does not get a step of its own.
+        # Assigned by its middle, so that a long sample does not get a separate step.
         middle = before + rollout.drafted / 2
         found[min(int(middle * count / max(total, 1)), count - 1)].append(place)
         before += rollout.drafted
@@ -104,7 +95,18 @@ def steps(rollouts: Sequence[TrainingSample], tokens: int) -> list[list[int]]:
 
 
 class Unroll(nn.Module):
-    """The head under training-time test; a call uses every parameter except those of the output."""
+    """The head under training-time test; a call uses every parameter except the output layer's.
+
+    A chain is a draft that starts after position p of a sample. Its row 0 has the policy's feature of p; its row k
+    has the head's own output of row k - 1. Row k of chain p attends to what the KV cache of the draft loop holds
+    then:
+
+        real rows 0..p, made from the policy's features, and rows 1..k of the same chain.
+
+    All chains of a sample are computed at once. The tokens of a chain are the tokens of the sample, which the loop
+    drafts as long as it is correct; nothing after a wrong token is ever used, so the logits equal the loop's at
+    every position that matters.
+    """
 
     def __init__(self, head: Eagle3Head, chunk_entries: int) -> None:
         super().__init__()
@@ -115,8 +117,8 @@ class Unroll(nn.Module):
         """Return the outputs of every draft position, for `Eagle3Head.logits`.
 
         Args:
-            features: those of the policy at each token, [B, L, layers * h].
-            embeddings: those of each token, [B, L, h].
+            features: the policy's features of each token, [B, L, layers * h].
+            embeddings: the policy's embedding of each token, [B, L, h].
             depth: draft positions, at least 1.
             first: position after which the first chain starts; drafts within a prompt are useless.
 

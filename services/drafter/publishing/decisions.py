@@ -1,19 +1,6 @@
-"""Decisions of publishing: the gate before it, loading, the canary after it. Pure: seconds are passed in.
+"""Decide whether to publish a candidate, whether it was loaded, and whether to roll it back. Pure.
 
-Gate. Candidate and drafter in use are evaluated on the same held-out samples with the same policy, in tokens per
-verification. The candidate must be better by a margin, on enough samples; the margin keeps two drafters of equal
-worth from being swapped for each other. Without a drafter in use (a fresh head that was never published) the
-candidate must be better than none, which makes one token per verification. After a rollback some updates pass
-before anything is published again.
-
-Canary. The gate has evaluated the drafter on held-out samples, with the policy as the learner has it. The
-canary finds what that cannot show: another engine, another policy, weights that arrived broken. It compares
-with the drafter before, as last reported by the instances, and condemns only what is certainly worse: the upper
-end of the 99 % interval of the acceptance rate lies below `canary_collapse` times the rate before, and
-verifications accept less than before. (The rate alone would condemn a better drafter that makes longer drafts.)
-A lack of drafts never condemns.
-
-A rollback takes a much larger difference than publishing; with a difference in between nothing happens, so versions
+A rollback takes a much larger difference than publishing. With a difference in between nothing happens, so versions
 do not oscillate.
 """
 
@@ -28,51 +15,57 @@ from services.drafter.config import DrafterConfig
 _Z = 2.576
 """Quantile of the two-sided 99 % interval."""
 _LEAST_RATE = 0.02
-"""Acceptance rate below which a drafter has collapsed if nothing is known of the drafter before."""
+"""Acceptance rate below which a drafter has collapsed if nothing is known of the previous one."""
 
 
 class GateVerdict(StrEnum):
-    """Outcome for a candidate."""
+    """Verdict of the gate on a candidate."""
 
     PUBLISH = "publish"
     REJECT = "reject"
     WAIT = "wait"
-    """It cannot be judged yet: it is neither published nor counted as rejected."""
+    """Too early to judge: neither published nor counted as rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Verdict with its reason, and the gain in acceptance length as a share (0 without a drafter in use)."""
+    """Verdict with its reason, and the relative gain in acceptance length (0 without a drafter in use)."""
 
     verdict: GateVerdict
     reason: str
     gain: float = 0.0
 
 
-def judge(
+def gate_verdict(
     candidate: float, current: float | None, rollouts: int, since_roll_back: int | None, config: DrafterConfig
 ) -> Judgement:
-    """Judge a candidate.
+    """Judge a candidate before it is published.
+
+    Candidate and drafter in use are evaluated on the same held-out samples with the same policy, in tokens per
+    verification. The candidate must be better by a margin, on enough samples; the margin keeps two equally good
+    drafters from replacing each other. Without a drafter in use (a fresh head that was never published) the
+    candidate must be better than no drafter, whose acceptance length is 1. After a rollback nothing is published
+    for some updates.
 
     Args:
         candidate: its acceptance length on the held-out samples.
         current: acceptance length of the drafter in use on the same samples; None if there is none.
         rollouts: number of held-out samples.
         since_roll_back: updates since the last rollback; None if there was none.
-        config: settings; those of the gate begin with `publish_`.
+        config: the gate's settings begin with `publish_`.
     """
     if rollouts < config.publish_samples:
         reason = f"{rollouts} held-out rollouts are too few, {config.publish_samples} needed"
         return Judgement(GateVerdict.WAIT, reason)
     if since_roll_back is not None and since_roll_back <= config.publish_cooldown:
-        reason = f"update {since_roll_back} of {config.publish_cooldown} that pass after a roll-back"
+        reason = f"update {since_roll_back} of {config.publish_cooldown} in the cooldown after a rollback"
         return Judgement(GateVerdict.WAIT, reason)
     # Not "candidate < bound": NaN must not pass.
     if current is None:
         if not candidate >= config.publish_first:
-            reason = f"acceptance length {candidate:.3f}, the first needs {config.publish_first:.3f}"
+            reason = f"acceptance length {candidate:.3f}; the first drafter needs {config.publish_first:.3f}"
             return Judgement(GateVerdict.REJECT, reason)
-        reason = f"the first one: acceptance length {candidate:.3f}"
+        reason = f"first drafter: acceptance length {candidate:.3f}"
         return Judgement(GateVerdict.PUBLISH, reason, candidate - 1)
     gain = candidate / current - 1 if current > 0 else 0.0
     reason = f"acceptance length {candidate:.3f} on {rollouts} held-out rollouts, {current:.3f} in use"
@@ -89,11 +82,11 @@ class Loading(StrEnum):
     REFUSED = "refused"
 
 
-def judge_loading(loaded: int, refused: int, pending: int) -> Loading:
+def loading_verdict(loaded: int, refused: int, pending: int) -> Loading:
     """Judge a checkpoint by the answers of the instances.
 
-    It is refused if at least as many instances refuse it as have loaded it or have not answered: they have read it
-    and found that it is no drafter for their policy.
+    It is refused if at least as many instances refuse it as have loaded it or have not answered: an instance only
+    refuses a checkpoint that it has read and that is no drafter for its policy.
     """
     if refused and refused >= loaded + pending:
         return Loading.REFUSED
@@ -102,7 +95,7 @@ def judge_loading(loaded: int, refused: int, pending: int) -> Loading:
 
 @dataclass(frozen=True, slots=True)
 class LiveAcceptance:
-    """Counts over the live drafts of one version: drafts, their tokens, and the accepted tokens."""
+    """Number of live drafts of one version, of their tokens, and of the accepted tokens."""
 
     drafts: int = 0
     tokens: int = 0
@@ -135,7 +128,7 @@ class LiveAcceptance:
 
 
 class CanaryStatus(StrEnum):
-    """Result of an observation."""
+    """State of a canary after an observation."""
 
     WATCHING = "watching"
     PASSED = "passed"
@@ -146,7 +139,14 @@ class CanaryStatus(StrEnum):
 class Canary:
     """Watch over a version that was published at `since` in place of one with the acceptance `before`.
 
-    Settings of the canary begin with `canary_`.
+    The gate has evaluated the drafter on held-out samples, with the policy as the learner has it. The canary finds
+    problems that the gate cannot see: another engine, another policy, weights that arrived broken. It compares with
+    the previous drafter, as last reported by the instances, and condemns only a drafter that is certainly worse:
+    the upper end of the 99 % interval of its acceptance rate lies below `canary_collapse` times the previous rate,
+    and its acceptance length is lower as well. (The rate alone would condemn a better drafter that makes longer
+    drafts.) A lack of drafts never condemns.
+
+    The canary's settings begin with `canary_`.
     """
 
     version: int
@@ -174,5 +174,5 @@ class Canary:
             return f"{rate}, less than {_LEAST_RATE:.1%}" if live.highest_rate < _LEAST_RATE else ""
         bound = self.config.canary_collapse * self.before.rate
         if live.highest_rate < bound and live.acceptance_length < self.before.acceptance_length:
-            return f"{rate}, {self.before.rate:.1%} of the version before"
+            return f"{rate}; {self.before.rate:.1%} of the previous version"
         return ""

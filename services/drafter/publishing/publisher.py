@@ -1,7 +1,8 @@
-"""Publisher: candidate -> publish gate -> publish -> canary -> rollback, each step explained in the decision log.
+"""Publisher of drafters: judge a candidate, publish it, watch it, and roll it back if it fails.
 
-The order of publishing is checkpoint, record in Redis, instances. Whatever dies in between, the record names a
-complete checkpoint, and instances are brought to the record. The decisions are in decisions.py.
+The order of publishing is checkpoint, record in Redis, instances. Whichever process dies in between, the record
+names a complete checkpoint, and instances load the drafter that the record names. decisions.py decides; the
+decision log explains each step.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from services.drafter.publishing.decisions import (
     Judgement,
     LiveAcceptance,
     Loading,
-    judge,
+    gate_verdict,
 )
-from services.drafter.publishing.deployment import DrafterLinks, PublicationRecord
+from services.drafter.publishing.deployment import Deployment
 from services.drafter.training.process import CandidateComparison, TrainingFailed
 from services.drafter.training.session import TrainingSession
 from services.platform.redis.connection import OUTAGES
@@ -49,29 +50,27 @@ class Publisher:
     def __init__(
         self,
         config: DrafterConfig,
-        record: PublicationRecord,
-        links: DrafterLinks,
+        deployment: Deployment,
         session: TrainingSession,
         decisions: DecisionLog,
         metrics: DrafterMetrics,
     ) -> None:
         self.compared: CandidateComparison | None = None
         self._config = config
-        self._record = record
-        self._links = links
+        self._deployment = deployment
         self._session = session
         self._decisions = decisions
         self._metrics = metrics
         self._canary = self._resumed_canary()
         # Held while the record is changed.
         self._publishing = asyncio.Lock()
-        # Version that collapsed, or was refused, with no drafter before it to roll back to.
+        # Version that collapsed or was refused although there is no earlier one to roll back to.
         self._condemned = 0
 
     @property
     def published(self) -> PublishedDrafter | None:
         """The drafter that instances should use."""
-        return self._record.current
+        return self._deployment.current
 
     async def publish_first(self) -> None:
         """Publish the configured checkpoint as it is, if nothing was published before."""
@@ -81,9 +80,11 @@ class Publisher:
                 async with self._publishing:
                     await asyncio.to_thread(checkpoints.read_config, path)
                     digest = await asyncio.to_thread(checkpoints.digest, path)
-                    version = await self._record.next_version()
+                    version = await self._deployment.next_version()
                     new = PublishedDrafter(version, str(path), digest, at=time.time())
-                    await self._record.put(self._record.history.with_published(new, self._config.keep))
+                    await self._deployment.put(
+                        self._deployment.history.with_published(new, self._config.keep)
+                    )
             except CorruptCheckpoint as error:
                 log.error("given_drafter_unreadable", error=str(error))
                 return
@@ -92,10 +93,10 @@ class Publisher:
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 log.info("drafter_published", version=new.version, path=new.path)
-                self._explain(PUBLISHED, "given at the start", version=new.version, path=new.path)
+                self._explain(PUBLISHED, "configured checkpoint", version=new.version, path=new.path)
 
     async def consider(self) -> None:
-        """Publish the drafter as it is now if it passes the gate. TrainingDied: the training process is gone."""
+        """Publish the current drafter if it passes the gate. TrainingDied: the training process is gone."""
         held_out = len(self._session.samples.buffer.held_out)
         if held_out < self._config.publish_samples:
             log.info("candidate_waits", held_out=held_out)
@@ -111,7 +112,7 @@ class Publisher:
         if compared.current is not None:
             self._metrics.acceptance_length.labels("current").set(compared.current)
         since = self._session.manifest.since_roll_back
-        judgement = judge(compared.candidate, compared.current, compared.samples, since, self._config)
+        judgement = gate_verdict(compared.candidate, compared.current, compared.samples, since, self._config)
         log.info("candidate_judged", verdict=judgement.verdict.value, reason=judgement.reason)
         if judgement.verdict is GateVerdict.PUBLISH:
             await self._publish(judgement, compared)
@@ -122,13 +123,13 @@ class Publisher:
             self._explain(REJECTED, judgement.reason, version_in_use=version, **self._figures(compared))
 
     async def watch(self) -> None:
-        """Examine the live acceptance of the published drafter once, and roll back if it has collapsed."""
+        """Check the live acceptance of the published drafter once, and roll back if it has collapsed."""
         current = self.published
         if current is None:
             return
-        live = self._links.live(current.version)
+        live = self._deployment.live(current.version)
         self._metrics.live_acceptance_length.set(live.acceptance_length)
-        if self._links.loading() is Loading.REFUSED:
+        if self._deployment.loading() is Loading.REFUSED:
             await self._condemn(current, "refused", "instances refuse its checkpoint")
         elif self._canary is not None and self._canary.version == current.version:
             status, reason = self._canary.observe(live, time.time())
@@ -147,23 +148,23 @@ class Publisher:
             Unavailable: another process leads, or Redis cannot be reached.
         """
         try:
-            return await self._roll_back("asked", reason or "asked to", version)
+            return await self._roll_back("asked", reason or "requested", version)
         except OUTAGES as error:
-            raise Unavailable(f"the drafter could not be taken back: {error}") from error
+            raise Unavailable(f"the drafter could not be rolled back: {error}") from error
 
     async def restore_record(self) -> None:
-        """Write the record again if Redis has lost it. Raises as `PublicationRecord`."""
+        """Write the record again if Redis has lost it. Raises like `Deployment`."""
         if not self._publishing.locked():
             async with self._publishing:
-                await self._record.restore()
+                await self._deployment.restore()
 
     async def _publish(self, judgement: Judgement, compared: CandidateComparison) -> None:
         current, manifest = self.published, self._session.manifest
-        live = self._links.live(current.version if current is not None else 0)
+        live = self._deployment.live(current.version if current is not None else 0)
         try:
             async with self._publishing:
-                # Reserved before it is written, so that a version never names two drafters.
-                version = await self._record.next_version(self._links.highest_version)
+                # Reserved before the checkpoint is written, so that a version never names two drafters.
+                version = await self._deployment.next_version()
                 saved = await self._session.save_drafter(version)
                 await asyncio.to_thread(checkpoints.verify, saved.path, saved.sha256)
                 new = PublishedDrafter(
@@ -175,12 +176,12 @@ class Publisher:
                     time.time(),
                     (live.drafts, live.tokens, live.accepted),
                 )
-                await self._record.put(self._record.history.with_published(new, self._config.keep))
-                # In the same turn: it is counted and watched before an instance can have loaded it.
+                await self._deployment.put(self._deployment.history.with_published(new, self._config.keep))
+                # Without an await after `put`: counted and watched before an instance can have loaded it.
                 self._canary = Canary(new.version, live, new.at, self._config)
                 self._metrics.candidates.labels("published").inc()
         except (CorruptCheckpoint, TrainingFailed, OSError, RedisError) as error:
-            # The drafter in use stays; the next candidate is judged as this one was.
+            # The drafter in use stays, and the next candidate gets its own chance.
             log.error("drafter_not_published", error=str(error))
             return
         log.info("drafter_published", version=new.version, reason=judgement.reason)
@@ -188,7 +189,7 @@ class Publisher:
         details["policy_version"] = new.policy_version
         self._explain(PUBLISHED, judgement.reason, judgement.gain, **details)
         try:
-            await asyncio.to_thread(self._record.prune)
+            await asyncio.to_thread(self._deployment.prune)
         except OSError as error:
             log.warning("old_drafters_not_removed", error=str(error))
 
@@ -208,8 +209,8 @@ class Publisher:
         return back
 
     async def _publish_earlier(self) -> tuple[PublishedDrafter, PublishedDrafter]:
-        """Publish the latest earlier drafter that can be read; returns the one left and the one published."""
-        left, history = self._record.current, self._record.history
+        """Publish the latest earlier drafter that can be read; return the replaced and the published one."""
+        left, history = self._deployment.current, self._deployment.history
         while (back := history.rolled_back()) is not None and left is not None:
             history = back
             assert history.current is not None, "it was published"
@@ -219,31 +220,31 @@ class Publisher:
             except CorruptCheckpoint as error:
                 log.error("earlier_drafter_unreadable", version=history.current.version, error=str(error))
                 continue
-            # Its live acceptance from before is no measure for the policy of today.
+            # Its earlier live acceptance says nothing about today's policy.
             current = replace(history.current, at=time.time(), before=(0, 0, 0))
-            await self._record.put(DrafterHistory(current, history.earlier))
+            await self._deployment.put(DrafterHistory(current, history.earlier))
             return left, current
-        raise FailedPrecondition("NO_EARLIER_DRAFTER", "no drafter was published before that can be read")
+        raise FailedPrecondition("NO_EARLIER_DRAFTER", "there is no earlier drafter that can be read")
 
     async def _condemn(self, current: PublishedDrafter, cause: str, reason: str) -> None:
-        """Roll back from a drafter that does not do, once."""
+        """Roll back from a drafter that failed, at most once for each version."""
         if self._condemned == current.version:
             return
         try:
             await self._roll_back(cause, reason)
         except FailedPrecondition:
-            # It stays, and so does what instances had before it. No token depends on it.
+            # It stays the published one, and instances keep what they have. No token depends on it.
             self._canary, self._condemned = None, current.version
             self._metrics.rollbacks.labels(cause).inc()
             log.error("drafter_condemned", version=current.version, cause=cause, reason=reason)
-            reason += "; there is none to go back to"
+            reason += "; there is no earlier drafter"
             self._explain(ROLLED_BACK, reason, version=current.version, back_to=0, cause=cause)
         except OUTAGES as error:
             log.warning("drafter_not_rolled_back", error=str(error))
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _resumed_canary(self) -> Canary | None:
-        """Return the canary of a drafter that a former leader published and perhaps did not watch to the end."""
+        """Return a canary for a drafter that a former leader may not have watched to the end; else None."""
         current = self.published
         if current is None or time.time() - current.at >= self._config.canary_seconds:
             return None

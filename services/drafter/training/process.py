@@ -29,7 +29,7 @@ LEARNER = "services.drafter.learning.learner:Learner"
 
 
 class TrainingFailed(Exception):
-    """The learner raised; the message says what. Nothing of the call was kept."""
+    """The learner raised; the message has the error. The call had no effect."""
 
 
 class TrainingRefused(TrainingFailed):
@@ -37,7 +37,7 @@ class TrainingRefused(TrainingFailed):
 
 
 class TrainingDied(Exception):
-    """The training process is gone; what it had not saved is lost."""
+    """The training process is gone; unsaved updates are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class UpdateResult:
     """Result of an update over the samples of one or more policy versions.
 
     `kd_loss` is the mean per token, NaN if nothing could be learned. `missed` samples were learned from with the
-    weights loaded before, because those of their policy version could not be loaded.
+    weights loaded last, because the weights of their policy version could not be loaded.
     """
 
     kd_loss: float
@@ -92,7 +92,7 @@ class TrainingProcess:
         if self._config.threads:
             environment |= {"OMP_NUM_THREADS": str(self._config.threads)}
         with theirs:
-            # Tied to the thread that starts it, so not through the loop's own helper.
+            # `tied` binds it to the thread that starts it, so asyncio's helper cannot be used.
             self._process = subprocess.Popen(  # noqa: ASYNC220
                 tied([sys.executable, "-m", "services.drafter.training.worker", str(theirs.fileno())]),
                 stdin=subprocess.DEVNULL,
@@ -106,14 +106,14 @@ class TrainingProcess:
         await self._exchange((self._config, self._learner))
 
     async def stop(self) -> None:
-        """Kill the process, whatever it does; harmless when there is none."""
+        """Kill the process, even during a call; no effect if there is none."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             await asyncio.to_thread(process.wait)
         thread, self._thread = self._thread, None
         if thread is not None:
-            # A call that waits for an answer has met the end of the pipe by now.
+            # A call that was waiting for an answer has seen the end of the pipe by now.
             await asyncio.to_thread(thread.shutdown)
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
@@ -129,7 +129,7 @@ class TrainingProcess:
         weights: Sequence[float],
         folder_of: Callable[[int], Path | None],
     ) -> UpdateResult:
-        """Learn from samples with their weights w(r), those of each policy version with that version's weights.
+        """Learn from samples with weights w(r); targets come from the policy version that drew each sample.
 
         `folder_of` returns the model folder of a policy version, or None if it is not known.
         """
@@ -173,7 +173,7 @@ class TrainingProcess:
         try:
             await self.call("set_policy", path, version)
         except TrainingFailed as error:
-            # The trainer removes folders of old versions at any moment.
+            # The trainer may remove folders of old versions at any moment.
             log.warning("policy_not_loaded", path=str(path), version=version, error=str(error))
             return False
         self._policy_version = version

@@ -1,10 +1,8 @@
-"""Training session: it reads the feed, collects samples, updates the drafter, and acknowledges entries.
+"""Training session of one term: read samples from the feed, update the drafter, save states, acknowledge entries.
 
-An entry of the feed is acknowledged after a durable state contains it.
-
-Durable states of the training session: weights, optimizer, counters, and the samples that are in them. A state
-appears complete or not at all. It names the samples it was trained on whose acknowledgement the feed may have
-missed, so a learner that continues from it neither trains on them twice nor loses any.
+A state appears on disk completely or not at all, and lists the samples trained on that the feed may not know of
+yet. Feed entries are acknowledged after a state contains them, so a learner that continues from a state neither
+trains on a sample twice nor loses one.
 """
 
 from __future__ import annotations
@@ -48,15 +46,24 @@ from services.platform.tasks import is_cancelled
 
 log = structlog.get_logger(__name__)
 
+LEARNER, MANIFEST = "learner", "manifest.json"
+"""Files in the folder of a state: the one that the learner writes, and the manifest."""
+_NAME = re.compile(r"state-(\d{8,})-[0-9a-f]+")
 _MAX_FOLDERS = 16
-"""Most versions whose folders are remembered."""
+"""Versions whose folders are remembered."""
+_FULL_SECONDS, _ACKNOWLEDGE_SECONDS = 0.1, 0.2
+_RETRY_SECONDS, _LONG_RETRY_SECONDS = 0.5, 2.0
+# Unsaved updates are saved once no further update has come for this time.
+_IDLE_SECONDS = 2.0
+# Deaths of the training process in a row after which the samples it was learning from are dropped.
+_MAX_DEATHS = 2
 
 
 class PolicyFolders:
-    """Model folders of the latest policy versions. `updating`: a weight update is under way."""
+    """Model folders of recent policy versions. `updating`: a weight update is under way."""
 
     def __init__(self, redis: Redis, namespace: str, model: Path) -> None:
-        """Start with `model`, which the instances start with and nobody publishes."""
+        """Start with `model`, the unpublished weights that instances start with."""
         self.updating = False
         self._redis: Any = redis
         self._keys = GatewayKeys(namespace)
@@ -64,7 +71,7 @@ class PolicyFolders:
         self._folders: OrderedDict[int, Path] = OrderedDict()
 
     async def refresh(self) -> None:
-        """Read the published version. Raises what Redis raises."""
+        """Read the published version. Raises Redis errors."""
         published, update = await self._redis.mget(self._keys.published, self._keys.update)
         self.updating = bool(update)
         if not published:
@@ -88,18 +95,12 @@ class PolicyFolders:
         return self._model if not self._folders or version == 0 else None
 
 
-LEARNER, MANIFEST = "learner", "manifest.json"
-"""Files in the folder of a state: the one that the learner writes, and the manifest."""
-_NAME = re.compile(r"state-(\d{8,})-[0-9a-f]+")
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Counters and samples that belong to the learner's weights.
 
     `used` are feed entries that were learned from and may not be acknowledged yet, `forced` the hashes of
-    services/drafter/feed/collector.py, and `since_roll_back` the updates since the last rollback (None: there was
-    none).
+    `ReplayBuffer`, and `since_roll_back` the updates since the last rollback (None: there was none).
     """
 
     updates: int = 0
@@ -118,14 +119,14 @@ _MANIFESTS = TypeAdapter(Manifest)
 
 
 class States:
-    """States under one folder, also those of earlier processes."""
+    """Saved states under one folder, including states of earlier processes."""
 
     def __init__(self, root: Path, keep: int = 2) -> None:
         self._root = root
         self._keep = keep
 
     def new(self) -> Path:
-        """Create a folder for the next state, in which the learner writes LEARNER. OSError: that is impossible."""
+        """Create a folder for the next state, where the learner writes LEARNER. OSError: it cannot be created."""
         path = self._root / f".{uuid.uuid4().hex}"
         path.mkdir(parents=True)
         return path
@@ -167,24 +168,14 @@ class States:
         for path in self._all()[self._keep :]:
             shutil.rmtree(path, ignore_errors=True)
         for path in self._root.glob(".*"):
-            # Left by a process that died while writing; there is one writer.
+            # Left by a process that died while writing: there is only one writer.
             shutil.rmtree(path, ignore_errors=True)
-
-
-_FULL_SECONDS, _ACKNOWLEDGE_SECONDS = 0.1, 0.2
-_RETRY_SECONDS, _LONG_RETRY_SECONDS = 0.5, 2.0
-# Updates that are not saved yet are saved after so long without a further one.
-_IDLE_SECONDS = 2.0
-# Deaths of the training process in a row after which the samples it was learning from are dropped.
-_MAX_DEATHS = 2
 
 
 class TrainingSession:
     """Training of the drafter during one term of leadership.
 
-    A sample is acknowledged once it is part of a state on disk, and the state names the samples in it: whatever
-    dies, no sample is lost and none is learned from twice. `manifest` describes the state that would be written
-    now; `busy` tells whether the training process is at work.
+    `manifest` describes the state that would be written now; `busy`: the training process is at work.
     """
 
     def __init__(
@@ -204,7 +195,7 @@ class TrainingSession:
         self._process = process
         self._feed = FeedReader(redis, config.namespace, term)
         self._states = States(config.states)
-        # Learned from since the last state was written.
+        # Samples learned from since the last state was written.
         self._unsaved: list[TrainingSample] = []
         self._started = asyncio.Event()
         self._adopting: PublishedDrafter | None = None
@@ -212,7 +203,7 @@ class TrainingSession:
         self._updated_at = 0.0
 
     async def read_feed(self) -> None:
-        """Collect samples until cancelled, once it is known which of them are part of the state already."""
+        """Collect samples until cancelled; starts after `start` has read which of them the state contains."""
         await self._started.wait()
         while not is_cancelled():
             if self.samples.is_full:
@@ -229,7 +220,7 @@ class TrainingSession:
             self.samples.take_in(entries)
 
     async def acknowledge(self) -> None:
-        """Acknowledge entries that are done until cancelled. Unavailable: another process leads."""
+        """Acknowledge finished entries until cancelled. Unavailable: another process leads."""
         while not is_cancelled():
             await asyncio.sleep(_ACKNOWLEDGE_SECONDS)
             ids = self.samples.entries.take_done()
@@ -270,9 +261,9 @@ class TrainingSession:
         await self._process.stop()
 
     async def recover(self, error: TrainingDied) -> None:
-        """Make up for the death of the training process: what it had learned and not saved is learned again.
+        """Return the samples of unsaved updates to the buffer after the training process died.
 
-        Samples that it has died of again and again are dropped.
+        After `_MAX_DEATHS` deaths in a row they are dropped instead: they may be the cause.
         """
         self._deaths += 1
         self._metrics.restarts.inc()
@@ -305,7 +296,7 @@ class TrainingSession:
         return True
 
     async def prepare(self) -> None:
-        """Do what is due between updates. TrainingDied: the process is gone."""
+        """Do the work that is due between updates. TrainingDied: the process is gone."""
         self.samples.tick()
         await self._continue_from_rollback()
         await self._save_if_idle()
@@ -313,7 +304,7 @@ class TrainingSession:
     async def update(self) -> bool:
         """Update the drafter on samples of the buffer, and return True if that was possible.
 
-        TrainingDied: the process is gone; `recover` decides what becomes of the samples.
+        TrainingDied: the process is gone; call `recover`, which keeps or drops the samples.
         """
         chosen = self.samples.draw(seed=self.manifest.updates + 1)
         if not chosen:
@@ -333,12 +324,12 @@ class TrainingSession:
         return True
 
     async def save_drafter(self, version: int) -> Checkpoint:
-        """Write the drafter as it is now as a version. TrainingFailed or TrainingDied: it was not written."""
+        """Write the current drafter as version `version`. TrainingFailed or TrainingDied: it was not written."""
         saved: Checkpoint = await self._process.call("save", self._config.checkpoints, version)
         return saved
 
     async def compare(self, current: Path | None) -> CandidateComparison:
-        """Evaluate the drafter as it is now, and the one in use, on the held-out samples."""
+        """Evaluate the current drafter, and the one in use, on the held-out samples."""
         self.busy = True
         try:
             return await self._process.compare(list(self.samples.buffer.held_out), current)
@@ -350,7 +341,7 @@ class TrainingSession:
         self.manifest = replace(self.manifest, rejected=self.manifest.rejected + 1)
 
     def roll_back_to(self, published: PublishedDrafter) -> None:
-        """Continue from the drafter in use at the next opportunity: the one trained since did not do well."""
+        """Continue training from this drafter at the next `prepare`; updates since then are discarded."""
         self.manifest = replace(self.manifest, rollbacks=self.manifest.rollbacks + 1, since_roll_back=0)
         self._adopting = published
 
@@ -364,7 +355,7 @@ class TrainingSession:
             self._adopting = None
 
     async def _save_if_idle(self) -> None:
-        """Save the last updates when steps end, even if there are fewer than `save_every`."""
+        """Save the last updates when no more come, even if there are fewer than `save_every`."""
         now = time.monotonic()
         if self._unsaved and now - self._updated_at >= _IDLE_SECONDS:
             self._updated_at = now
@@ -380,14 +371,14 @@ class TrainingSession:
             weights = weights_of(chosen, self._config.weighting)
             return await self._process.update(chosen, weights, self.policies.folder)
         except TrainingDied:
-            # The process may have died of these samples.
+            # These samples may have killed the process.
             self._unsaved += chosen
             raise
         finally:
             self.busy = False
 
     async def _save(self) -> None:
-        """Write a durable state of all updates so far, and release the samples that are in it."""
+        """Write a durable state of all updates so far, and release its samples."""
         used = self.samples.used | {each.entries[0] for each in self._unsaved}
         forced = tuple(sorted(self.samples.buffer.forced))
         manifest = replace(self.manifest, used=tuple(sorted(used)), forced=forced)
@@ -396,7 +387,7 @@ class TrainingSession:
             await self._process.call("save_state", fresh / LEARNER)
             await asyncio.to_thread(self._states.commit, fresh, manifest)
         except (TrainingFailed, OSError) as error:
-            # Nothing is acknowledged before it can be saved.
+            # Nothing is acknowledged until a save succeeds.
             log.error("state_not_saved", error=str(error))
             return
         done, self._unsaved = self._unsaved, []
@@ -429,5 +420,5 @@ class TrainingSession:
             tokens=result.tokens,
             kd_loss=round(self.manifest.kd_loss, 5),
             seconds=round(result.seconds, 3),
-            steps=self.samples.schedule.steps,
+            steps=self.samples.steps,
         )

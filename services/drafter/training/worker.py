@@ -1,8 +1,8 @@
-"""Training process: holds the learner and calls its methods as it is told over a pipe, one after the other.
+"""Main program of the training process: it holds the learner and calls the methods requested over a pipe, in order.
 
-`python -m services.drafter.training.worker FD` is started by services/drafter/training/process.py. It is a
-process of its own so that neither Python, torch's threads, memory nor a crash of training affects the service,
-and so that an update can be ended at any moment: what was not saved is as if it had never happened.
+services/drafter/training/process.py starts `python -m services.drafter.training.worker FD`. In a separate process,
+training's use of Python, torch's threads, its memory and its crashes do not affect the service, and an update can
+be killed at any moment: nothing remains of work that was not saved.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _make_learner(config: DrafterConfig, factory: str) -> Any:
 
 
 def _answer(pipe: Connection, call: Callable[[], Any]) -> None:
-    """Send ("done", result), ("refused", message) for a ServiceError, or ("failed", message) for any other."""
+    """Send ("done", result), ("refused", message) for a ServiceError, or ("failed", message) for another error."""
     try:
         result = call()
     except Exception as error:

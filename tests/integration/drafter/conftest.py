@@ -25,9 +25,9 @@ from services.contracts.learner import (
     FedRewards,
     FedSample,
     PublishedDrafter,
+    encode_entry,
     read_published,
 )
-from services.contracts.learner import encode_entry as encode
 from services.drafter.config import DrafterConfig
 from services.drafter.feed.collector import prompt_hash
 from services.drafter.process import SERVICE, DrafterProcess
@@ -221,7 +221,7 @@ class World:
         """As the gateway does; all at once, so that no step ends between two of its samples."""
         async with self.redis.pipeline(transaction=True) as pipe:
             for each in entries:
-                pipe.xadd(self.keys.feed, encode(each))
+                pipe.xadd(self.keys.feed, encode_entry(each))
             await pipe.execute()
 
     def did(self, what: str) -> list[dict[str, Any]]:

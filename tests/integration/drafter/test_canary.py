@@ -20,7 +20,7 @@ async def test_a_collapse_on_live_traffic_rolls_back_by_itself(world: World) -> 
     await until(lambda: first.version == second.version == 1, "they went back")
     (decision,) = await world.decided("drafter_rolled_back")
     assert decision.details == {"version": 2, "back_to": 1, "cause": "collapsed"}
-    assert "70.0% of the version before" in decision.reason
+    assert "70.0% of the previous version" in decision.reason
     assert learner.metric("rollbacks_total", cause="collapsed") == 1
     assert (await learner.get()).rollbacks == 1
     assert await world.version() == 1

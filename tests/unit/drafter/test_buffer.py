@@ -1,12 +1,18 @@
-"""The replay buffer: what is learned from, what is held out, and what gives way."""
+"""The replay buffer, the samples held out of it, and the schedule of updates."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from services.drafter.feed.collector import ReplayBuffer, UpdateSchedule, prompt_hash
-from services.drafter.learning.data import TrainingSample
+from services.contracts.learner import FedBatchEnd, FedSample
+from services.drafter.config import DrafterConfig
+from services.drafter.feed.collector import ReplayBuffer, SampleCollector, prompt_hash
+from services.drafter.learning.data import TrainingSample, Weighting
+from services.drafter.metrics import DrafterMetrics
 
 SHARE = 0.3
 prompt_lists = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20)), max_size=60)
@@ -91,27 +97,46 @@ def test_a_single_prompt_is_learned_from() -> None:
     assert buffer.draw(1, 10**6, seed=0)[0] == []
 
 
-def test_an_update_is_due_every_so_many_steps() -> None:
-    schedule = UpdateSchedule(3)
+def collector_of(interval: int) -> SampleCollector:
+    config = DrafterConfig(
+        model=Path("model"), folder=Path("folder"), interval=interval, weighting=Weighting.NONE
+    )
+    return SampleCollector(config, DrafterMetrics(CollectorRegistry()), lambda: 0.0)
+
+
+def end_step(collector: SampleCollector) -> None:
+    """Feed a step of two samples that are learned from, and its end."""
+    free = next(p for p in range(1000) if prompt_hash((p,)) >= 2**63)
+    batch = ("run", f"step-{collector.steps}")
+    samples = [FedSample(batch, "p", slot, None, 1, (free,), (1, 2)) for slot in range(2)]
+    entries = [(f"{batch[1]}-{number}", fed) for number, fed in enumerate([*samples, FedBatchEnd(batch)])]
+    collector.take_in(entries)
+    collector.tick()
+
+
+def test_an_update_is_due_after_every_interval_of_steps() -> None:
+    collector = collector_of(3)
     due = []
     for _ in range(7):
-        schedule.count_step()
-        due.append(schedule.is_due(samples=5))
+        end_step(collector)
+        due.append(collector.is_due)
         if due[-1]:
-            schedule.begin_update()
+            assert collector.draw(seed=0)
     assert due == [False, False, True, False, False, True, False]
-    assert schedule.steps == 7
+    assert collector.steps == 7
 
 
 def test_steps_during_an_update_make_one_more_due_at_once_if_there_is_something_to_learn() -> None:
-    schedule = UpdateSchedule(1)
-    schedule.count_step()
-    schedule.begin_update()
+    collector = collector_of(1)
+    end_step(collector)
+    assert collector.draw(seed=0)
+    collector.tick()
+    assert not collector.is_due
     for _ in range(4):
-        schedule.count_step()
-    assert not schedule.is_due(samples=0)
-    assert schedule.is_due(samples=1)
-    schedule.begin_update()
-    assert not schedule.is_due(samples=1)
-    schedule.repeat_update()
-    assert schedule.is_due(samples=1)
+        end_step(collector)
+    assert collector.is_due
+    chosen = collector.draw(seed=1)
+    assert len(chosen) == 8
+    assert not collector.is_due
+    collector.return_to_buffer(chosen)
+    assert collector.is_due

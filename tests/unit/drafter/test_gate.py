@@ -17,8 +17,8 @@ from services.drafter.publishing.decisions import (
     GateVerdict,
     LiveAcceptance,
     Loading,
-    judge,
-    judge_loading,
+    gate_verdict,
+    loading_verdict,
 )
 
 CONFIG = DrafterConfig(
@@ -50,21 +50,21 @@ lengths = st.floats(1, 8)
 def test_verdicts(
     candidate: float, current: float | None, rollouts: int, since: int | None, verdict: GateVerdict
 ) -> None:
-    judgement = judge(candidate, current, rollouts, since, CONFIG)
+    judgement = gate_verdict(candidate, current, rollouts, since, CONFIG)
     assert judgement.verdict is verdict
     assert judgement.reason
 
 
 @given(lengths, lengths)
 def test_of_two_drafters_at_most_one_is_published_in_place_of_the_other(one: float, other: float) -> None:
-    first, second = judge(one, other, 8, None, CONFIG), judge(other, one, 8, None, CONFIG)
+    first, second = gate_verdict(one, other, 8, None, CONFIG), gate_verdict(other, one, 8, None, CONFIG)
     assert not (first.verdict is second.verdict is GateVerdict.PUBLISH)
     assert (first.verdict is GateVerdict.PUBLISH) == (one >= other * 1.02)
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
 def test_a_checkpoint_is_refused_by_those_who_read_it(loaded: int, refused: int, pending: int) -> None:
-    said = judge_loading(loaded, refused, pending)
+    said = loading_verdict(loaded, refused, pending)
     assert (said is Loading.REFUSED) == (refused > 0 and refused >= loaded + pending)
     if refused == 0:
         assert (said is Loading.LOADED) == (loaded > 0 and pending == 0)

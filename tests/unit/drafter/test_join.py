@@ -7,9 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.contracts.learner import FedBatchEnd, FedRewards, FedSample
-from services.contracts.learner import decode_entry as decode
-from services.contracts.learner import encode_entry as encode
+from services.contracts.learner import FedBatchEnd, FedRewards, FedSample, decode_entry, encode_entry
 from services.drafter.feed.collector import HeldEntries, RewardJoin
 
 
@@ -28,12 +26,12 @@ def test_entries_are_read_as_they_were_written() -> None:
         FedRewards(("r", "b"), {("p", 0): -1.5, ("q", 2): 0.1}),
         FedBatchEnd(("r", "b")),
     ):
-        fields = {name.encode(): value for name, value in encode(fed).items()}
-        assert decode(fields) == fed
+        fields = {name.encode(): value for name, value in encode_entry(fed).items()}
+        assert decode_entry(fields) == fed
 
 
 def test_what_is_no_entry_is_said_to_be_none() -> None:
-    good = {name.encode(): value for name, value in encode(sample()).items()}
+    good = {name.encode(): value for name, value in encode_entry(sample()).items()}
     for bad in (
         {},
         {b"sample": b"[]"},
@@ -44,7 +42,7 @@ def test_what_is_no_entry_is_said_to_be_none() -> None:
         good | {b"sample": b"no json"},
     ):
         try:
-            decode(bad)
+            decode_entry(bad)
         except ValueError:
             continue
         raise AssertionError(bad)

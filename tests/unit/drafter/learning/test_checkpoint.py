@@ -140,8 +140,8 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
 
 def test_the_sum_is_checked_without_torch(saved: Checkpoint) -> None:
     code = (
-        "import sys; from pathlib import Path; from services.contracts.drafter import checkpoint as checkpoint;"
-        "checkpoint.verify(Path(sys.argv[1]), sys.argv[2]); assert 'torch' not in sys.modules"
+        "import sys; from pathlib import Path; from services.contracts import drafter_checkpoint;"
+        "drafter_checkpoint.verify(Path(sys.argv[1]), sys.argv[2]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(saved.path), saved.sha256], check=True, timeout=60)
 
