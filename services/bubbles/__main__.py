@@ -17,7 +17,7 @@ from services.platform.service import RegisteredServer, Shutdown, run, serve
 
 
 async def main(config: BubblesConfig, shutdown: Shutdown) -> None:
-    """Serve until told to stop, or until another process has registered under the same name."""
+    """Serve until shutdown, or until another process has registered under the same name."""
     server = RegisteredServer(config, "bubbles", config.instance_id, metrics_port=shutdown.metrics_port)
     decisions = DecisionLog(server.redis, config.namespace)
     service = BubbleService(config, BubbleMetrics(REGISTRY), decisions.post)

@@ -1,14 +1,12 @@
 """Ledger of the coordinator: runs and their hints, instances and their leases.
 
-It also counts the instances that share the tasks. Times are passed in (unix seconds).
-
-Pure: times are passed in (unix seconds), nothing is sent. A task goes
+Pure: times are passed in (unix seconds), nothing is sent. The states of a task are
 
     free -> leased(instance) -> finished
       ^________|   given back, instance silent or replaced, or the instance does not know of the lease
 
-so it has at most one lease that counts. What an instance says of a lease that does not count any more is used
-only where it is still informative.
+so a task has at most one valid lease. A report about a lease that is no longer valid is used only where it still
+adds information.
 """
 
 from __future__ import annotations
@@ -23,34 +21,34 @@ from services.bubbles.pool import PooledTask, StepPool
 
 
 class SharingMembers:
-    """Instances that were heard of in the last `seconds`, and those that the registry has. Each count is O(1)."""
+    """Counts instances that polled in the last `seconds` or are registered, in O(1)."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        # When each was heard of, the longest silent first.
+        # Time of the last poll of each, the longest silent first.
         self._heard: dict[str, float] = {}
         self._alive: Set[str] = frozenset()
-        # Of those alive, the ones that are not in `_heard`.
+        # Number of registered instances that are not in `_heard`.
         self._others = 0
 
-    def hear(self, instance_id: str, now: float) -> None:
-        """Take in a sign of life."""
+    def note_poll(self, instance_id: str, now: float) -> None:
+        """Record a poll."""
         known = self._heard.pop(instance_id, None) is not None
         self._others -= not known and instance_id in self._alive
         self._heard[instance_id] = now
 
     def forget(self, instance_id: str) -> None:
-        """Count an instance no more, unless it is alive."""
+        """Stop counting an instance, unless it is registered."""
         if self._heard.pop(instance_id, None) is not None:
             self._others += instance_id in self._alive
 
     def set_alive(self, alive: Set[str]) -> None:
-        """Set the instances that the registry has."""
+        """Set the registered instances."""
         self._alive = frozenset(alive)
         self._others = len(self._alive - self._heard.keys())
 
     def count(self, now: float) -> int:
-        """Return the number of instances, one at least."""
+        """Return the number of instances, at least 1."""
         while self._heard:
             name, heard = next(iter(self._heard.items()))
             if now - heard <= self._seconds:
@@ -67,8 +65,8 @@ FORGET = 600.0
 class PregenerationRun:
     """A run with its hinted steps.
 
-    `status` is the gateway's latest word; `ended_at`: when the last sample of its step ended, 0 where that was not
-    seen.
+    `status` is the gateway's latest report, of time `heard_at`; `ended_at`: when the last sample of its step ended,
+    0 if unknown.
     """
 
     run_id: str
@@ -99,20 +97,20 @@ class TaskLease:
     revoked: bool = False
 
     @property
-    def counts(self) -> bool:
-        """True while the task is this lease's; False after the instance was silent for too long."""
+    def is_valid(self) -> bool:
+        """True while the lease is the task's valid one; False after the instance was silent for too long."""
         return self.task.lease == self.number
 
 
 @dataclass(slots=True, eq=False)
 class PollingInstance:
-    """An instance under its latest epoch. `told`: halt and sleep of its last answer."""
+    """An instance under its latest epoch. `answered`: halt and sleep of its last answer."""
 
     instance_id: str
     epoch: int
     seen_at: float
     leases: dict[int, TaskLease] = field(default_factory=dict)
-    told: tuple[bool, bool] = (False, False)
+    answered: tuple[bool, bool] = (False, False)
 
 
 def is_running(progress: pb.PregenerationProgress) -> bool:
@@ -121,11 +119,11 @@ def is_running(progress: pb.PregenerationProgress) -> bool:
 
 
 class BubbleLedger:
-    """Records of the coordinator, changed by what gateway and instances say.
+    """Records of the coordinator, changed by reports of gateway and instances.
 
     `revision` grows with every change that can change an answer; `tally` counts events of leases until it is
-    emptied. `alive`: the samples of a step that each living instance has, polling or not; `recounted`: those whose
-    number has changed, where that matters, until it is emptied.
+    emptied. `alive`: number of step samples of each registered instance, polling or not; `recounted`: instances
+    whose number has changed, if the config makes it matter, until it is emptied.
     """
 
     def __init__(self, config: BubblesConfig, first_lease: int = 1) -> None:
@@ -140,10 +138,10 @@ class BubbleLedger:
         self._next_lease = first_lease
         self._members = SharingMembers(config.lease_seconds)
 
-    # Words of the gateway --------------------------------------------------------------------------------
+    # Reports of the gateway ------------------------------------------------------------------------------
 
     def set_run(self, request: pb.SetRunRequest, now: float) -> list[str]:
-        """Take in the status of a run and the hints that are of use; returns those of them that are not here."""
+        """Record the status of a run and its useful hints; return the hints among them that are missing here."""
         useful = list(request.hint_ids)
         status = pb.SetRunRequest()
         status.CopyFrom(request)
@@ -165,7 +163,7 @@ class BubbleLedger:
             self.revision += 1
 
     def put_hint(self, hint: pb.PutHintRequest, now: float) -> int:
-        """Take in the samples of a coming step; returns how many are to be pre-generated.
+        """Record the samples of a coming step; return the number of samples to pre-generate.
 
         Replaces an earlier hint for the step; a sample that is the same in both keeps its tokens.
         """
@@ -182,17 +180,17 @@ class BubbleLedger:
         return len(run.pools[hint.step].tasks)
 
     def coverage(self, run_id: str, step: int) -> list[PooledTask]:
-        """Return the tasks of a step that have tokens; also of the step that is being rolled out."""
+        """Return the tasks of a step that have tokens, including the step that is being rolled out."""
         run = self.runs.get(run_id)
         pool = run.pools.get(step) if run is not None else None
         return [] if pool is None else [task for task in pool.tasks.values() if task.covered or task.finished]
 
-    # Words of instances ----------------------------------------------------------------------------------
+    # Reports of instances --------------------------------------------------------------------------------
 
     def report(self, poll: pb.PollWorkRequest, now: float) -> PollingInstance | None:
-        """Take in the progress of an instance's leases; one that it does not name it does not have.
+        """Record the progress of an instance's leases; it does not have a lease that it does not name.
 
-        Leases of another coordinator process are left out by the caller. None for a process that was replaced.
+        The caller leaves out leases of another coordinator process. Returns None for a process that was replaced.
         """
         instance = self.instances.get(poll.instance_id)
         if instance is not None and poll.epoch < instance.epoch:
@@ -202,37 +200,37 @@ class BubbleLedger:
                 self._void(instance, "replaced")
             instance = self.instances[poll.instance_id] = PollingInstance(poll.instance_id, poll.epoch, now)
             self.revision += 1
-        self.hear(instance, now)
-        told = {each.lease: each for each in poll.progress}
+        self.note_poll(instance, now)
+        reported = {each.lease: each for each in poll.progress}
         for lease in list(instance.leases.values()):
-            progress = told.get(lease.number)
+            progress = reported.get(lease.number)
             if progress is None:
                 self._unknown(instance, lease)
             else:
                 self._advance(instance, lease, progress)
         return instance
 
-    def hear(self, instance: PollingInstance, now: float) -> None:
-        """Take in a sign of life."""
+    def note_poll(self, instance: PollingInstance, now: float) -> None:
+        """Record that an instance polls, which keeps its leases."""
         instance.seen_at = now
-        self._members.hear(instance.instance_id, now)
+        self._members.note_poll(instance.instance_id, now)
 
-    def living(self, samples: Mapping[str, int]) -> None:
-        """Set `alive`. An instance that was alive and is no more loses its leases at once."""
+    def set_alive(self, samples: Mapping[str, int]) -> None:
+        """Set `alive`. An instance that is no longer registered loses its leases at once."""
         for name in self.alive.keys() - samples.keys():
             if name in self.instances:
                 self._void(self.instances[name], "expired")
         if samples.keys() != self.alive.keys():
             self._members.set_alive(samples.keys())
             self.revision += 1
-        if self.config.most_beside is not None:
+        if self.config.max_step_samples is not None:
             changed = {name for name, _ in samples.items() ^ self.alive.items()}
             self.recounted |= changed
             self.revision += bool(changed)
         self.alive = dict(samples)
 
     def expire(self, now: float) -> None:
-        """Take the leases from instances that are silent; forget runs and instances that were silent for long."""
+        """Take the leases from silent instances; forget runs and instances after `FORGET` seconds of silence."""
         for instance in list(self.instances.values()):
             silent = now - instance.seen_at
             if silent > self.config.lease_seconds:
@@ -245,7 +243,7 @@ class BubbleLedger:
                 self.close_run(run.run_id)
 
     def members(self, now: float) -> int:
-        """Return the number of instances that share the tasks, one at least."""
+        """Return the number of instances that share the tasks, at least 1."""
         return self._members.count(now)
 
     # Leases ---------------------------------------------------------------------------------------------
@@ -262,13 +260,13 @@ class BubbleLedger:
         return lease
 
     def revoke(self, lease: TaskLease) -> None:
-        """Mark a lease that its instance is told to end. It counts until the instance has done so."""
+        """Mark a lease that its instance is asked to end. It stays valid until the instance confirms."""
         if not lease.revoked:
             lease.revoked = True
             self.tally["revoked"] += 1
 
     def pool_of(self, lease: TaskLease) -> StepPool | None:
-        """Return the pool of the lease's task; None when no hint names it any more."""
+        """Return the pool of the lease's task; None if no hint names the task any more."""
         run = self.runs.get(lease.run_id)
         pool = run.pools.get(lease.step) if run is not None else None
         return pool if pool is not None and pool.tasks.get(lease.task.key) is lease.task else None
@@ -279,7 +277,7 @@ class BubbleLedger:
         task = lease.task
         self.tally["tokens"] += max(0, progress.tokens - task.covered)
         if is_running(progress):
-            if lease.counts:
+            if lease.is_valid:
                 task.running = progress.tokens
             return
         del instance.leases[lease.number]
@@ -290,24 +288,24 @@ class BubbleLedger:
             pool.keep(task, instance.instance_id)
             if progress.finished:
                 pool.finish(task)
-        if lease.counts:
+        if lease.is_valid:
             self._free(lease)
         self.revision += 1
 
     def _unknown(self, instance: PollingInstance, lease: TaskLease) -> None:
-        """Drop a lease that the instance has ended as it was told to, or has never heard of."""
+        """Drop a lease that the instance has ended on request or does not know."""
         del instance.leases[lease.number]
         if lease.revoked:
             lease.task.tokens = lease.task.covered
-        if lease.counts:
+        if lease.is_valid:
             self._free(lease)
             self.revision += 1
             self.tally["unknown"] += not lease.revoked
 
     def _void(self, instance: PollingInstance, cause: str) -> None:
-        """Let the leases of an instance count no more; it may still report their progress."""
+        """Invalidate the leases of an instance, which may still report their progress."""
         for lease in instance.leases.values():
-            if lease.counts:
+            if lease.is_valid:
                 self._free(lease)
                 self.revision += 1
                 self.tally[cause] += 1
@@ -321,7 +319,7 @@ class BubbleLedger:
     def _drop_passed(self, run: PregenerationRun, step: int, useful: set[str]) -> None:
         for at, pool in list(run.pools.items()):
             if at == step:
-                # Its coverage may still be asked for.
+                # The gateway may still request its coverage.
                 self.revision += pool.wanted
                 pool.wanted = False
             elif at < step or pool.hint.hint_id not in useful:

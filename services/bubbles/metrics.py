@@ -12,7 +12,7 @@ class BubbleMetrics(MetricSet, prefix="paceline_bubbles_"):
     leases = counter(
         "leases_total",
         "Leases by event: leased; finished; returned; revoked (no longer wanted); expired (instance "
-        "silent or gone); replaced (instance restarted); unknown (the instance never heard of it).",
+        "silent or gone); replaced (instance restarted); unknown (the instance does not know it).",
         "event",
     )
     tokens = counter("pregenerated_tokens_total", "Tokens pre-generated, as instances report.")

@@ -1,9 +1,9 @@
 """Pool of the tasks of one hinted step: free, leased and finished ones. Pure.
 
-They are given out in waves, likely stragglers first. A group shares one expected length, so groups of similar
-length form a band, and a wave is one slot of all groups of a band: band after band, slot after slot. So
-every prompt of a band has a draft before any has two (a short bubble covers all stragglers evenly), and where
-an instance takes several waves it takes prompts that it has already: these share their prefix.
+Tasks are given out in waves, likely stragglers first. A group has one expected length; groups of similar length
+form a band, and a wave is one slot of all groups of a band: band after band, slot after slot. So every prompt of a
+band has a draft before any has two (a short bubble covers all stragglers evenly), and an instance that takes
+several waves takes prompts that it already has, whose samples share their prefix.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Key = tuple[str, int]
 class PooledTask:
     """One sample to pre-generate.
 
-    `tokens` were kept by an instance and can be fetched; `running` tokens are those of the lease that the task has
-    now, and are lost with its instance.
+    `tokens` were kept by an instance and can be fetched; `running` tokens belong to the current lease and are lost
+    with its instance.
     """
 
     group: pb.HintedGroup
@@ -39,10 +39,10 @@ class PooledTask:
     wave: int
     tokens: int = 0
     finished: bool = False
-    # The lease that counts; 0 for none.
+    # Number of the valid lease; 0 for none.
     lease: int = 0
     running: int = 0
-    # The instance that had it last.
+    # Instance of the last lease.
     last: str = ""
 
     @property
@@ -51,21 +51,21 @@ class PooledTask:
 
     @property
     def covered(self) -> int:
-        """Number of tokens that were generated of it."""
+        """Number of tokens generated so far."""
         return max(self.tokens, self.running)
 
 
 class FreeTasks:
     """Free tasks of one wave, in the order in which they became free.
 
-    Taking some costs as much as they, and the prompts that are preferred, are many.
+    `take` is linear in the number of taken tasks and of preferred prompts.
     """
 
     def __init__(self) -> None:
         self._tasks: dict[Key, tuple[int, PooledTask]] = {}
         self._of_instance: dict[str, dict[Key, None]] = {}
         self._next = 0
-        # Of all tasks of a wave.
+        # All tasks of a wave have the same slot.
         self._slot = 0
 
     def __len__(self) -> int:
@@ -86,14 +86,14 @@ class FreeTasks:
         return True
 
     def keep(self, task: PooledTask, instance_id: str) -> None:
-        """Record who had a task last, whether or not it is there; its place stays the same."""
+        """Record the last instance of a task, free or not; its place in the order stays the same."""
         self._unindex(task)
         task.last = instance_id
         if task.key in self._tasks:
             self._index(task)
 
     def take(self, most: int, instance_id: str, prompts: Collection[str]) -> list[PooledTask]:
-        """Take up to `most`: first those that the instance had before, then those of `prompts`."""
+        """Take at most `most` tasks: first the instance's earlier ones, then tasks of `prompts`, then others."""
         if most >= len(self._tasks):
             taken = [task for _, task in self._tasks.values()]
         else:
@@ -127,8 +127,8 @@ class FreeTasks:
 class StepPool:
     """Tasks of one hint.
 
-    `open` of them are not finished; those that are neither finished nor leased are free. A pool whose step has
-    begun is not `wanted` any more: it only remembers how far its tasks are.
+    `open` tasks are not finished; tasks that are neither finished nor leased are `free`. A pool whose step has
+    begun is no longer `wanted`: it only remembers the progress of its tasks.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StepPool:
         """Make the tasks of a hint.
 
         `coupled`: with the seeds of the step. `per_prompt`: samples for each prompt, by default as many as the
-        group has; those beyond that have seeds of their own.
+        group has; further ones get separate seeds.
         """
         self.hint = hint
         self.wanted = True
@@ -154,7 +154,7 @@ class StepPool:
         return self.open - self.free
 
     def adopt(self, old: StepPool) -> None:
-        """Take over the progress of tasks that an earlier hint for the step named as well."""
+        """Copy the progress of tasks that an earlier hint for the step named as well."""
         if old.hint.exactness != self.hint.exactness:
             return
         for key, task in list(self.tasks.items()):
@@ -171,9 +171,9 @@ class StepPool:
                 self._add_free(known)
 
     def take(self, count: int, instance_id: str, prompts: Collection[str]) -> list[PooledTask]:
-        """Take up to `count` free tasks, wave by wave.
+        """Take at most `count` free tasks, wave by wave.
 
-        Within a wave first those that the instance had before, then those of `prompts`, which it has already.
+        Within a wave the instance's earlier tasks come first, then tasks of `prompts`, which it already has.
         """
         taken: list[PooledTask] = []
         for wave in self._free:
@@ -185,7 +185,7 @@ class StepPool:
         return taken
 
     def keep(self, task: PooledTask, instance_id: str) -> None:
-        """Record that an instance had a task, and kept its tokens."""
+        """Record that an instance had a task and kept its tokens."""
         self._free[task.wave].keep(task, instance_id)
 
     def put_back(self, task: PooledTask) -> None:
@@ -194,7 +194,7 @@ class StepPool:
             self._add_free(task)
 
     def finish(self, task: PooledTask) -> None:
-        """Record that a task, leased or free, is generated to its end."""
+        """Record that a task, leased or free, is fully generated."""
         if task.finished:
             return
         task.finished = True
@@ -219,7 +219,7 @@ def _tasks(hint: pb.PutHintRequest, coupled: bool, per_prompt: int | None) -> It
 
 
 def _bands(groups: Collection[pb.HintedGroup]) -> Iterator[list[pb.HintedGroup]]:
-    """Yield groups of similar expected length together, the longest first; of equal length in the hint's order."""
+    """Yield groups of similar expected length together, the longest first; ties in the hint's order."""
     band: list[pb.HintedGroup] = []
     for group in sorted(groups, key=lambda each: -each.expected_tokens):
         if band and group.expected_tokens < SIMILAR * band[0].expected_tokens:
@@ -248,13 +248,14 @@ def _same(known: PooledTask, task: PooledTask) -> bool:
 
 
 def uncoupled_seed(seed: int, slot: int) -> int:
-    """Return a seed of its own for `slot`, without the noise of the step.
+    """Return a separate seed for `slot`, whose noise no sample of the step has.
 
     It is BLAKE2b with an 8-byte digest, read as a little-endian integer, over
 
         seed of one of the step's samples (8 bytes) | slot (8 bytes)
 
-    both little-endian, personalised with "paceline-bubble" so that it can be no seed of `services.contracts.seeds`.
+    both little-endian, personalised with "paceline-bubble" so that it differs from every seed of
+    `services.contracts.seeds`.
     """
     packed = struct.pack("<QQ", seed, slot)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=_PERSON).digest(), "little")

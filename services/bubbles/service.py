@@ -1,4 +1,4 @@
-"""Servicer of BubbleService: it answers gateway and instances by the plan, and holds polls back.
+"""Servicer of BubbleService: it answers gateway and instances by the plan, and holds back polls without an answer.
 
 It also records in the decision log the times in which instances pre-generated.
 """
@@ -25,18 +25,26 @@ from services.contracts.errors import InvalidArgument
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
+HOLD_SECONDS = 1.0
+"""Longest time for which a poll without an answer is held back."""
 KIND = "pregeneration"
-"""Kind of the decision-log entry of such times."""
+"""Kind of the decision-log entries of filled times."""
 MOST = 256
-"""Most times in one entry."""
-# What begins so soon after an end goes on.
+"""Most spans in one entry."""
+_TICK_SECONDS = 1.0
+# Instances write their records at this interval.
+_REGISTRY_SECONDS = 1.0
+_PHASES = (pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PHASE_APPLYING)
+# A span that begins this soon after the previous one ended continues it.
 _PAUSE = 0.05
-# What lasts for longer is told in parts.
+# Longer spans are recorded in parts.
 _LONGEST = 10.0
 
 
 class FilledSpan(NamedTuple):
-    """Time in which an instance had something to pre-generate."""
+    """Time in which an instance had tasks to pre-generate."""
 
     instance_id: str
     begin: float
@@ -46,15 +54,15 @@ class FilledSpan(NamedTuple):
 @dataclass(slots=True)
 class _OpenSpan:
     begin: float
-    heard: float
+    last_poll: float
     end: float | None = None
-    """Set when nothing was left to do; it may still go on."""
+    """Set when no task was left; the span may still continue."""
 
 
 class FilledTime:
-    """Times of all instances that were not taken yet: one open span an instance, and closed ones until `take`.
+    """Spans of all instances: at most one open span for each, and closed ones until `take`.
 
-    An instance that says nothing for `silence` seconds has ended with its last word.
+    The span of an instance that does not poll for `silence` seconds ended at its last poll.
     """
 
     def __init__(self, silence: float) -> None:
@@ -72,22 +80,22 @@ class FilledTime:
             if busy:
                 self._open[instance_id] = _OpenSpan(now, now)
             return
-        span.heard = now
+        span.last_poll = now
         if busy:
             span.end = None
         elif span.end is None:
             span.end = now
 
     def take(self, now: float) -> list[FilledSpan]:
-        """Return the spans that are over, and the begins of very long ones."""
+        """Return the spans that are over, and the first parts of very long ones."""
         for instance_id, span in list(self._open.items()):
             if span.end is not None and now - span.end > _PAUSE:
                 self._close(instance_id, span.end)
-            elif now - span.heard > self._silence:
-                self._close(instance_id, span.heard)
+            elif now - span.last_poll > self._silence:
+                self._close(instance_id, span.last_poll)
             elif now - span.begin > _LONGEST:
-                self._closed.append(FilledSpan(instance_id, span.begin, span.heard))
-                span.begin = span.heard
+                self._closed.append(FilledSpan(instance_id, span.begin, span.last_poll))
+                span.begin = span.last_poll
         taken, self._closed = self._closed, []
         return taken
 
@@ -105,24 +113,14 @@ def _record(spans: Sequence[FilledSpan]) -> DecisionRecord:
     seconds = sum(span.end - span.begin for span in spans)
     instances = len({span.instance_id for span in spans})
     words = f"{instances} instances pre-generated for {seconds:.1f} s in all"
-    told = [[span.instance_id, round(span.begin, 3), round(span.end, 3)] for span in spans]
-    return DecisionRecord(KIND, words, 0.0, {"filled": told}, max(span.end for span in spans))
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-HOLD_SECONDS = 1.0
-"""How long a poll is held back when there is nothing to say."""
-_TICK_SECONDS = 1.0
-# As often as instances write their records.
-_REGISTRY_SECONDS = 1.0
-_PHASES = (pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PHASE_APPLYING)
+    listed = [[span.instance_id, round(span.begin, 3), round(span.end, 3)] for span in spans]
+    return DecisionRecord(KIND, words, 0.0, {"filled": listed}, max(span.end for span in spans))
 
 
 class BubbleService(rpc.BubbleServiceServicer):
     """One coordinator process.
 
-    Its epoch is the time of its start in nanoseconds, and its leases count up from there, so that no two processes
+    Its epoch is its start time in nanoseconds, and its lease numbers count up from there, so that no two processes
     give out the same number.
     """
 
@@ -138,7 +136,7 @@ class BubbleService(rpc.BubbleServiceServicer):
         self._announced = 0
         self._filled = FilledTime(config.lease_seconds)
         self._record = record
-        # Of the polls that are held back: what they are, and the events that wake them.
+        # Polls that are held back, by kind, and the events that wake them.
         self._held = HeldPolls()
         self._wakers: dict[str, tuple[pb.PollWorkRequest, asyncio.Event]] = {}
         # The newest poll of each instance: an older one that is still held is answered with nothing.
@@ -157,19 +155,19 @@ class BubbleService(rpc.BubbleServiceServicer):
                 self._record(entry)
 
     async def watch_instances(self, registry: Registry) -> NoReturn:
-        """Tell the ledger which instances live and how many samples of a step each has, until cancelled.
+        """Report the registered instances, and their number of step samples, to the ledger until cancelled.
 
-        In an outage of the registry nothing is told: the last known state is the best guess.
+        In an outage of the registry nothing is reported: the last known state is the best guess.
         """
 
         async def look(records: dict[str, InstanceRecord] | None) -> None:
             if records is not None:
-                self.ledger.living({instance_id: each.samples for instance_id, each in records.items()})
+                self.ledger.set_alive({instance_id: each.samples for instance_id, each in records.items()})
 
         await registry.watch(INSTANCES, _REGISTRY_SECONDS, look)
 
     async def SetRun(self, request: pb.SetRunRequest, context: Context) -> pb.SetRunResponse:
-        """Take in the status of a run; the answer names the hints that are missing."""
+        """Record the status of a run; the response names the hints that are missing."""
         if violations := _check_run(request):
             raise InvalidArgument(violations)
         missing: list[str] = []
@@ -181,7 +179,7 @@ class BubbleService(rpc.BubbleServiceServicer):
         return pb.SetRunResponse(missing_hint_ids=missing)
 
     async def PutHint(self, request: pb.PutHintRequest, context: Context) -> pb.PutHintResponse:
-        """Take in the samples of a coming step."""
+        """Record the samples of a coming step."""
         if violations := _check_hint(request):
             raise InvalidArgument(violations)
         samples = self.ledger.put_hint(request, time.time())
@@ -189,7 +187,7 @@ class BubbleService(rpc.BubbleServiceServicer):
         return pb.PutHintResponse(samples=samples)
 
     async def GetCoverage(self, request: pb.GetCoverageRequest, context: Context) -> pb.GetCoverageResponse:
-        """Return the tokens that there are of a step; nothing for a step that is not known."""
+        """Return the number of tokens of each sample of a step; empty for an unknown step."""
         response = pb.GetCoverageResponse()
         for task in self.ledger.coverage(request.run_id, request.step):
             prompt_id, slot = task.key
@@ -197,10 +195,10 @@ class BubbleService(rpc.BubbleServiceServicer):
         return response
 
     async def PollWork(self, request: pb.PollWorkRequest, context: Context) -> pb.PollWorkResponse:
-        """Answer an instance that runs something at once, and another one when there is something to say."""
+        """Answer an instance with running tasks at once, and an idle one once there is an answer for it."""
         if not request.instance_id:
             raise InvalidArgument([Violation("instance_id", "is empty")])
-        # Leases of another process count as well: they run, whoever gave them.
+        # Leases of another coordinator process keep the instance busy as well.
         busy = any(map(is_running, request.progress))
         poll, turn = request, object()
         if poll.coordinator_epoch != self.epoch:
@@ -213,7 +211,7 @@ class BubbleService(rpc.BubbleServiceServicer):
         try:
             with self._metrics.polls.track_inprogress():
                 answer = await self._decide(poll, turn, 0.0 if busy else HOLD_SECONDS)
-            # Before the answer: who has it reads metrics that count what it gives and what was reported.
+            # Before the response: metrics read after it must include its leases and the reported events.
             self._metrics.count(self.ledger)
             if answer.leases:
                 self._filled.note(poll.instance_id, True, time.time())
@@ -221,7 +219,7 @@ class BubbleService(rpc.BubbleServiceServicer):
         finally:
             if self._newest.get(poll.instance_id) is turn:
                 del self._newest[poll.instance_id]
-            # Whoever was woken for what this one has left.
+            # The next poll may take what this one has left.
             self._wake_first()
 
     async def _decide(self, poll: pb.PollWorkRequest, turn: object, hold: float) -> WorkAnswer:
@@ -231,7 +229,7 @@ class BubbleService(rpc.BubbleServiceServicer):
             answer = self._plan.answer(poll, time.time())
             if not answer.quiet or loop.time() >= until:
                 return answer
-            # Also when the time is over it decides once more: what is decided here must be what is told.
+            # After the timeout it decides once more, so that the response is the latest decision.
             await self._hold(poll, until)
         return WorkAnswer()
 
@@ -254,7 +252,7 @@ class BubbleService(rpc.BubbleServiceServicer):
             self._held.hold(poll.instance_id, kind)
 
     def _announce(self) -> None:
-        """Wake the polls that are held back and have an answer now, if anything has changed that can matter."""
+        """Wake the held polls that have an answer now, if the ledger has changed."""
         if self.ledger.revision == self._announced:
             return
         self._announced = self.ledger.revision
@@ -265,13 +263,13 @@ class BubbleService(rpc.BubbleServiceServicer):
         self._wake_first()
 
     def _wake_first(self) -> None:
-        """Wake the first poll of each kind that has an answer; the next is woken when that has taken its own."""
+        """Wake the first poll of each kind that has an answer; the next is woken once it was answered."""
         now = time.time()
         for name in self._held.first(lambda kind: self._plan.has_answer(kind, now)):
             self._wake(name)
 
     def _wake(self, name: str) -> None:
-        """Let the poll of an instance, if one is held, decide again."""
+        """Let the held poll of an instance, if there is one, decide again."""
         self._held.leave(name)
         held = self._wakers.pop(name, None)
         if held is not None:
@@ -320,6 +318,6 @@ def _check_hint(request: pb.PutHintRequest) -> list[Violation]:
         if not group.prompt_token_ids:
             violations.append(Violation(f"groups[{number}].prompt_token_ids", "is empty"))
         if group.prompt_id in seen:
-            violations.append(Violation(f"groups[{number}].prompt_id", "is that of an earlier group"))
+            violations.append(Violation(f"groups[{number}].prompt_id", "repeats an earlier group's"))
         seen.add(group.prompt_id)
     return violations

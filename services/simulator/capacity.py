@@ -1,7 +1,4 @@
-"""Number of instances with which a step meets a deadline, found by simulating steps. Deterministic.
-
-Simulations that take longer than ten seconds report their progress.
-"""
+"""Find the number of instances with which a step meets a deadline, by simulating steps. Deterministic."""
 
 from __future__ import annotations
 
@@ -16,11 +13,15 @@ from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.modelled_instance import SimulatedStep
 from services.simulator.simulation_setup import SimulationSetup
 
+OnEnd = Callable[[int, int], None]
+# The answer is at most this share above the fewest instances.
+_CLOSE = 0.01
+# Seconds between two lines of progress.
 _EVERY = 10.0
 
 
 class SimulationProgress:
-    """Lines on stderr, one every ten seconds. `samples` of all steps are expected in all; 0 is unknown."""
+    """Prints a line of progress to stderr every ten seconds. `samples`: expected total of all steps; 0: unknown."""
 
     def __init__(
         self, samples: int, clock: Callable[[], float] = time.monotonic, out: TextIO | None = None
@@ -32,7 +33,7 @@ class SimulationProgress:
         self._ended = 0
 
     def __call__(self, ended: int, left: int) -> None:
-        """Count samples that have ended."""
+        """Count `ended` more samples."""
         self._ended += ended
         now = self._clock()
         if now - self._shown < _EVERY:
@@ -44,14 +45,9 @@ class SimulationProgress:
         print(line, file=self._out, flush=True)
 
 
-# The answer is this close to the fewest instances, as a share.
-_CLOSE = 0.01
-OnEnd = Callable[[int, int], None]
-
-
 @dataclass(frozen=True, slots=True)
 class CapacityAnswer:
-    """Fewest instances that meet a deadline (seconds), None if even the most do not; and the steps simulated."""
+    """Fewest instances that meet a deadline (seconds), None if even the most do not; and the simulated steps."""
 
     deadline: float
     instances: int | None
@@ -59,7 +55,7 @@ class CapacityAnswer:
 
 
 def last_step(setup: SimulationSetup, on_end: OnEnd = lambda ended, left: None) -> SimulatedStep:
-    """Return the last step of a run, which has the drafts that the steps before it left."""
+    """Return the last step of a run, which has drafts from the earlier steps."""
     *_, last = ClusterSimulation(setup, on_end).run()
     return last
 
@@ -73,7 +69,7 @@ def instances_for(
 ) -> CapacityAnswer:
     """Return the fewest instances from `least` to `most` whose step is done by the deadline, to one percent.
 
-    More instances are taken to be no slower, as they are but for how samples happen to be placed.
+    Assumes that more instances are no slower, which holds except for chance in the placement of samples.
 
     Raises:
         ValueError: `least` is below 1 or above `most`, or the deadline is not above 0.

@@ -1,8 +1,9 @@
-"""A rollout cluster simulated by events, on the decision code of the services. Deterministic by its seed.
+"""A rollout cluster simulated by events, with the decision code of the services. Deterministic by its seed.
 
 The gateway's queue and pool place the samples, the planner of an instance decides on its drafts, the bubble
 coordinator's plan gives work to idle instances, and the reallocator's plan moves samples. Devices are tables of
-step times. An event is the end of a span of like steps, so a step of 100,000 samples is a few hundred thousand.
+step times. An event is the end of a span of equal steps, so a step of 100,000 samples has a few hundred thousand
+events.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _RUN = "run"
 class ClusterSimulation:
     """Usage: `for step in ClusterSimulation(setup).run(): ...`, once.
 
-    `on_end(ended, left)` is called when samples of a step have ended, with their number and that of those left.
+    `on_end(ended, left)` is called when samples of a step have ended, with their number and the number left.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class ClusterSimulation:
         self._moves = self._reallocator()
         self.now = 0.0
         self.covered: dict[tuple[int, int], int] = {}
-        """Tokens of the present step that were pre-generated, by prompt and slot."""
+        """Pre-generated tokens of the current step, by prompt and slot."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._unfinished = self._moved = 0
 
     def run(self) -> Iterator[SimulatedStep]:
-        """Simulate step after step."""
+        """Yield the figures of each step."""
         for step in range(self._setup.steps):
             began = self.now
             samples = self._begin(step)
@@ -138,7 +139,7 @@ class ClusterSimulation:
     # The gateway -----------------------------------------------------------------------------------------
 
     def _foresee(self, step: int) -> None:
-        """Let the gateway know the prompts of a step from an earlier epoch."""
+        """Let the gateway learn the lengths of a step's prompts from an earlier epoch."""
         if self._setup.foreseen:
             for prompt, lengths in enumerate(self._drawn[step][1].tolist()):
                 for length in lengths:
@@ -154,7 +155,7 @@ class ClusterSimulation:
         self._queue.push(WaitingSample(sample, sample.prompt, 0, sample.predicted, sample.number, _RUN))
 
     def _pump(self) -> None:
-        """Place what fits."""
+        """Place the waiting samples that fit."""
         while (placed := self._queue.place_next(self._pool, self._setup.affinity_slack)) is not None:
             instance, sample = self._by_name[placed.instance_id], placed.waiting.ref
             if instance.slots.prompts[sample.prompt] == 1:
@@ -174,7 +175,7 @@ class ClusterSimulation:
 
     def _next_event(self) -> None:
         time, _, what = heapq.heappop(self._events)
-        assert time >= self.now - 1e-9, f"{time} comes after {self.now}"
+        assert time >= self.now - 1e-9, f"event at {time} is before the current time {self.now}"
         self.now = max(self.now, time)
         what()
 
@@ -220,7 +221,7 @@ class ClusterSimulation:
     # Bubbles ---------------------------------------------------------------------------------------------
 
     def _rest(self, instance: ModelledInstance) -> None:
-        """Give an instance without samples of the step something to pre-generate, or let it go on with that."""
+        """Let an instance without samples of the step start or continue to pre-generate."""
         if (
             self._idle is None
             or (instance.span is not None)

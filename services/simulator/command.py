@@ -1,4 +1,4 @@
-"""`paceline simulate`: a rollout cluster on the services' own decision code, without machines."""
+"""`paceline simulate`: simulate a rollout cluster with the services' own decision code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from services.simulator.simulation_setup import (
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 Mode = Literal["planner", "toggle", "solver", "adaptive", "fixed"]
-# Simulations that a search for a deadline takes, about.
+# Approximate number of simulations in a search for a deadline.
 _SEARCH = 10
 
 
@@ -85,7 +85,7 @@ def simulate(
 
 
 def _answer(deadline: float | None, least: int, most: int, as_json: bool, **given: Any) -> int:
-    """Show what is asked for, and return the exit status."""
+    """Run the simulation or the search, print the result, and return the exit status."""
     setup = _setup(**given)
     return _run(setup, as_json) if deadline is None else _search(setup, deadline, least, most, as_json)
 
@@ -121,7 +121,7 @@ def _setup(
         Knobs(mode=mode),
         tuple(_source(each) for each in draft or ()),
         None if pregenerate is None else SimulatedSource(PREGENERATED, pregenerate),
-        # Without what the environment may say: the same options give the same answer.
+        # Ignores environment variables: the same options give the same answer.
         BubblesConfig.model_construct() if fills else None,
         ReallocatorConfig.model_construct(decision_steps=decision_steps) if reallocate else None,
         update_seconds,

@@ -1,29 +1,9 @@
-"""Tables of step times of devices, from data sheets or from files of measurements, and their sweep.
+"""Tables of step times of devices: from data sheets by rooflines, or from files of measurements; and their sweep.
 
-A table has the milliseconds of a step by verified tokens (rows), at the sizes for which graphs are captured and
-at larger ones, and what context and samples add. The estimator knows none of it; it sees the times of simulated
-steps. Tables are made from data sheets by rooflines, and checked against published decoding speeds:
-
-- H100 SXM: 989 TFLOP/s dense bfloat16, 3.35 TB/s, 80 GB (NVIDIA H100 data sheet). Kernels reach 0.65 and 0.8 of
-  that. A decoding step of 8B then takes 6.7 ms; vLLM's published single-stream speeds are 130 to 150 tokens/s.
-- H200: the same with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
-- B200: 2.25 PFLOP/s dense bfloat16, 8 TB/s, 180 GB (NVIDIA DGX B200 data sheet), 0.6 and 0.8 of it reached.
-- A100 SXM: 312 TFLOP/s dense bfloat16, 2.04 TB/s, 80 GB; L40S: 362 TFLOP/s, 864 GB/s, 48 GB (NVIDIA). The same
-  shares are reached as of an H100; EfficientRollout (D.2) fits 1.56 to 1.62 TB/s to an A100, which is 0.76 to 0.79.
-- 8B: Qwen3-8B, 70B: Llama-3.1-70B, MoE: Qwen3-30B-A3B, each by the sizes in its config.json, in bfloat16.
-- TP=8: two all-reduces a layer, each 12 us and 225 GB/s over NVLink (nccl-tests all_reduce_perf, 8 x H100).
-- Mixture of experts: a step reads the experts that its rows are routed to, 128 (1 - (1 - 8/128)^rows) of 128 in
-  each layer for routing without preference; the grouped kernels reach 0.6 of the bandwidth and 0.35 of the compute.
-- Graphs are those that an instance with 256 samples and drafts of 16 tokens captures, by the engine's own function.
-  Beyond the largest a step takes at least as long as its launches: 7 us a kernel (vLLM, eager).
-- CPU: the tinymath model in float32, from the sweep of the machine of docs/performance.md; verification costs there
-  by row and by the context that rows attend to.
-
-A device that halves its clock does everything except reading memory in twice the time.
-
-Tables of step times in files, of devices that were measured. JSON, with the names of `DeviceTable`. The files in
-`measured` are devices by name, in addition to those made from data sheets. There are none yet: `python -m
-bench.gpu.device_table` makes them.
+`devices` makes tables from data sheets, `read_device` reads the table of a measured device (JSON, with the names of
+`DeviceTable`), and `known_devices` returns both: the files are in the folder `measured`, which is empty so far;
+`python -m bench.gpu.device_table` writes them. The estimator knows none of this; it sees the times of simulated
+steps.
 """
 
 from __future__ import annotations
@@ -43,40 +23,46 @@ from services.generation.engine.step_sizes import graph_sizes, row_capacity
 from services.step_time.sweep import SWEEP_SECONDS, MeasuredStep, swept_batches
 
 Floats = NDArray[np.float64]
-# Sizes that vLLM itself captures on an H100 for 256 samples or more; an instance adds those of verifying steps.
+# Sizes that vLLM itself captures on an H100 for 256 samples or more; an instance adds sizes of verifying steps.
 _VLLM_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-# Samples and draft window of the instances, and most tokens of a step, as they come.
+# Default samples and draft window of an instance, and most tokens of a step.
 _SAMPLES, _WINDOW, _LARGEST = 256, 16, 16384
+NOISE = 0.03
+"""Standard deviation of measured step times, as a share."""
+MEASURED = Path(__file__).parent / "measured"
 # Sharpness of the knee between two limits of a roofline.
 _KNEE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """Step times of a model on a device: milliseconds by rows, and what samples and context add."""
+    """Step times of a model on a device: milliseconds by verified tokens (rows), and what samples and context add.
+
+    Rows are listed at the sizes for which graphs are captured and at larger ones.
+    """
 
     name: str
     kv_tokens: int
-    """Tokens of context that fit, of all samples together."""
+    """Tokens of context that fit in the KV cache, of all samples together."""
     rows: Floats
     milliseconds: Floats
-    """Of steps with `rows`; a step with a number of rows between two takes as long as the next larger one."""
+    """Time of a step with `rows` rows; a number of rows between two entries takes as long as the larger one."""
     per_sample: float = 0.0
     """Milliseconds of the host and the sampler for each sample."""
     per_context: float = 0.0
     """Milliseconds to read a token of context."""
     attended: float = 0.0
-    """Milliseconds for a row and a token before it, at most hidden behind reading the context."""
+    """Milliseconds for each pair of a row and an earlier token; overlaps with reading the context."""
     attending: float = 0.0
-    """Milliseconds for a draft token and a token before it, of which nothing is hidden."""
+    """Milliseconds for each pair of a draft token and an earlier token; overlaps with nothing."""
     graphs: tuple[int, ...] = ()
-    """Numbers of rows for which graphs are captured. Without any, times between two numbers lie between theirs."""
+    """Numbers of rows for which graphs are captured. Without graphs, times are interpolated between `rows`."""
     most_rows: int = _LARGEST
     """Most verified tokens of a step."""
     slowed: DeviceTable | None = None
-    """What it becomes in mid-run."""
+    """Table that replaces this one in mid-run."""
     source: str = "data sheet"
-    """What the times are from."""
+    """Origin of the times."""
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
         """Return the time of a step."""
@@ -97,7 +83,7 @@ def _either(*limits: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Reached operations, bytes and link bytes a second, and bytes of memory."""
+    """Achieved operations and bytes per second, bytes of memory, and clock relative to the data sheet."""
 
     compute: float
     bandwidth: float
@@ -109,7 +95,6 @@ H100 = Chip(0.65 * 989e12, 0.8 * 3.35e12, 80e9)
 H200 = Chip(0.65 * 989e12, 0.8 * 4.8e12, 141e9)
 B200 = Chip(0.6 * 2250e12, 0.8 * 8e12, 180e9)
 A100 = Chip(0.65 * 312e12, 0.8 * 2.04e12, 80e9)
-L40S = Chip(0.65 * 362e12, 0.8 * 864e9, 48e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +117,6 @@ class ModelSizes:
 
 
 QWEN3_8B = ModelSizes(7.57e9, 36, 4096, 32, 8)
-QWEN3_1_7B = ModelSizes(1.72e9, 28, 2048, 16, 8)
-QWEN3_4B = ModelSizes(4.02e9, 36, 2560, 32, 8)
-QWEN25_7B = ModelSizes(7.07e9, 28, 3584, 28, 4, vocabulary=152_064)
-QWEN25_14B = ModelSizes(14.0e9, 48, 5120, 40, 8, vocabulary=152_064)
-LLAMA_8B = ModelSizes(7.5e9, 32, 4096, 32, 8, vocabulary=128_256)
 LLAMA_70B = ModelSizes(69.5e9, 80, 8192, 64, 8, vocabulary=128_256)
 QWEN3_30B_A3B = ModelSizes(1.2e9, 48, 2048, 32, 4, experts=29.0e9)
 EAGLE3_8B = ModelSizes(0.40e9, 1, 4096, 32, 8)
@@ -151,7 +131,31 @@ _ALL_REDUCE, _LINK = 12e-6, 225e9
 def decoding_table(
     name: str, model: ModelSizes, chip: Chip, devices: int = 1, weight_bytes: float = 2.0
 ) -> DeviceTable:
-    """Return the table of a model on a chip, or on several that share it; `weight_bytes` of a dense parameter."""
+    """Return the table of a model on `devices` chips that share it, with `weight_bytes` for each dense parameter.
+
+    Made by rooflines from data sheets, and checked against published decoding speeds:
+
+    - H100 SXM: 989 TFLOP/s dense bfloat16, 3.35 TB/s, 80 GB (NVIDIA H100 data sheet). Kernels reach 0.65 and 0.8 of
+      that. A decoding step of 8B then takes 6.7 ms; vLLM's published single-stream speeds are 130 to 150 tokens/s.
+    - H200: the same with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
+    - B200: 2.25 PFLOP/s dense bfloat16, 8 TB/s, 180 GB (NVIDIA DGX B200 data sheet), 0.6 and 0.8 of it reached.
+    - A100 SXM: 312 TFLOP/s dense bfloat16, 2.04 TB/s, 80 GB (NVIDIA). The same shares are reached as of an H100;
+      EfficientRollout (D.2) fits 1.56 to 1.62 TB/s to an A100, which is 0.76 to
+      0.79.
+    - 8B: Qwen3-8B, 70B: Llama-3.1-70B, MoE: Qwen3-30B-A3B, each by the sizes in its config.json, in bfloat16.
+    - TP=8: two all-reduces a layer, each 12 us and 225 GB/s over NVLink (nccl-tests all_reduce_perf, 8 x H100).
+    - Mixture of experts: a step reads the experts that its rows are routed to, 128 (1 - (1 - 8/128)^rows) of 128 in
+      each layer for routing without preference; the grouped kernels reach 0.6 of the bandwidth and 0.35 of the
+      compute.
+    - Graphs are those that an instance with 256 samples and drafts of 16 tokens captures, by the engine's own
+    function.
+      Beyond the largest a step takes at least as long as its launches: 7 us a kernel (vLLM, eager).
+    - CPU: the tinymath model in float32, from the sweep of the machine of docs/performance.md; verification costs
+    there
+      by row and by the context that rows attend to.
+
+    A device that halves its clock does everything except reading memory in twice the time.
+    """
     most_rows = row_capacity(_LARGEST, model.vocabulary)
     graphs = graph_sizes(_VLLM_GRAPHS, _SAMPLES, _WINDOW, most_rows)
     beyond = np.unique(np.geomspace(graphs[-1] + 64, _LARGEST, 160).astype(int) // 64 * 64)
@@ -185,11 +189,6 @@ def decoding_table(
     )
 
 
-def with_host(device: DeviceTable, seconds: float) -> DeviceTable:
-    """Return a table whose steps take `seconds` longer, each: what the engine's host does between two steps."""
-    return replace(device, milliseconds=device.milliseconds + 1e3 * seconds)
-
-
 def _cpu() -> DeviceTable:
     rows = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, _LARGEST], np.float64)
     # Milliseconds: the step, and each row's products and passes through Python.
@@ -199,7 +198,7 @@ def _cpu() -> DeviceTable:
 
 
 def devices() -> Sequence[DeviceTable]:
-    """Return the tables."""
+    """Return the tables that are made from data sheets."""
     h100 = decoding_table("8B H100", QWEN3_8B, H100)
     halved = decoding_table("8B H100", QWEN3_8B, replace(H100, clock=0.5))
     return (
@@ -212,12 +211,11 @@ def devices() -> Sequence[DeviceTable]:
     )
 
 
-MEASURED = Path(__file__).parent / "measured"
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class DeviceFile(BaseModel):
-    """Milliseconds of steps by verified tokens, and what samples and context add; see `DeviceTable`."""
+    """Measured table in a file; `DeviceTable` describes the fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -239,7 +237,7 @@ class DeviceFile(BaseModel):
             raise ValueError(f"{len(self.rows)} rows have {len(self.milliseconds)} milliseconds")
         for name in ("rows", "graphs"):
             if any(b <= a for a, b in pairwise(getattr(self, name))):
-                raise ValueError(f"{name} must rise")
+                raise ValueError(f"{name} must ascend")
         if any(b < a for a, b in pairwise(self.milliseconds)):
             raise ValueError("milliseconds must not fall as rows rise")
         return self
@@ -250,7 +248,7 @@ def read_device(path: Path) -> DeviceTable:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no table; the message names the field.
+        ValueError: the content is no table; the message names the field.
     """
     found = DeviceFile.model_validate_json(path.read_bytes())
     rows, milliseconds = np.array(found.rows, np.float64), np.array(found.milliseconds, np.float64)
@@ -275,14 +273,10 @@ def known_devices(measured: Path = MEASURED) -> Sequence[DeviceTable]:
     return (*devices(), *(read_device(path) for path in sorted(measured.glob("*.json"))))
 
 
-NOISE = 0.03
-"""Standard deviation of measured step times, as a share."""
-
-
 def swept(
     device: DeviceTable, max_samples: int, seed: int = 0, *, noise: float = NOISE
 ) -> list[MeasuredStep]:
-    """Return the steps that a sweep of the device measures, with such noise, before its time is over."""
+    """Return the steps that a sweep of the device measures in its time, with relative noise `noise`."""
     random, found, left = Random(seed), list[MeasuredStep](), SWEEP_SECONDS
     for batch in swept_batches(max_samples, device.most_rows, 1 << 16, device.graphs):
         for rows in batch.rows:

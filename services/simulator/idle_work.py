@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.bubbles.config import BubblesConfig
 from services.bubbles.ledger import BubbleLedger, TaskLease
 from services.bubbles.plan import PregenerationPlan
-from services.simulator.modelled_instance import SimulatedSample
+from services.simulator.modelled_instance import ModelledInstance, SimulatedSample
 from services.simulator.simulation_setup import Ints
 
 _RUN = "run"
 _FRESH = 5.0
-"""Seconds after which the gateway says again what it said."""
-
-
-class RunningSamples(Protocol):
-    """Samples that run on an instance."""
-
-    def __contains__(self, sample: SimulatedSample) -> bool: ...
-
-    def remove(self, sample: SimulatedSample) -> None:
-        """Let a sample leave; it then knows what it has generated."""
-        ...
-
-
-class IdleInstance(Protocol):
-    """The part of an instance that its work in bubbles needs."""
-
-    name: str
-    max_running: int
-    steps: int
-    waiting: deque[SimulatedSample]
-
-    @property
-    def samples(self) -> int:
-        """Samples that run or wait."""
-        ...
-
-    @property
-    def batch(self) -> RunningSamples:
-        """Samples that run."""
-        ...
-
-    def prefill(self, tokens: int) -> None:
-        """Compute the KV of `tokens` tokens before the next step."""
-        ...
-
-    def generated(self, sample: SimulatedSample, now: float) -> float:
-        """Return the response tokens that a sample here has by now."""
-        ...
+"""Seconds after which the gateway repeats its report."""
 
 
 class IdleWork:
-    """Pre-generation of instances without samples of a step, and how much of a step is there when it begins."""
+    """Pre-generation on instances without samples of a step, and the coverage of a step when it begins."""
 
     def __init__(self, config: BubblesConfig, prompt_tokens: int) -> None:
         self._ledger = BubbleLedger(config)
@@ -70,16 +31,16 @@ class IdleWork:
         self._held: dict[str, dict[int, tuple[TaskLease, SimulatedSample]]] = {}
 
     def begin(self, step: int, samples: Mapping[str, int], now: float) -> None:
-        """Tell the coordinator that a step is rolled out, on instances with so many samples."""
-        self._ledger.living(samples)
+        """Report to the coordinator that a step is rolled out, with the number of samples of each instance."""
+        self._ledger.set_alive(samples)
         self._say(pb.RUN_PHASE_ROLLOUT, step, now)
 
     def learn(self, now: float) -> None:
-        """Tell the coordinator that the last sample has ended."""
+        """Report to the coordinator that the last sample has ended."""
         self._say(pb.RUN_PHASE_UPDATE, self._status.step, now)
 
     def hint(self, step: int, lengths: Ints, expected: Iterable[float], now: float) -> None:
-        """Announce a coming step, with the true lengths [prompts, samples] and the expected one of each prompt."""
+        """Announce a coming step: its true lengths [prompts, samples] and the expected length of each prompt."""
         hint = pb.PutHintRequest(run_id=_RUN, hint_id=f"step-{step}", step=step)
         for prompt, tokens in enumerate(expected):
             seeds = range(lengths.shape[1])
@@ -90,15 +51,15 @@ class IdleWork:
         self._ledger.put_hint(hint, now)
 
     def coverage(self, step: int) -> dict[tuple[int, int], int]:
-        """Return the pre-generated tokens of a step's samples by prompt and slot, of samples that have any."""
+        """Return the pre-generated tokens of a step by prompt and slot, without samples that have none."""
         return {
             (int(task.group.prompt_id), task.slot): task.covered for task in self._ledger.coverage(_RUN, step)
         }
 
-    def poll(self, instance: IdleInstance, now: float) -> None:
-        """Report what an instance does and has ended, and give it more.
+    def poll(self, instance: ModelledInstance, now: float) -> None:
+        """Report the running and finished tasks of an instance, and give it more.
 
-        As an instance does, every `poll_steps` steps, and when it has nothing to do.
+        Like a real instance, it polls every `poll_steps` steps and when it is idle.
         """
         if instance.samples and instance.steps - self._polled_at.get(instance.name, 0) < self._poll_steps:
             return
@@ -124,8 +85,8 @@ class IdleWork:
             instance.prefill(round(sample.context) - shared)
             prompts.add(sample.prompt)
 
-    def stop(self, instance: IdleInstance, now: float) -> None:
-        """Let an instance return its tasks, unfinished, with the tokens that there are."""
+    def stop(self, instance: ModelledInstance, now: float) -> None:
+        """Let an instance return its tasks with the tokens generated so far."""
         held = self._held.pop(instance.name, {})
         progress = []
         for lease, (_, sample) in held.items():
@@ -145,7 +106,7 @@ class IdleWork:
         self._ledger.set_run(self._status, now)
 
     def _answered(
-        self, instance: IdleInstance, progress: list[pb.PregenerationProgress], room: int, now: float
+        self, instance: ModelledInstance, progress: list[pb.PregenerationProgress], room: int, now: float
     ) -> tuple[TaskLease, ...]:
         run = self._ledger.runs.get(_RUN)
         if run is None or now - run.heard_at > _FRESH:
@@ -163,7 +124,7 @@ class IdleWork:
     def _sample(self, lease: TaskLease) -> SimulatedSample:
         task = lease.task
         prompt, lengths = int(task.group.prompt_id), self._lengths[lease.step]
-        # A draft with noise of its own is as long as another sample of its prompt.
+        # A draft with other noise is as long as another sample of its prompt.
         slot = (task.slot if self._coupled else task.slot + 1) % lengths.shape[1]
         return SimulatedSample(
             prompt=prompt,

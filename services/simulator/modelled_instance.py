@@ -1,13 +1,7 @@
-"""An instance of a simulated cluster: its batch of samples, and the span of like steps that it is in.
+"""Instance of a simulated cluster: its batch of samples, its spans of equal steps, and figures of a step. Pure.
 
-The figures of a step are summed up here as well. Samples are advanced by many steps at once. Pure.
-
-Samples that run together on a simulated instance, advanced by many steps at once. Pure. Samples with the same
-sources of drafts are a cohort: each step brings every one of them the same tokens, on average. So a cohort has
-one counter of tokens, its members are ordered by the count at which they end, and a step costs nothing.
-
-Nothing joins or leaves in mid-step: who wants to waits for the end of the step that is under way, where the span
-is then cut. Times are in seconds.
+Samples join or leave between steps only: a change first cuts the span of steps after the one under way. Times are
+in seconds.
 """
 
 from __future__ import annotations
@@ -23,15 +17,21 @@ from services.gateway.scheduler.placement import InstanceSlots
 from services.simulator.device_tables import DeviceTable
 from services.simulator.step_decider import StepDecider, StepDecision
 
-# Tokens by which a sample may be short of its end and have reached it: counters are sums of fractions.
+# A sample this many tokens short of its end has reached it: counters are sums of fractions.
 _ROUNDING = 1e-6
+# Most growth of the context within a span, as a share.
+_GROWTH = 0.15
+# Most prompt tokens that a step prefills.
+_CHUNK = 8192
+# Share of the KV that stays free when a sample joins, so that running samples can grow.
+_SPARE = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedSample:
-    """A sample. Lengths are in tokens; `covered` of its response are in a draft of its own.
+    """A sample. Lengths are in tokens; its own draft has the first `covered` tokens of the response.
 
-    `decode_steps` are those that it took part in. `lease` is that of a pre-generated sample, 0 for others.
+    `decode_steps` counts the steps that it took part in. `lease` is 0 unless the sample is pre-generated.
     """
 
     prompt: int
@@ -49,7 +49,7 @@ class SimulatedSample:
 
     @property
     def kind(self) -> str:
-        """Cohort that it belongs to now: background, covered by its own draft, or open."""
+        """Current cohort: background, covered by its own draft, or open."""
         if self.lease:
             return "background"
         return "covered" if self.generated + _ROUNDING < min(self.covered, self.length) else "open"
@@ -64,11 +64,11 @@ class SimulatedSample:
 class _Cohort:
     progress: float = 0.0
     steps: int = 0
-    # Context of all members if the counter were 0.
+    # Context of all members at a counter of 0.
     base: float = 0.0
-    # Counter and steps at which a member joined, and the number of its joining.
+    # Counter and steps when a member joined, and the running number of its joining.
     members: dict[SimulatedSample, tuple[float, int, int]] = field(default_factory=dict)
-    # (counter at which something changes for a member, number of its joining, it)
+    # (counter at which something changes for a member, running number of its joining, the member)
     changes: list[tuple[float, int, SimulatedSample]] = field(default_factory=list)
     joined: int = 0
 
@@ -101,7 +101,12 @@ class _Cohort:
 
 
 class SampleBatch:
-    """Running samples by cohort."""
+    """Running samples by cohort, advanced by many steps at once.
+
+    Samples with the same sources of drafts are a cohort: each step brings every one of them the same tokens, on
+    average. So a cohort has one counter of tokens, its members are ordered by the count at which they end, and a
+    step costs nothing.
+    """
 
     def __init__(self) -> None:
         self._cohorts: dict[str, _Cohort] = {}
@@ -115,7 +120,7 @@ class SampleBatch:
 
     @property
     def samples(self) -> list[SimulatedSample]:
-        """The samples in the order in which they joined; their counters are as of then (see `generated`)."""
+        """The samples in the order in which they joined; counters are as of joining (see `generated`)."""
         return list(self._of)
 
     @property
@@ -135,7 +140,7 @@ class SampleBatch:
         self._of[sample] = kind
 
     def remove(self, sample: SimulatedSample) -> None:
-        """Let a sample leave; it then knows what it has generated."""
+        """Remove a sample, and update its counters."""
         self._cohorts[self._of.pop(sample)].remove(sample)
 
     def kind(self, sample: SimulatedSample) -> str:
@@ -148,7 +153,7 @@ class SampleBatch:
         return sample.generated + cohort.progress - cohort.members[sample][0]
 
     def steps_to_change(self, tokens: dict[str, float]) -> int:
-        """Return the steps until a sample ends or its draft does, at so many tokens a step for each cohort."""
+        """Return the steps until a sample or its draft ends; `tokens` are the tokens per step of each cohort."""
         return min(
             max(1, ceil((cohort.next_change() - _ROUNDING) / tokens[kind]))
             for kind, cohort in self._cohorts.items()
@@ -156,7 +161,7 @@ class SampleBatch:
         )
 
     def advance(self, steps: int, tokens: dict[str, float]) -> list[SimulatedSample]:
-        """Do steps; return the samples that have ended, which are gone, in the order of their ends."""
+        """Advance by `steps`; remove the samples that have ended and return them, in the order of their ends."""
         changed = []
         for kind, cohort in self._cohorts.items():
             if not cohort.members:
@@ -177,17 +182,9 @@ class SampleBatch:
         return ended
 
 
-# Most growth of the context within a span, as a share.
-_GROWTH = 0.15
-# Tokens of a prefill in one step, and rows beyond which a device's table ends.
-_CHUNK = 8192
-# Share of the KV that stays free when a sample joins, for those that run to grow.
-_SPARE = 0.05
-
-
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """Steps of the same samples, that take `seconds` each."""
+    """Steps of the same samples that take `seconds` each."""
 
     began: float
     seconds: float
@@ -202,7 +199,7 @@ class StepSpan:
 
 @dataclass(slots=True)
 class DecodingTotals:
-    """Totals of instances, of samples of a step: steps, seconds, drafts verified, tokens drafted and accepted."""
+    """Totals of a step over all instances: steps, seconds, verified drafts, drafted and accepted tokens."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -212,14 +209,14 @@ class DecodingTotals:
     preempted: int = 0
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Start a new step."""
         self.steps = self.preempted = 0
         self.seconds = self.drafts = self.drafted = self.accepted = 0.0
 
 
 @dataclass(eq=False)
 class ModelledInstance:
-    """Instance. `clock` is the end of its last step; `span` what it does since, None while it idles."""
+    """One instance. `clock` is the end of its last span; `span` the steps since then, None while it is idle."""
 
     name: str
     decider: StepDecider
@@ -232,10 +229,10 @@ class ModelledInstance:
     span: StepSpan | None = None
     steps: int = 0
     busy_until: float = 0.0
-    """End of its last sample of the step."""
+    """Time when its last sample of the step ended."""
     background: bool = False
     leaving: list[Callable[[], None]] = field(default_factory=list)
-    """What is to be done at the end of the step under way."""
+    """Actions for the end of the step under way."""
     # Prompt tokens to prefill before the next step.
     _prefill: int = 0
 
@@ -250,11 +247,11 @@ class ModelledInstance:
         return len(self.batch) + len(self.waiting)
 
     def prefill(self, tokens: int) -> None:
-        """Compute so many tokens before the next step."""
+        """Prefill `tokens` tokens before the next step."""
         self._prefill += tokens
 
     def cut(self, now: float) -> None:
-        """End the span with the step that is under way now."""
+        """Shorten the span to end with the step under way."""
         span = self.span
         if span is None:
             return
@@ -263,11 +260,11 @@ class ModelledInstance:
             self.span = StepSpan(span.began, span.seconds, max(done + 1, 1), span.decision)
 
     def steps_by(self, now: float) -> int:
-        """Return the steps that have ended by now."""
+        """Return the number of steps that have ended by `now`."""
         return self.steps + self._done_by(now)
 
     def generated(self, sample: SimulatedSample, now: float) -> float:
-        """Return the response tokens that a sample here has by now."""
+        """Return the response tokens of a sample of this instance at `now`."""
         if sample not in self.batch:
             return sample.generated
         more = 0.0
@@ -282,7 +279,7 @@ class ModelledInstance:
         return min(span.steps, max(0, floor((now - span.began) / span.seconds + 1e-9)))
 
     def finish_span(self) -> list[SimulatedSample]:
-        """Do the steps of the span; return the samples that have ended."""
+        """Complete the steps of the span; return the samples that have ended."""
         span = self.span
         assert span is not None, "an instance that idles has no span"
         counts = self.batch.counts()
@@ -303,7 +300,7 @@ class ModelledInstance:
         return ended
 
     def begin_span(self) -> None:
-        """Admit what waits and fits, and begin the next steps, if there is anything to do."""
+        """Admit waiting samples that fit, and begin the next steps if there are any samples."""
         self._admit()
         counts = self.batch.counts()
         if not counts:
@@ -311,7 +308,7 @@ class ModelledInstance:
         n, context = len(self.batch), self.batch.context
         decision = self.decider.decide(counts, context / n)
         growth = sum(count * decision.tokens[kind] for kind, count in counts.items())
-        # Those that fit in the KV, and in which steps do not become much longer.
+        # Steps for which the KV has room and the step time stays about the same.
         most = min((self.device.kv_tokens - context) / growth, _GROWTH * context / growth)
         steps = min(self.batch.steps_to_change(decision.tokens), max(1, floor(most)))
         mean = context + growth * (steps - 1) / 2
@@ -323,7 +320,7 @@ class ModelledInstance:
         self.span = StepSpan(began, seconds, steps, decision)
 
     def _admit(self) -> None:
-        """Let waiting samples join while seats and KV last; where KV is short, preempt those that joined last."""
+        """Admit waiting samples while there is room in batch and KV; if KV is short, preempt the latest ones."""
         room = self.device.kv_tokens - self.batch.context
         while self.waiting and len(self.batch) < self.max_running:
             sample = self.waiting[0]
@@ -349,10 +346,12 @@ class ModelledInstance:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Step of a run. Times are in seconds, lengths in tokens; bubbles are of instances, from their last sample on.
+    """Figures of a step. Times are in seconds, lengths in tokens.
 
-    `acceptance_length` counts the tokens of a verified draft, the policy's own included; `draft_length` its drafted
-    ones. `covered` are tokens of a sample that were pre-generated. `busy` is the share of instance time with
+    A bubble is the time from an instance's last sample to the end of the step.
+
+    `acceptance_length` counts the tokens of a verified draft, the policy's own included; `draft_length` the drafted
+    tokens. `covered` counts the pre-generated tokens of a sample. `busy` is the share of instance time with
     samples.
     """
 
@@ -376,7 +375,7 @@ class SimulatedStep:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of the whole cluster."""
+        """Tokens per second of the whole cluster."""
         return self.tokens / self.seconds
 
 

@@ -44,7 +44,7 @@ class TableStepTime:
 
 
 class SampleMoves:
-    """Decisions of the reallocator, when they are due."""
+    """Decisions of the reallocator."""
 
     def __init__(
         self, config: ReallocatorConfig, device: DeviceTable, max_running: int, limit: int, kv_seconds: float
@@ -52,8 +52,8 @@ class SampleMoves:
         """Begin with nothing learned.
 
         Args:
-            config: of the reallocator.
-            device: of every instance.
+            config: settings of the reallocator.
+            device: step times of every instance.
             max_running: most samples of an instance.
             limit: longest response, in tokens.
             kv_seconds: time to send the KV of a token, while the sample decodes.
@@ -70,7 +70,7 @@ class SampleMoves:
         self._remaining: dict[int, float] = {}
 
     def next_poll(self, instances: Sequence[ModelledInstance], now: float) -> float:
-        """Return the time at which to look again: about when a decision is due."""
+        """Return the time of the next poll: about when a decision is due."""
         steps, poll = _steps(instances, now), self._config.poll_seconds
         seconds = [each.span.seconds for each in instances if each.span is not None]
         left = self._scope.steps_left(steps) * min(seconds, default=0.0)
@@ -94,13 +94,13 @@ class SampleMoves:
         return transfers
 
     def paid(self, move: Move, tokens: int, receiver: ModelledInstance) -> MovePrice:
-        """Return what a move costs that is made now: what the reallocator believes."""
+        """Return the price of a move made now, as the reallocator estimates it."""
         assert self._curve is not None, "a move follows a decision"
         cost = self._learned.costs.ways[move.by]
         return price(move.by, cost, tokens, self._curve, receiver.samples + 1)
 
     def moved(self, donor: ModelledInstance, number: Hashable) -> None:
-        """Note that a sample has left an instance without having ended."""
+        """Record that a sample left an instance before its end."""
         self._left.setdefault(donor.name, set()).add(number)
 
     def _learn(self, instances: Sequence[ModelledInstance], now: float) -> None:
@@ -142,7 +142,7 @@ class SampleMoves:
 
 
 def _of_step(instance: ModelledInstance) -> int:
-    """Return the samples of the step that an instance has."""
+    """Return the number of an instance's samples of the step."""
     return 0 if instance.background else instance.samples
 
 

@@ -20,8 +20,9 @@ from services.reallocator.config import ReallocatorConfig
 from services.simulator.device_tables import DeviceTable
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 PREGENERATED = "pregenerated"
-"""Name of the source that a sample has only as far as its own draft reaches."""
+"""Name of the source that a sample has only up to the end of its own draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class SimulatedSource:
     """Source of drafts with the same acceptance for all samples.
 
     `acceptance` is the probability that a token is accepted if all before it in its draft are; a sequence has one
-    for each position, the last of which holds from there on. `passes` are the step times of a draft model, which
-    makes a token a pass; None for a source that looks tokens up, which takes no time.
+    for each position, the last of which applies to all later ones. `passes` are the step times of a draft model,
+    which makes a token a pass; None for a source that looks tokens up, which takes no time.
     """
 
     name: str
@@ -54,9 +55,6 @@ class SimulatedSource:
         return np.array(self.each, np.float64)[places]
 
 
-Ints = NDArray[np.int64]
-
-
 class Lengths(Protocol):
     """Response lengths of a step."""
 
@@ -69,7 +67,7 @@ class LogNormalLengths:
     """Log-normal lengths, cut at a limit.
 
     `median` is in tokens and `spread` the standard deviation of the logarithm; `alike` is the share of its variance
-    that the samples of a prompt have in common. A share `endless` of the samples goes on to the limit.
+    that the samples of a prompt have in common. A share `endless` of the samples runs to the limit.
     """
 
     median: float
@@ -100,7 +98,7 @@ class LogNormalLengths:
 
 @dataclass(frozen=True, slots=True)
 class TracedLengths:
-    """Lengths of a recorded run: prompts are drawn with replacement, and of each some of its own lengths."""
+    """Lengths of a recorded run: draw prompts with replacement, and for each some of its recorded lengths."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -115,7 +113,7 @@ def read_trace(path: Path) -> TracedLengths:
     """Return the lengths of a trace: JSON Lines, each a list of the response lengths of one prompt, in tokens.
 
     Raises:
-        ValueError: a line that is no such list, with its number; or no lines at all.
+        ValueError: a line is no such list (the message has its number), or there are no lines.
     """
     groups = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -151,7 +149,7 @@ class SimulatedWorkload:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def drawn(self, steps: int, seed: int) -> list[tuple[Ints, Ints]]:
-        """Return the lengths [prompts, samples] of each step, and those of its prompts in an earlier epoch."""
+        """Return the lengths [prompts, samples] of each step, and its prompts' lengths in an earlier epoch."""
         random = np.random.default_rng(seed)
         both = [self.lengths.draw(self.prompts, 2 * self.samples, random) for _ in range(steps)]
         return [(each[:, : self.samples], each[:, self.samples :]) for each in both]
@@ -161,7 +159,7 @@ class SimulatedWorkload:
 class SimulationSetup:
     """A cluster and what it does. Times are in seconds.
 
-    `bubbles` and `reallocation` None: not at all. `foreseen`: the gateway has seen the prompts in an earlier epoch.
+    `bubbles` and `reallocation` are off if None. `foreseen`: the gateway has seen the prompts in an earlier epoch.
     `room_factor`, `affinity_slack` and `draft_cost` are the gateway's. `kv_seconds` is the time to send the KV of a
     token from one instance to another, while the sample decodes.
     """

@@ -1,10 +1,4 @@
-"""Decisions about the steps of simulated instances, by the planner of an instance. Deterministic.
-
-The planner is that of services.generation, with its estimator on a sweep of the device. It decides on a batch of as
-many samples of each cohort as asked for, learns the time of the step, and decides again, until it has settled; that
-decision is kept for all batches that are nearly the same, on any instance. So exploration, which an instance needs
-because it does not know its device, is left out, and so is what deciding costs.
-"""
+"""Decisions about the steps of simulated instances, by the planner of services.generation. Deterministic."""
 
 from __future__ import annotations
 
@@ -24,7 +18,7 @@ from services.simulator.device_tables import DeviceTable, swept
 from services.simulator.simulation_setup import Floats, SimulatedSource
 from services.step_time.estimator import StepTimeEstimator
 
-# Decisions about a batch until the last one counts.
+# Decisions about a batch; the last one is used.
 _SETTLED = 6
 # Batches are the same up to these factors: samples of a cohort (few are exact), and context of a sample.
 _ALIKE, _ALIKE_CONTEXT, _EXACT = 1.08, 1.2, 16
@@ -33,9 +27,9 @@ _SWEPT = 512
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """Decision about a step, by cohort: tokens that it brings a sample on average, and tokens drafted for one.
+    """Decision about a step, by cohort: mean new tokens of a sample, and mean drafted tokens.
 
-    A draft model makes `passes` passes of `drafted_for` samples.
+    A draft model makes `passes` passes over `drafted_for` samples.
     """
 
     tokens: dict[str, float]
@@ -55,7 +49,13 @@ class _NoExploration(Exploration):
 
 
 class StepDecider:
-    """Decisions on one kind of device."""
+    """Decisions on one kind of device.
+
+    The planner has an estimator on a sweep of the device. It decides on a batch with the requested number of
+    samples of each cohort, learns the time of the step, and decides again, until it has settled; that decision is
+    kept for all batches that are nearly the same, on any instance. Exploration, which an instance needs because it
+    does not know its device, is left out, and so is the time that deciding takes.
+    """
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class StepDecider:
         """Begin with a sweep of the device.
 
         Args:
-            device: of the instances.
-            knobs: of all of them.
+            device: step times of the instances.
+            knobs: the knobs of all instances.
             sources: that every sample of a step has; at most one of them is a draft model.
-            pregenerated: source of a sample as far as its own draft reaches.
-            seed: of the sweep's noise and of what is accepted.
+            pregenerated: source of a sample up to the end of its own draft.
+            seed: seed of the sweep's noise and of acceptance.
         """
         self.device = device
         self._knobs = knobs
@@ -99,18 +99,18 @@ class StepDecider:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that a step brings a sample."""
+        """Most tokens that a step adds to a sample."""
         return 1 + self._knobs.draft_cap if self.speculates else 1
 
     def pass_seconds(self, samples: float, context: float) -> float:
-        """Return the time of a pass of the draft model for so many samples of this mean context."""
+        """Return the time of a draft model's pass over `samples` samples of mean context `context`."""
         table = self._models[0].passes
         assert table is not None
         n = max(1, round(samples))
         return table.seconds(n, n, n * context)
 
     def decide(self, counts: Mapping[str, int], context: float) -> StepDecision:
-        """Return the decision about a batch of so many samples by cohort, at least one, of this mean context."""
+        """Return the decision about a batch with `counts` samples by cohort, at least one, of this mean context."""
         if not self.speculates:
             return StepDecision(dict.fromkeys(counts, 1.0), dict.fromkeys(counts, 0.0))
         alike = {kind: _alike(count) for kind, count in counts.items()}
@@ -139,7 +139,7 @@ class StepDecider:
             if lengths[i]:
                 brought[i] += float(np.cumprod(true[name][i, : lengths[i]]).sum())
         if not lengths.any():
-            # An instance backs off from drafting what it does not verify.
+            # An instance backs off from drafting if it verifies none of the drafts.
             passes, drafted_for = 0, 0.0
         place = {kind: np.array([each == kind for each in kinds]) for kind in counts}
         return StepDecision(
@@ -150,10 +150,10 @@ class StepDecider:
         )
 
     def _acceptance(self, kinds: Sequence[str], width: int) -> dict[str, Floats]:
-        """Return the acceptance of each source by sample and position, 0 where it has nothing."""
+        """Return the acceptance of each source by sample and position, 0 where it has no draft."""
         found = {}
         for source in self._covered:
-            # What is generated ahead is drafted like the step's own samples.
+            # Pre-generated samples are drafted like the step's own samples.
             has = np.array([source in self._open or kind == "covered" for kind in kinds])
             found[source.name] = has[:, None] * source.by_position(width)
         return found
@@ -189,7 +189,7 @@ class StepDecider:
         true: Mapping[str, Floats],
         context: int,
     ) -> None:
-        """Tell the planner what the step took and what of its drafts was accepted."""
+        """Report the time of the step and the accepted drafts to the planner."""
         n, rows = len(states), len(states) + int(lengths.sum())
         seconds = self.device.seconds(n, rows, n * context)
         self._planner.stepped(StepShape(n, rows, n * context), seconds)

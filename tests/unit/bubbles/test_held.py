@@ -40,7 +40,7 @@ def test_members_are_counted_as_one_by_one(steps: list[tuple[str, object, float]
     for what, who, pause in steps:
         now += pause
         if isinstance(who, str):
-            members.hear(who, now)
+            members.note_poll(who, now)
             seen[who] = now
         elif isinstance(who, set):
             members.set_alive(who)
@@ -95,7 +95,7 @@ def random_change(draw: random.Random, ledger: BubbleLedger, plan: Pregeneration
     elif what == 1:
         ledger.put_hint(hint({"p": 9.0, "q": 3.0}, step=draw.choice((1, 2, 3)), run_id=run_id), now)
     elif what == 2:
-        ledger.living({name: draw.randrange(4) for name in NAMES if draw.random() < 0.7})
+        ledger.set_alive({name: draw.randrange(4) for name in NAMES if draw.random() < 0.7})
     elif what == 3:
         ledger.expire(now)
     else:

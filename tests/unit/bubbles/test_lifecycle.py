@@ -211,7 +211,7 @@ class Bubbles(RuleBasedStateMachine):
 
     def lapsed(self, name: str) -> set[int]:
         """Leases that an instance lost by silence."""
-        return {number for number, lease in self.ledger.instances[name].leases.items() if not lease.counts}
+        return {number for number, lease in self.ledger.instances[name].leases.items() if not lease.is_valid}
 
     def teardown(self) -> None:
         """From any state: with one gateway, one coordinator and instances that work, all gets finished."""

@@ -84,7 +84,7 @@ def test_nothing_is_given_out_when(status: pb.SetRunRequest) -> None:
 
 def test_nothing_is_given_to_an_instance_that_serves_the_step() -> None:
     world = World()
-    world.ledger.living({"a": 1})
+    world.ledger.set_alive({"a": 1})
     assert not world.poll(serving=True).leases
     assert world.poll().leases
 
@@ -92,9 +92,9 @@ def test_nothing_is_given_to_an_instance_that_serves_the_step() -> None:
 def test_beside_few_samples_of_the_step_only_where_that_is_wanted() -> None:
     world = World(intra_instance=True, intra_threshold=8)
     assert not world.poll(serving=True).leases
-    world.ledger.living({"a": 9})
+    world.ledger.set_alive({"a": 9})
     assert not world.poll(serving=True).leases
-    world.ledger.living({"a": 8})
+    world.ledger.set_alive({"a": 8})
     assert world.poll(serving=True).leases
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_given_out_of_a_run_whose_gateway_is_silent() -> None:
 
 def test_items_are_spread_over_the_instances() -> None:
     world = World(groups=4, slots=2)
-    world.ledger.living({"a": 0, "b": 0, "c": 3})
+    world.ledger.set_alive({"a": 0, "b": 0, "c": 3})
     a, b = world.poll("a"), world.poll("b")
     assert (len(a.leases), len(b.leases)) == (3, 3)
     assert len(world.poll("c").leases) == 2
@@ -125,7 +125,7 @@ def test_items_are_spread_over_the_instances() -> None:
 
 def test_what_an_early_instance_has_finished_makes_room_for_more() -> None:
     world = World(groups=4, slots=2)
-    world.ledger.living({"a": 0, "b": 5})
+    world.ledger.set_alive({"a": 0, "b": 5})
     first = world.poll("a").leases
     assert len(first) == 4
     done = [progress_of(lease.number, 10, finished=True) for lease in first]
@@ -136,7 +136,7 @@ def test_nearest_step_first_and_the_next_only_when_nothing_of_it_is_left() -> No
     world = World(groups=1, slots=2)
     world.hint(groups=1, slots=2, step=2)
     world.hint(groups=1, slots=2, step=3)
-    world.ledger.living({"a": 0, "b": 0})
+    world.ledger.set_alive({"a": 0, "b": 0})
     (a,) = world.poll("a").leases
     assert a.step == 1
     assert not world.poll("a", 100, *runs([a])).leases
@@ -324,12 +324,12 @@ def test_leases_of_a_silent_instance_go_to_others_and_what_it_says_later_is_hear
 
 def test_an_instance_whose_heartbeat_ends_loses_its_leases_at_once() -> None:
     world = World(groups=1, slots=2)
-    world.ledger.living({"a": 0, "b": 0})
+    world.ledger.set_alive({"a": 0, "b": 0})
     (lease,) = world.poll("a").leases
-    world.ledger.living({"a": 0})
-    world.ledger.living({"a": 3})
+    world.ledger.set_alive({"a": 0})
+    world.ledger.set_alive({"a": 3})
     assert not world.poll("a", 9, *runs([lease])).revoked
-    world.ledger.living({})
+    world.ledger.set_alive({})
     assert {each.task.key for each in world.poll("b").leases} == {("p0", 0)}, "the other half is a's share"
     assert world.poll("a", 9, *runs([lease])).revoked == (lease.number,)
 
