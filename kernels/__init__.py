@@ -1,8 +1,8 @@
 """Compute kernels, each with a plain reference that defines its result.
 
 Hugging Face's distribution `kernels` has a package of this name too, and transformers imports it where it is
-installed. A process has one package of a name. So this one, which processes of the server find first, is both:
-modules that are not here are that distribution's, and so are names of the package itself, once they are asked for.
+installed. A process can only have one package of a name, and processes of the server find this one first. So it
+serves as both: modules and names that are missing here are looked up in that distribution.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if not TYPE_CHECKING:  # a misspelt name of ours is found by type checkers
 
 
 def _hugging_face(folder: Path) -> ModuleType:
-    """Return what that distribution's `__init__.py` makes; it imports a part of the hub's client."""
+    """Return the module of that distribution's `__init__.py`, which imports a part of the hub's client."""
     name = f"{__name__}._hugging_face"
     if name not in sys.modules:
         spec = spec_from_file_location(name, folder / _INIT)

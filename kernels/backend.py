@@ -5,7 +5,7 @@ override it for one call. AUTO is Triton on CUDA tensors where Triton is install
 Nothing here imports Triton before a call needs it, and kernels read no environment variable of their own.
 
 Triton's interpreter (TRITON_INTERPRET=1, set before Triton is first imported) runs the kernels on CPU tensors,
-many times slower: it is how they are tested without a GPU, and only an explicit TRITON asks for it.
+many times slower. Tests without a GPU use it; only an explicit TRITON selects it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BackendUnavailable(ValueError):
 
 
 class KernelMismatch(RuntimeError):
-    """A kernel ran, and its result differs from the reference's."""
+    """The result of a kernel differs from the reference's."""
 
 
 _chosen = Backend.AUTO
@@ -67,12 +67,12 @@ def choose(device: torch.device, backend: Backend | str | None = None) -> Backen
 
 @cache
 def installed() -> bool:
-    """Return whether Triton can be imported, without importing it."""
+    """Return True if Triton can be imported, without importing it."""
     return find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Return whether Triton runs kernels in its interpreter. Imports Triton."""
+    """Return True if Triton runs kernels in its interpreter. Imports Triton."""
     import triton  # type: ignore[import-untyped]
 
     return bool(triton.knobs.runtime.interpret)
@@ -92,7 +92,7 @@ INTEGERS = (torch.int32, torch.int64)
 def check(
     name: str, tensor: torch.Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype]
 ) -> None:
-    """ValueError unless `tensor` has the shape (None: any size) and one of the dtypes."""
+    """Raise ValueError unless `tensor` has the shape (None: any size) and one of the dtypes."""
     fits = tensor.ndim == len(shape) and all(
         wanted is None or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
     )
@@ -105,14 +105,14 @@ def check(
 
 
 def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """ValueError unless all tensors are on `device`."""
+    """Raise ValueError unless all tensors are on `device`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} must be on {device} like the rest, got {tensor.device}")
 
 
 def check_contiguous(**tensors: torch.Tensor | None) -> None:
-    """ValueError unless the last axis of every tensor is contiguous."""
+    """Raise ValueError unless the last axis of every tensor is contiguous."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 Shared by everything that compiles with numba: the CPU kernels here, and the suffix index and planners of services.
 
-The cache is beside the source, or in NUMBA_CACHE_DIR. In a container with a read-only root file
+The cache is next to the source, or in NUMBA_CACHE_DIR. In a container with a read-only root file
 system set NUMBA_CACHE_DIR to a writable volume (or to one filled at image build): numba refuses to
 define a cached function without a writable place, and then every process compiles again.
 
@@ -31,7 +31,7 @@ def entry(fingerprint: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function that is called from Python, and cache it under this `source_fingerprint`."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        # What numba names the files after.
+        # Numba derives the file names from it.
         function.__qualname__ += f"_{fingerprint}"
         try:
             return numba.njit(cache=True, **_OPTIONS)(function)

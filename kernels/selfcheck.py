@@ -1,8 +1,8 @@
 """Self-check of the kernels on the device at hand; the engine runs it before it serves.
 
 A compiler that fuses an operation, or a device that rounds otherwise, would change tokens without an error
-(noise.py says what is asked of both), and a wrong copy of KV would go unnoticed. Takes the time of compiling,
-some seconds.
+(noise.py states the requirements), and a wrong copy of KV would go unnoticed. Takes some seconds, mostly for
+compilation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Case:
     proposals: RowProposals | None = None
 
     def sampled(self, drafts: torch.Tensor, device: torch.device, backend: Backend) -> Sampled:
-        """Return the case on a device."""
+        """Return the samples of the case on a device."""
         return sample(
             self.logits.to(device),
             self.seeds.to(device),
@@ -58,10 +58,10 @@ class _Case:
 
 
 def check_kernels(device: torch.device) -> None:
-    """KernelMismatch unless the kernels that any engine uses agree with their references on `device`.
+    """Raise KernelMismatch unless the kernels that any engine uses agree with their references on `device`.
 
-    Attention has a check of its own, for the shape of a model: short_query_attention/selfcheck.py. Raises also
-    what a kernel that does not compile or run raises.
+    `check_attention` checks attention separately, for the shape of a model. Errors of kernels that do not compile
+    or run are passed on.
     """
     check_sampler(device)
     check_w4a16(device)
@@ -69,11 +69,10 @@ def check_kernels(device: torch.device) -> None:
 
 
 def check_sampler(device: torch.device) -> None:
-    """KernelMismatch unless tokens, counts and log-probabilities on `device` are those of the CPU's sampler.
+    """Raise KernelMismatch unless tokens, counts and log-probabilities on `device` match the CPU sampler's.
 
-    Rows of random logits, masked and not, of which one request has a true draft, rows whose scores all but tie,
-    where one operation rounded differently is enough for another token, and rows that are edited or accept
-    proposals.
+    Cases: rows of random logits, masked and not, with a correct draft in one request; rows whose scores almost tie,
+    where one operation rounded differently is enough for another token; rows that are edited or accept proposals.
     """
     host = torch.device("cpu")
     for case in _cases():
@@ -94,7 +93,7 @@ def check_sampler(device: torch.device) -> None:
 
 
 def check_w4a16(device: torch.device) -> None:
-    """KernelMismatch unless 4-bit weights are the reference's to the bit."""
+    """Raise KernelMismatch unless 4-bit weights match the reference bit for bit."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 600, generator=generator).bfloat16()
     for symmetric in (True, False):
@@ -110,7 +109,7 @@ def check_w4a16(device: torch.device) -> None:
 
 
 def check_kv_pack(device: torch.device) -> None:
-    """KernelMismatch unless a request, its last block partial, is packed and unpacked as by the reference."""
+    """Raise KernelMismatch unless a request with a partial last block is packed and unpacked like the reference."""
     blocks, there, tokens = torch.tensor([7, 0, 3]), torch.tensor([2, 6, 1]), 37
     caches = [torch.arange(8 * 2 * 16 * 24).view(8, 2, 16, 24).to(torch.int16) + layer for layer in range(2)]
     packed, copies = [], []
@@ -123,7 +122,7 @@ def check_kv_pack(device: torch.device) -> None:
         packed.append(buffer.cpu())
         copies.append(torch.stack(target).cpu())
     if not (torch.equal(*packed) and torch.equal(*copies)):
-        raise KernelMismatch(f"KV that was packed and unpacked on {device} is not what it was")
+        raise KernelMismatch(f"KV that was packed and unpacked on {device} differs from the original")
 
 
 def _cases() -> tuple[_Case, ...]:
@@ -143,7 +142,7 @@ def _cases() -> tuple[_Case, ...]:
 
 
 def _with_proposals(plain: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> _Case:
-    """Return a plain request, one that follows likely tokens, and one that is verified by rejection."""
+    """Return a plain request, one with likely proposals, and one that is verified by rejection."""
     best = plain.argmax(dim=1)
     proposals = RowProposals(
         torch.tensor([-1, int(best[1]), int(best[2]), int(best[3]), 13, -1]),
@@ -158,18 +157,18 @@ def _with_proposals(plain: torch.Tensor, seeds: torch.Tensor, positions: torch.T
 
 
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""What a result may be off by, as a share of the largest one."""
+"""Allowed error of a result, as a share of the largest one."""
 
 
 def check_attention(
     device: torch.device, heads: int, kv_heads: int, size: int, dtype: torch.dtype, trees: bool = False
 ) -> None:
-    """KernelMismatch unless attention of this shape agrees with the reference in float64 on `device`.
+    """Raise KernelMismatch unless attention of this shape agrees with the reference in float64 on `device`.
 
-    Requests that decode, verify a few drafts or as many as go into a step, or have nothing to do; contexts in one
-    piece and in more; KV as vLLM lays it out, NaN wherever nobody should read. With `trees` also under a mask of
-    ancestors, with drafts as large as a mask has room for. Raises also what a kernel that does not compile or run
-    raises.
+    Cases: requests that decode, verify a few drafts or as many as fit in a step, or have no query; contexts in one
+    piece and in more; KV in vLLM's layout, with NaN wherever the kernel must not read. With `trees` also with a
+    mask of ancestors, and drafts of the largest size of a mask. Errors of kernels that do not compile or run are
+    passed on.
     """
     step = _attention(heads, kv_heads, size, dtype)
     cases = [step, replace(step, window=40)]
@@ -190,7 +189,7 @@ def check_attention(
 def _attention(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, longest: int = 16, block: int = 16
 ) -> AttentionStep:
-    """Four requests; their blocks lie in the cache in reverse."""
+    """Return a step of four requests whose blocks lie in the cache in reverse."""
     generator = torch.Generator().manual_seed(0)
     lengths, queries = torch.tensor([5, 600, 0, 31 + longest]), torch.tensor([5, 1, 0, longest])
     columns = -(-int(lengths.max()) // block)

@@ -1,7 +1,7 @@
-"""Vectors of a step in one block of memory: one copy to the device before it, one copy back after it.
+"""Vectors of a step in one block of memory: one copy to the device before the step, one copy back after it.
 
-Each copy of its own would cost the host some microseconds, and from memory that is not pinned it waits for the
-device.
+A separate copy of each vector would cost the host some microseconds, and from memory that is not pinned it waits
+for the device.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import torch
 
 _ALIGNED = 16
-"""Bytes: vectors begin at multiples, whatever the length of those before, so no kernel is compiled for others."""
+"""Alignment of vectors in bytes, whatever their lengths, so that no kernel is compiled for other alignments."""
 
 Layout = dict[str, tuple[int, int, torch.dtype]]
 """By name: the first byte, the number of elements, and their type."""
 
 
 def layout_of(**vectors: tuple[int, torch.dtype]) -> tuple[Layout, int]:
-    """Return where vectors of these lengths and types lie, and how many bytes they take."""
+    """Return the layout of vectors of these lengths and types, and its size in bytes."""
     layout, end = {}, 0
     for name, (count, dtype) in vectors.items():
         layout[name] = (end, count, dtype)
@@ -27,7 +27,7 @@ def layout_of(**vectors: tuple[int, torch.dtype]) -> tuple[Layout, int]:
 
 
 def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the vectors that lie in `memory`, uint8."""
+    """Return the vectors in `memory`, uint8, as views."""
     return {
         name: memory[begin : begin + count * dtype.itemsize].view(dtype)
         for name, (begin, count, dtype) in layout.items()
@@ -35,12 +35,12 @@ def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def uploaded(vectors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the vectors on `device`; those that are elsewhere go there together, and nobody waits for it."""
+    """Return the vectors on `device`; the others are copied there together, without waiting for the copy."""
     away = {name: vector for name, vector in vectors.items() if vector.device != device}
     if not away:
         return dict(vectors)
     layout, size = layout_of(**{name: (len(vector), vector.dtype) for name, vector in away.items()})
-    # torch takes pinned memory from its cache, and not before the copy out of it is over.
+    # torch caches pinned memory, and reuses it only after the copy out of it has ended.
     staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for name, part in views(staged, layout).items():
         part.copy_(away[name])
@@ -48,7 +48,7 @@ def uploaded(vectors: Mapping[str, torch.Tensor], device: torch.device) -> dict[
 
 
 def downloaded(memory: torch.Tensor) -> torch.Tensor:
-    """Return `memory` in host memory: waits for the device."""
+    """Return `memory` in host memory; waits for the device."""
     if memory.device.type == "cpu":
         return memory
     there = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.device.type == "cuda")

@@ -1,7 +1,7 @@
 """Functions that Triton kernels share. Imports Triton, so only kernel modules import this.
 
-Its interpreter knows bfloat16 only half: it multiplies the bits of bfloat16 matrices as if they were integers, and
-cuts off where it should round. `dot` and `narrow` give there what a GPU gives.
+Triton's interpreter does not fully support bfloat16: it multiplies the bits of bfloat16 matrices as if they were
+integers, and truncates where it should round. `dot` and `narrow` give the result of a GPU there.
 """
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -23,7 +23,7 @@ def dot(a, b):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """float32 to `dtype`, to nearest, ties to even."""
+    """Round float32 to `dtype`, to nearest, ties to even."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)

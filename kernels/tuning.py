@@ -1,8 +1,7 @@
 """Parameters of the kernels' launches, and the timer by which `make gpu` finds the fastest ones.
 
-They change how long a kernel takes and never a token: what exactness stands on has no order of sums in it.
-Kernels ask for the parameters of their device with every launch, and nothing is read from the disk after the
-first.
+They change the time of a kernel but never a token: no sum that exactness depends on has an order. Every launch
+looks up the parameters of its device, which are read from disk only once.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ import torch
 
 FOLDER = Path(__file__).parent / "tuned"
 _WITHOUT_DEVICE = 2
-"""Multiprocessors that launches in Triton's interpreter are cut for."""
+"""Number of multiprocessors that launches in Triton's interpreter assume."""
 
 
 class InvalidTuning(ValueError):
-    """A file of tuned parameters names what no kernel has, or a value that none can have."""
+    """A file of tuned parameters has an unknown name or an impossible value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Launch parameters. Blocks are entries, `programs` are those wanted for each multiprocessor.
+    """Launch parameters. Blocks are in entries; `programs` is the number wanted on each multiprocessor.
 
-    scan, search, loss: passes over the vocabulary. attention_across: positions that a program loads at once;
+    scan, search, loss: kernels that read the vocabulary. attention_across: positions that a program loads at once;
     attention_chunk: positions of the units that the queue shares out; attention_tile: most rows of a program.
-    copy_piece: units of 8 bytes that a program copies. wide_products: 64-bit products in Philox, of which the
-    halves are taken, instead of two products.
+    copy_piece: units of 8 bytes that a program copies. wide_products: one 64-bit product in Philox,
+    split into halves, instead of two products.
     """
 
     scan_block: int = 1024
@@ -74,7 +73,7 @@ _forced: Tuning | None = None
 
 
 def tuning(device: torch.device) -> Tuning:
-    """Return the parameters for a device. InvalidTuning for a file of its that cannot be used."""
+    """Return the parameters for a device. InvalidTuning: its file cannot be used."""
     return _forced or _read_for(device_name(device))
 
 
@@ -97,25 +96,25 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has."""
+    """Return the number of multiprocessors of a device."""
     if device.type != "cuda":
         return _WITHOUT_DEVICE
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def path_for(name: str, folder: Path = FOLDER) -> Path:
-    """Return where the parameters of the device of this name lie."""
+    """Return the path of the parameters of the device of this name."""
     return folder / (re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json")
 
 
 def write(path: Path, values: Tuning, about: dict[str, Any]) -> None:
-    """Write parameters, and about what they were measured on."""
+    """Write parameters, and `about`: device and software of the measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**about, "values": asdict(values)}, indent=2) + "\n")
 
 
 def read(path: Path) -> Tuning:
-    """Return the parameters in a file that `write` made. InvalidTuning for any other."""
+    """Return the parameters in a file of `write`. InvalidTuning: any other file."""
     try:
         values = json.loads(path.read_text())["values"]
         return Tuning(**values)
@@ -135,10 +134,10 @@ _SOFTWARE = ("torch", "triton", "vllm", "flashinfer-python")
 
 
 def timer(device: torch.device, milliseconds: int) -> Timer:
-    """Return what times a run in seconds: the median over about `milliseconds`, the L2 cache flushed before each.
+    """Return a timer of runs, in seconds: the median over about `milliseconds`, with an L2 flush before each.
 
-    A run that the host launches more slowly than the device works takes as long as its launches do. Without a CUDA
-    device a run is timed once, by the clock: a number, and no measurement.
+    A run whose launches take the host longer than the device works takes as long as its launches. Without a CUDA
+    device a run is timed once by the clock, which is no measurement.
     """
     if device.type != "cuda":
         return _once
@@ -158,7 +157,7 @@ def _once(run: Run) -> float:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Return the device's name, and the versions of the software; None for what is not installed."""
+    """Return the device's name, and the versions of the software; None if not installed."""
     return {"device": device_name(device), **{name: _version(name) for name in _SOFTWARE}}
 
 

@@ -1,10 +1,7 @@
 """Coupled sampling: tokens by the Gumbel-max trick with noise that is a function of (seed, position, token).
 
-- noise.py: the specification of the noise and its plain reference
-- reference.py: the definition of a coupled sample
-- cpu.py: the fast CPU path: coupled_argmax, coupled_verify, warm_up; not imported here, since it needs numba
-- sample.py: masks, noise, arg-max and verification of a step, where the logits are
-- verify.py: acceptance of drafts, given the target's tokens
+noise.py specifies the noise and reference.py the sample. sample.py, the entry, samples a step where its logits are:
+on CUDA by triton_sample.py, on a CPU by cpu.py, which needs numba and is therefore not imported here.
 """
 
 from kernels.coupled_sampler.noise import Domain, Purpose, gumbel, uniform

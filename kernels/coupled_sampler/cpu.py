@@ -1,26 +1,18 @@
-"""The fast CPU sampler: the tokens of reference.py, exactly, on one core.
-
-Compiled noise for many tokens at once, bit for bit the specification in noise.py. Written so that LLVM turns each
-loop into vector instructions. Philox runs in 64-bit lanes whose upper halves hold garbage: a widening multiply
-reads the lower half only, so no lane is ever shuffled. Indices are unsigned, else numba's wrap-around of negative
-ones would be in the way. Assumes a little-endian machine (two words are stored as one 64-bit integer).
-
-One row of the compiled sampler: look at the logits once, draw noise only where it could matter. The row is cut
-into chunks. The first pass takes the largest logit of each chunk. Noise is drawn first for the chunk of the
-drafted token, or else of the row's largest logit; its winner sets the bar for the others. A chunk whose gap to
-the bar no noise can bridge costs nothing; one whose integers all stay below the word that the gap needs costs
-Philox but no logarithm. Both tests are exact (noise.py). Peaked and top-p-masked rows visit few chunks, flat ones
-all.
-
-Rows are addressed by an unsigned offset in the flat logits and scratch arrays are passed one by one: slices and
-tuples of arrays are reference-counted at every call, which cost a third of the time at 512 entries.
+"""The fast CPU sampler: exactly the tokens of reference.py, on one core.
 
     warm_up()                                                       # once, before serving: compiles or loads
     tokens, counts = coupled_verify(logits, seeds, positions, temperature, draft_ids, cu_rows)
 
-Arrays are numpy or CPU torch tensors (shared, not copied, if contiguous); bfloat16 logits must be widened by the
-caller. A cached compilation loads in well under a second; see jit.py for where the cache lies and what
-NUMBA_CACHE_DIR does in a read-only container. The kernels release the GIL and start no threads.
+Arrays are numpy or CPU torch tensors (shared, not copied, if contiguous); the caller must widen bfloat16 logits.
+The kernels release the GIL and start no threads. A cached compilation loads in well under a second; see jit.py for
+where the cache lies and the effect of NUMBA_CACHE_DIR in a read-only container.
+
+The compiled noise is bit for bit the specification in noise.py, written so that LLVM vectorises each loop. Philox
+runs in 64-bit lanes whose upper halves hold garbage: a widening multiply reads the lower half only, so no lane is
+ever shuffled. Indices are unsigned, because numba's wrap-around of negative ones prevents vectorisation. Assumes a
+little-endian machine (two words are stored as one 64-bit integer). Rows are addressed by an unsigned offset in the
+flat logits, and scratch arrays are passed one by one: slices and tuples of arrays are reference-counted at every
+call, which cost a third of the time at 512 entries.
 """
 
 from __future__ import annotations
@@ -128,7 +120,7 @@ def _split(x):
 
 @kernel
 def gumbel_of_word(word):
-    """g of one uint32 word, float32."""
+    """Return g of one uint32 word, float32."""
     exponent, fraction = _split(np.float32(word) + HALF)
     complement = -(np.float32(np.uint32(~word)) + HALF) * ULP_32
     remainder = complement if exponent == _TOP_EXPONENT else fraction - ONE
@@ -139,7 +131,7 @@ def gumbel_of_word(word):
 
 @kernel
 def order_key(x):
-    """Return an int32 that orders as the float32 does: maxima of integers vectorise, those of floats do not."""
+    """Return an int32 that orders as the float32 does: maxima of integers vectorise, maxima of floats do not."""
     bits = np.float32(x).view(np.int32)
     return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN_SHIFT) & _MAGNITUDE))
 
@@ -148,10 +140,6 @@ def order_key(x):
 def from_order_key(key):
     """Inverse of order_key: int32 -> float32."""
     return np.int32(key ^ np.int32(np.int32(key >> _SIGN_SHIFT) & _MAGNITUDE)).view(np.float32)
-
-
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions carry numba types, which annotations cannot say.
 
 
 CHUNK = 128
@@ -173,7 +161,7 @@ _INFINITY = np.float32(np.inf)
 
 @kernel
 def make_scratch(vocab_size):
-    """Buffers that rows of one size share: chunk maxima, round keys, words (as pairs and single), scores."""
+    """Return buffers that rows of one size share: chunk maxima, round keys, words (as pairs, single), scores."""
     pairs = np.empty(CHUNK // 2, dtype=np.uint64)
     return (
         np.empty((vocab_size + CHUNK - 1) // CHUNK, dtype=np.float32),
@@ -188,7 +176,13 @@ def make_scratch(vocab_size):
 def sample_row(
     logits, row, width, seed, position, temperature, domain, hint, maxima, keys, pairs, words, scores
 ):
-    """Token of the row logits[row : row + width], exactly reference.py's.
+    """Return the token of the row logits[row : row + width], exactly reference.py's.
+
+    Looks at the logits once and draws noise only where it could matter. The row is cut into chunks. The first pass
+    takes the largest logit of each chunk. Noise is drawn first for the chunk of the drafted token, or else of the
+    row's largest logit; its winner sets the bar for the others. A chunk whose gap to the bar no noise can bridge
+    costs nothing; one whose integers all stay below the word that the gap needs costs Philox but no logarithm. Both
+    tests are exact (noise.py). Peaked and top-p-masked rows visit few chunks, flat ones all.
 
     logits flat float32; row, width, seed, domain uint64; position int64; temperature float32; then
     scratch. `hint` int64 is a guess of the token (negative: none): a true one makes the row cheaper.
@@ -286,16 +280,12 @@ def score_chunk(logits, start, count, words, temperature, scores):
 
 @kernel
 def first_equal(values, start, count, wanted):
-    """Index after `start` of the first value equal to `wanted`, which is there; a minimum vectorises."""
+    """Return the index after `start` of the first value equal to `wanted`, which exists; a minimum vectorises."""
     first = _FARTHEST
     for j in range(count):
         index = np.int32(j) if values[start + j] == wanted else _FARTHEST
         first = min(first, index)
     return np.uint64(first)
-
-
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions carry numba types, which annotations cannot say.
 
 
 _UNSAMPLED = np.int64(UNSAMPLED)
@@ -318,7 +308,7 @@ def coupled_argmax(
     *,
     domain: Domain = Domain.TOKEN,
 ) -> NDArray[np.int64]:
-    """argmax_v(logit_v / T + g(seed, position, v)) for each row; see coupled_argmax_reference for every rule.
+    """Return argmax_v(logit_v / T + g(seed, position, v)) for each row; see coupled_argmax_reference.
 
     logits [N, V] float32; seeds [N] uint64 (int64 is read as two's complement); positions [N]; temperature
     [N]; `out` [N] int64 to write to. Returns [N] tokens, INVALID where a row cannot be sampled.
@@ -351,7 +341,7 @@ def coupled_verify(
     accepted drafts and the target's own next token. Rows behind that are UNSAMPLED and cost nothing. A row
     that cannot be sampled ends its request with INVALID as the last token emitted.
 
-    TypeError for logits that are not float32, ValueError for shapes that do not fit.
+    TypeError for logits that are not float32, ValueError for wrong shapes.
     """
     logits = _check_logits(logits)
     cu_rows, positions, draft_ids = (_vector(a, np.int64) for a in (cu_rows, positions, draft_ids))

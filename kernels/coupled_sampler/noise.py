@@ -18,7 +18,7 @@ neighbouring integers, and the two words of the counter that differ deserve the 
     position  32 bit, the count of tokens of the sample so far, tool tokens included, prompt excluded
     token     token id; one Philox block serves four neighbouring ids
 
-**Integers.** With Philox4x32-10 (below), key = (seed mod 2**32, seed div 2**32):
+**Integers.** With Philox4x32-10 (above), key = (seed mod 2**32, seed div 2**32):
 
     word = philox(counter=(token div 4, position, Domain.TOKEN, 0), key)[token mod 4]
 
@@ -55,10 +55,10 @@ Known answers for seed 0x0123456789ABCDEF, position 7, tokens 0..5 (floats are e
     word  855a5df1    425715c3     12d22138    84949d54    e0cff381  0da312fc
     g     0.42743823  -0.30038732  -0.9594321  0.41856965  2.0409012  -1.0758178
 
-The exact bound that spares noise: which integers could still beat the best score. g rises with its word, so an
-entry of scaled logit s beats a score only if its word reaches the first word with g >= score - s. A table of
-those words over a grid of gaps answers that without a logarithm, rounded down to the grid and by a slack that
-covers every float32 rounding, so no possible winner is ever left out.
+**Bound.** `WORD_THRESHOLDS` tells which integers could still beat the best score, so that most noise need not be
+drawn. g rises with its word, so an entry of scaled logit s beats a score only if its word reaches the first word
+with g >= score - s. A table of those words over a grid of gaps answers that without a logarithm, rounded down to
+the grid and by a slack that covers every float32 rounding, so no possible winner is ever left out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 
 def philox4x32(counter: NDArray[np.uint32], key: tuple[int, int]) -> NDArray[np.uint32]:
-    """One block per counter: `counter` [..., 4] uint32 -> [..., 4] uint32, `key` two 32-bit words."""
+    """Return one block per counter: `counter` [..., 4] uint32 -> [..., 4] uint32, `key` two 32-bit words."""
     c0, c1, c2, c3 = (counter[..., lane].astype(np.uint64) for lane in range(4))
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -155,12 +155,12 @@ def words(seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOK
 
 
 def gumbel(seed: int, position: int, vocab_size: int, domain: Domain = Domain.TOKEN) -> NDArray[np.float32]:
-    """g(seed, position, token) for every token id: [vocab_size] float32 in [G_MIN, G_MAX]."""
+    """Return g(seed, position, token) for every token id: [vocab_size] float32 in [G_MIN, G_MAX]."""
     return gumbel_of_words(words(seed, position, vocab_size, domain))
 
 
 def uniform(seed: int, position: int, purpose: Purpose) -> float:
-    """One uniform in (0, 1), exact in float64, independent of all token noise and of other purposes."""
+    """Return one uniform in (0, 1), exact in float64, independent of all token noise and of other purposes."""
     _check_position(position)
     counter = np.array([0, position, Domain.UNIFORM, purpose], dtype=np.uint32)
     return (int(philox4x32(counter, split_seed(seed))[0]) + 0.5) * 2.0**-32
@@ -201,7 +201,7 @@ G_MIN, G_MAX = (float(g) for g in gumbel_of_words(np.array([0, 0xFFFFFFFF], dtyp
 CELLS_PER_UNIT = 16
 LOWEST_GAP = float(np.floor(G_MIN))
 UNREACHABLE = 1 << 32
-"""One above every word: no noise bridges the gap."""
+"""Above every word: no noise bridges the gap."""
 
 ABSOLUTE_SLACK = 1e-3
 RELATIVE_SLACK = 2.0**-21
@@ -209,7 +209,7 @@ RELATIVE_SLACK = 2.0**-21
 
 
 def word_thresholds() -> NDArray[np.uint64]:
-    """Entry i: the first word with g(word) >= LOWEST_GAP + i / CELLS_PER_UNIT; UNREACHABLE from G_MAX on."""
+    """Return as entry i the first word with g(word) >= LOWEST_GAP + i / CELLS_PER_UNIT, or UNREACHABLE."""
     cells = int(np.ceil((G_MAX - LOWEST_GAP) * CELLS_PER_UNIT)) + 1
     gaps = LOWEST_GAP + np.arange(cells) / CELLS_PER_UNIT
     low = np.zeros(cells, dtype=np.uint64)

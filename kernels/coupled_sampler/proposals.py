@@ -1,8 +1,8 @@
 """Acceptance of proposed tokens by their probability: the specification, its reference, and its uniforms.
 
-A row may carry a token d that something else proposes: a draft under standard speculative sampling, or a token of
-a cached rollout. It is accepted iff p(d) > theta, with theta in (0, 1) from the caller, a uniform draw times what
-the rule has. With x the logits that p is of, p(d) > theta iff
+A row may have a proposed token d: a draft under standard speculative sampling, or a token of a cached rollout. It
+is accepted iff p(d) > theta, with theta in (0, 1) from the caller: a uniform draw times the factor of the rule.
+With x the logits of p, p(d) > theta iff
 
     sum over v != d of exp((x_v - x_d) + s) < 1,    s = ln(theta / (1 - theta)), the log-odds of theta
 
@@ -17,8 +17,8 @@ A term that the minimum cuts off is at least 1 and rejects by itself. 2**22 entr
 2**63. Masses are 2**-40 apart and exponentials good to 1e-7, so p(d) is too, which is what rounding does to
 logits.
 
-A greedy row accepts its arg-max and nothing else. In a request proposals count up to the first that is rejected,
-or the first row without one; from there on its rows are sampled.
+A greedy row accepts only its arg-max. The proposals of a request are accepted up to the first rejection, or the
+first row without a proposal; later rows are sampled.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _block(
 
 NO_PROPOSAL = -1
 LEAST = np.float32(-1e30)
-"""Log-odds at which whatever is kept is accepted; finite, so that no sum with it is NaN."""
+"""Log-odds at which every kept token is accepted; finite, so that no sum with it is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class RowProposals:
     residual: torch.Tensor
 
     def check(self, rows: int, requests: int, width: int, device: torch.device) -> None:
-        """ValueError for a shape, dtype or device that does not fit, or a token in host memory that does not."""
+        """Raise ValueError for a wrong shape, dtype or device, or an invalid token in host memory."""
         check("proposals.tokens", self.tokens, (rows,), (torch.int64,))
         check("proposals.log_odds", self.log_odds, (rows,), (torch.float32,))
         check("proposals.raw", self.raw, (rows,), (torch.bool,))
@@ -116,7 +116,7 @@ class RowProposals:
         for name, vector in (("tokens", self.tokens), ("log_odds", self.log_odds)):
             if vector.device != host:
                 check_device(device, **{f"proposals.{name}": vector})
-        # To look at tokens on a device would wait for it.
+        # Checking tokens on a device would wait for it.
         if not rows or self.tokens.device != host:
             return
         if int(self.tokens.min()) < NO_PROPOSAL or int(self.tokens.max()) >= width:

@@ -1,24 +1,7 @@
 """The definition of coupled sampling in plain numpy: masks, samples, and verification of drafts.
 
-A draft token is accepted if and only if it is the token that the target samples there.
-
-Min-p, top-k and top-p as a threshold on a row: the specification, and its plain numpy reference. A token is kept
-if its scaled logit x = float32(logit / T) is at least the row's threshold. Equal logits are kept or dropped
-together, so no order among them has to be agreed upon:
-
-    min-p   the threshold is float32(max x + floor), floor = float32(ln min_p) from the host. Off if min_p <= 0.
-    top-k   the threshold is the k-th largest x: more than k tokens are kept where others equal it, as vLLM has
-            it on CPU. Off if k < 1 or k >= V. Among what min-p keeps: the higher one of both thresholds.
-    top-p   of what those keep, x is kept if the tokens with a larger one hold less than the share p of the
-            mass; the largest always is. That is vLLM's rule, but for equal logits across the cut, of which vLLM
-            keeps those that its sort happens to put first. Off unless p < 1.
-
-So that every device cuts at the same token, the mass of x is an integer, and sums of integers have no order:
-
-    mass(x) = int64(exp32(x - max x) * 2**40), 0 for x - max x <= LOWEST
-
-where exp32 is float32 additions and multiplications as written in `mass_of`, none fused; the comparison with p is
-float64(sum above) < float64(p) * float64(sum of all). 2**18 entries of mass 2**40 stay below 2**58.
+A draft token is accepted if and only if it is the token that the target samples there. `threshold` specifies min-p,
+top-k and top-p, `mass_of` their integers, `coupled_argmax_reference` the sample, and `verify` the acceptance.
 """
 
 from __future__ import annotations
@@ -33,7 +16,7 @@ from kernels.coupled_sampler.noise import MAX_POSITION, Domain, gumbel
 
 MASS_BITS = 40
 LOWEST = np.float32(-27.5)
-"""Below it a mass would be less than 2."""
+"""Below this difference a mass would be less than 2."""
 MOST_ENTRIES = 1 << 22
 """Vocabulary up to which sums of masses fit 63 bits."""
 LOG2E = np.float32(1.442695)
@@ -41,20 +24,38 @@ LN2_HIGH = np.float32(0.693359375)
 """ln 2 to 9 bits, so that its product with a small integer is exact."""
 LN2_LOW = np.float32(-2.1219444e-4)
 ROUND = np.float32(1.5 * 2**23)
-"""Added and taken away, it leaves the nearest integer, ties to even."""
+"""Adding and subtracting it rounds to the nearest integer, ties to even."""
 _OFF = np.float32(-np.inf)
 EXP_SERIES = tuple(np.float32(c) for c in (1, 1, 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040))
 
 
 def floors(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return what min-p adds to the largest scaled logit, any shape: its logarithm, -inf where it is off."""
+    """Return min-p's logarithm, which is added to the largest scaled logit, any shape; -inf where it is off."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logarithms = np.log(min_p.astype(np.float64)).astype(np.float32)
     return np.where(min_p > 0, np.minimum(logarithms, np.float32(0)), np.float32(-np.inf))
 
 
 def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float, floor: np.float32 = _OFF) -> np.float32:
-    """Return the threshold of one row [V] float32 without NaN or +inf; -inf where all masks are off."""
+    """Return the threshold of one row [V] float32 without NaN or +inf; -inf where all masks are off.
+
+    The specification of min-p, top-k and top-p: a token is kept if its scaled logit x = float32(logit / T) is at
+    least the row's threshold. Equal logits are kept or dropped together, so no order among them has to be agreed
+    upon:
+
+        min-p   the threshold is float32(max x + floor), floor = float32(ln min_p) from the host. Off if min_p <= 0.
+        top-k   the threshold is the k-th largest x: more than k tokens are kept where others equal it, as vLLM has
+                it on CPU. Off if k < 1 or k >= V. Among the entries that min-p keeps: the higher of both
+                thresholds.
+        top-p   among the entries that those keep, x is kept if the tokens with a larger one hold less than the
+        share
+                p of the mass; the largest is always kept. That is vLLM's rule, but for equal logits across the cut,
+                of which vLLM keeps those that its sort happens to put first. Off unless p < 1.
+
+    So that every device cuts at the same token, masses are integers (`mass_of`), and sums of integers have no
+    order. The comparison with p is float64(sum above) < float64(p) * float64(sum of all). 2**18 entries of mass
+    2**40 stay below 2**58.
+    """
     largest = scaled.max()
     if largest == -np.inf:
         return _OFF
@@ -63,13 +64,13 @@ def threshold(scaled: NDArray[np.float32], top_k: int, top_p: float, floor: np.f
         lowest = max(lowest, np.partition(scaled, len(scaled) - top_k)[len(scaled) - top_k])
     if not top_p < 1:
         return lowest
-    # What has no mass is never kept: all the mass is above it.
+    # Entries without mass are never kept: all the mass is above them.
     ordered = np.sort(scaled[(scaled >= lowest) & (scaled - largest > LOWEST)])
     masses = mass_of(ordered - largest)
     from_here = np.cumsum(masses[::-1])[::-1]
     kept = (from_here - masses).astype(np.float64) < np.float64(np.float32(top_p)) * np.float64(from_here[0])
     kept[-1] = True
-    # Of equals the last has no equal above it: its kind is kept if any of them is.
+    # The last of equal entries has no equal above it, so it decides for all of them.
     return np.float32(ordered[np.argmax(kept)])
 
 
@@ -79,7 +80,7 @@ def thresholds(
     top_p: NDArray[np.float32],
     floor: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """Thresholds [R] of rows [R, V], a mask each; -inf for rows with NaN or +inf, which are not masked."""
+    """Return thresholds [R] of rows [R, V], a mask each; -inf for rows with NaN or +inf, which are not masked."""
     sound = scaled.max(axis=1) < np.inf
     own = np.full(len(scaled), _OFF) if floor is None else floor
     rows = zip(scaled, top_k, top_p, own, sound, strict=True)
@@ -88,7 +89,12 @@ def thresholds(
 
 
 def mass_of(below: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Mass of entries by how far they lie below the largest (<= 0, any shape)."""
+    """Return the int64 mass of entries x, given x - max x (<= 0, any shape).
+
+        mass(x) = int64(exp32(x - max x) * 2**40), 0 for x - max x <= LOWEST
+
+    exp32 is float32 additions and multiplications as written here, none fused.
+    """
     d = np.maximum(below, LOWEST)
     n = (d * LOG2E + ROUND) - ROUND
     r = (d - n * LN2_HIGH) - n * LN2_LOW
@@ -100,7 +106,7 @@ def mass_of(below: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 INVALID = -1
-"""Token of a row that cannot be sampled, so that the engine can fail that sample alone."""
+"""Token of a row that cannot be sampled, so that the engine can fail only that sample."""
 
 
 def coupled_argmax_reference(
@@ -110,7 +116,7 @@ def coupled_argmax_reference(
     temperature: NDArray[np.float32],
     domain: Domain = Domain.TOKEN,
 ) -> NDArray[np.int64]:
-    """argmax_v(logit_v / T + g(seed, position, v)) for each row; ties go to the lowest token id.
+    """Return argmax_v(logit_v / T + g(seed, position, v)) for each row; ties go to the lowest token id.
 
     logits [N, V], the rest [N]; returns [N] token ids. Temperature 0 is greedy (no noise). An entry of -inf
     never wins. INVALID for a row with a NaN or +inf logit, without any finite scaled logit, with a
@@ -139,7 +145,7 @@ def _sample_row(
 
 
 def _is_valid(row: NDArray[np.float32], position: int, temperature: np.float32) -> bool:
-    """Return whether the row defines a distribution: max is NaN if any entry is."""
+    """Return True if the row defines a distribution: the maximum is NaN if any entry is."""
     return (
         math.isfinite(row.max())
         and math.isfinite(temperature)
@@ -149,13 +155,13 @@ def _is_valid(row: NDArray[np.float32], position: int, temperature: np.float32) 
 
 
 UNSAMPLED = -2
-"""Token of a row behind a request's first mismatch, which nobody needed."""
+"""Token of a row behind a request's first mismatch, which is not needed."""
 
 
 def check_ragged(rows: int, drafts: int, cu_rows: NDArray[np.int64]) -> None:
-    """ValueError unless `cu_rows` [N + 1] cuts the rows into N requests, of k >= 0 drafts and k + 1 rows."""
+    """Raise ValueError unless `cu_rows` [N + 1] cuts the rows into N requests of k >= 0 drafts and k + 1 rows."""
     if cu_rows.ndim != 1 or len(cu_rows) < 1 or cu_rows[0] != 0 or cu_rows[-1] != rows:
-        raise ValueError(f"cu_rows must rise from 0 to the {rows} rows, got {_ends(cu_rows)}")
+        raise ValueError(f"cu_rows must ascend from 0 to the {rows} rows, got {_ends(cu_rows)}")
     if (np.diff(cu_rows) < 1).any():
         raise ValueError("every request needs at least one row")
     requests = len(cu_rows) - 1

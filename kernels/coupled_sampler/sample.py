@@ -1,21 +1,11 @@
 """Coupled sampling of a step on the device of its logits: noise, masks, arg-max and verification.
 
-On CUDA Triton does the work. In host memory numpy computes masks and proposals, and the CPU sampler draws tokens.
-`runner_up` gives the second token of a row and the margin by which it lost.
-
     sampled = sample(logits, seeds, positions, temperature, drafts, cu_rows, top_p=top_p)
 
-On CUDA two kernels do it (more before them where there are masks) and no noise, probability or mask tensor is
-ever in memory; elsewhere reference.py, proposals.py, cpu.py and torch. Both give the same tokens, to the bit;
-log-probabilities agree to about 1e-5. What comes from host memory goes to the device in one copy, which no one
-waits for, and `to_host` brings the result back in one.
-
-`sample.sample` in host memory: masks and proposals by numpy, tokens by the CPU's sampler. Rows are copied only
-where something is masked in them or left out of them.
-
-The token that comes second where one was drawn, and by how much it lost. Coupled sampling draws the arg-max of
-logits / T plus noise. Another policy near this one draws another token only where the second score is nearly the
-first, and then it is nearly always the second.
+On CUDA two kernels do it (more before them where there are masks), and no noise, probability or mask tensor is ever
+in memory. Elsewhere numpy computes masks and proposals, and the CPU sampler draws tokens. Both give the same
+tokens, bit for bit; log-probabilities agree to about 1e-5. `runner_up` gives the second token of a row and the
+margin by which it lost.
 """
 
 from __future__ import annotations
@@ -42,13 +32,20 @@ from kernels.coupled_sampler.reference import (
 )
 from kernels.transfer import Layout, downloaded, layout_of, uploaded, views
 
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
+_ENTRIES = 1 << 22
+"""Most logits that are processed together where proposals are decided."""
+_REST = ("seeds", "positions", "temperature", "drafts", "cu", "owner")
+"""Fields of `_Step` that masks do not change."""
+
 
 @dataclass(frozen=True, slots=True)
 class Edited:
     """Logits of some rows, [E, V] float32 where the others are, after penalties and masks by token.
 
-    rows [E] int64 in host memory, rising. A token is sampled from these; a row whose own logits cannot be sampled
-    from (NaN or +inf) cannot be whatever these are.
+    rows [E] int64 in host memory, ascending. Their tokens are sampled from these logits; a row whose own logits
+    cannot be sampled from (NaN or +inf) cannot be sampled from edited ones either.
     """
 
     rows: torch.Tensor
@@ -61,8 +58,8 @@ class Sampled:
 
     tokens     [R] int64; UNSAMPLED behind the emitted ones, INVALID where nothing could be sampled
     counts     [N] int64, accepted drafts + 1
-    reused     [N] int64, how many of those, from the first on, are accepted proposals
-    logprobs   [R] float32: log-softmax of the logits at the token; NaN where there is none
+    reused     [N] int64, how many of these tokens, from the first on, are accepted proposals
+    logprobs   [R] float32: log-softmax of the logits at the token; NaN without a token
     processed  [R] float32: the same of edited logits / T (T = 0: undivided) among the entries that the masks keep
     lowest     [R] float32: the masks' thresholds of those / T; None if there are no masks
     """
@@ -73,9 +70,9 @@ class Sampled:
     logprobs: torch.Tensor
     processed: torch.Tensor
     memory: torch.Tensor | None = None
-    """The block that all five lie in, if they do, uint8."""
+    """The uint8 block that holds all five, if there is one."""
     lowest: torch.Tensor | None = None
-    """Stays where it is."""
+    """`to_host` does not move it."""
 
     def to_host(self) -> Sampled:
         """Return the same in host memory, by one copy; waits for the device."""
@@ -108,22 +105,23 @@ def sample(
         logits: [R, V] float32, bfloat16 or float16, V up to 2**22, the last axis contiguous. -inf never wins.
         seeds: [N] int64, read as unsigned. Seeds, positions, temperature, drafts, top_k and top_p may each be on
         the
-            device of the logits or in host memory.
+            device of the logits or in host memory. All vectors in host memory go to the device in one copy, without
+            waiting for it.
         positions: [N] int64, of the first row of each request.
         temperature: [N] float32; 0 is greedy, without noise or masks.
         drafts: [R - N] int64, one request after the other.
         cu_rows: [N + 1] int64 in host memory: request n has rows cu_rows[n] : cu_rows[n + 1], one for each draft
             and one more.
-        top_k: [N] int64; below 1 or not below V is off. masks.py has the rules.
+        top_k: [N] int64; below 1 or not below V is off. reference.py has the rules.
         top_p: [N] float32; off unless below 1.
         min_p: [N] float32 in host memory; off unless above 0.
-        edited: what some rows are sampled from instead of `logits`.
+        edited: logits from which some rows are sampled instead of `logits`.
         proposals: tokens to accept by their probability. proposals.py has the rule.
-        domain: of the noise.
+        domain: domain of the noise.
         backend: see kernels/backend.py.
 
     Raises:
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a wrong shape, dtype or device.
     """
     requests = len(cu_rows) - 1
     vectors = {"seeds": seeds, "positions": positions, "temperature": temperature, "drafts": drafts}
@@ -212,12 +210,13 @@ def _check(
         check_contiguous(**{"edited.logits": edited.logits})
         index = edited.rows.numpy()
         if len(index) and not (index[0] >= 0 and index[-1] < len(logits) and (np.diff(index) > 0).all()):
-            raise ValueError(f"edited.rows must rise within the {len(logits)} rows")
+            raise ValueError(f"edited.rows must ascend within the {len(logits)} rows")
     if proposals is not None:
         proposals.check(len(logits), requests, logits.shape[1], logits.device)
 
 
 def outputs_layout(rows: int, requests: int) -> tuple[Layout, int]:
+    """Return the layout of the results of a step in one block, and its size in bytes."""
     return layout_of(
         tokens=(rows, torch.int64),
         counts=(requests, torch.int64),
@@ -227,15 +226,13 @@ def outputs_layout(rows: int, requests: int) -> tuple[Layout, int]:
     )
 
 
-_ENTRIES = 1 << 22
-"""Logits that are looked at together where proposals are decided."""
-Floats = NDArray[np.float32]
-Integers = NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Logits [R, V]: the model's, and those that are kept of the edited ones, undivided; `lowest` [R] if masked."""
+    """A step in host memory.
+
+    `values` [R, V] are the model's logits; `kept` the edited ones, not divided, -inf where a mask drops them;
+    `lowest` [R] the thresholds if there are masks.
+    """
 
     values: Floats
     kept: Floats
@@ -277,7 +274,10 @@ def sample_reference(
     proposals: RowProposals | None,
     domain: Domain,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return tokens, counts, reused, logprobs, processed and lowest, as in Sampled, of checked arguments."""
+    """Return tokens, counts, reused, logprobs, processed and lowest, as in Sampled; arguments are checked.
+
+    Rows are copied only where something is masked in them or left out of them.
+    """
     step = _step(logits, vectors, cu_rows, edited)
     if proposals is None:
         kept = np.ascontiguousarray(step.kept)
@@ -323,11 +323,8 @@ def _step(
     return _Step(values, masked, lowest, *(getattr(step, name) for name in _REST))
 
 
-_REST = ("seeds", "positions", "temperature", "drafts", "cu", "owner")
-
-
 def _masked(step: _Step, named: dict[str, Any]) -> tuple[Floats, Floats]:
-    """Return thresholds [R], and the logits with what lies below them at -inf."""
+    """Return thresholds [R], and the logits with -inf for the entries below them."""
     t, n = step.temperature, len(step.temperature)
     k = named.get("top_k", np.zeros(n, np.int64))
     p = named.get("top_p", np.ones(n, np.float32))
@@ -377,9 +374,9 @@ def _with_proposals(
 
 
 def _leading(step: _Step, proposals: RowProposals) -> Integers:
-    """Return how many proposals of each request are accepted before the first that is not, or is not there, [N].
+    """Return how many proposals of each request are accepted before the first rejected or missing one, [N].
 
-    First rows are looked at together, then the second rows of the requests whose first was accepted, and so on.
+    First rows are checked together, then the second rows of the requests whose first was accepted, and so on.
     """
     proposed = proposals.tokens.numpy()
     each = np.diff(step.cu)
@@ -397,7 +394,7 @@ def _leading(step: _Step, proposals: RowProposals) -> Integers:
 
 
 def _accepted(step: _Step, proposals: RowProposals, requests: Integers, place: Integers) -> NDArray[np.bool_]:
-    """Return whether the proposals in these rows of some requests are accepted, [m]."""
+    """Return True for each accepted proposal, [m], of row `place` of each of these requests."""
     row = step.cu[requests] + place
     tokens, odds, raw = (part.numpy()[row] for part in (proposals.tokens, proposals.log_odds, proposals.raw))
     kept, t, position = step.kept[row], step.temperature[requests], step.positions[requests] + place
@@ -419,9 +416,9 @@ def draw_tokens(
     cu_rows: Integers,
     domain: Domain,
 ) -> tuple[Integers, Integers]:
-    """Tokens [R] and counts [N] by the CPU's sampler, or by the definition where there is no numba."""
+    """Return tokens [R] and counts [N] of the CPU sampler, or of the reference without numba."""
     if find_spec("numba") is not None:
-        # Compiles or loads its code, which a process that samples on CUDA is spared.
+        # Imported late: it compiles or loads code that a process on CUDA does not need.
         from kernels.coupled_sampler.cpu import coupled_verify
 
         return coupled_verify(
@@ -438,7 +435,7 @@ def draw_tokens(
 
 
 def _logprobs(step: _Step, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens' log-probabilities: of the model's logits, and of what is kept, divided; [R] each."""
+    """Return the tokens' log-probabilities [R]: by the model's logits, and by the kept entries divided by T."""
     raw = torch.full((len(tokens),), torch.nan)
     index = torch.nonzero(tokens >= 0).squeeze(1)
     chosen = tokens[index]
@@ -454,7 +451,7 @@ def _logprobs(step: _Step, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _chosen(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-softmax of each row at its token."""
+    """Return the log-softmax of each row at its token."""
     return values.gather(1, tokens.unsqueeze(1)).squeeze(1) - values.logsumexp(dim=-1)
 
 
@@ -468,11 +465,13 @@ def runner_up(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token with the second score of each row, and the margin by which it lost.
 
-    Where there is no other token the winner is its own runner-up, and the margin is infinite.
+    Coupled sampling draws the arg-max of logits / T plus noise. Another policy near this one draws another token
+    only where the second score is nearly the first, and then it is nearly always the second. Without another token
+    the winner is its own runner-up, and the margin is infinite.
 
     Args:
         values: [n, V] float32, logits / T after masks; the winners' entries are overwritten.
-        winners: [n] int64, the tokens that were drawn.
+        winners: [n] int64, the drawn tokens.
         seeds: [n] int64, read as unsigned.
         positions: [n] int64, of the response.
         noisy: [n] bool; False for greedy rows, whose scores are logits. All vectors are where `values` are.

@@ -1,6 +1,6 @@
 """The noise of noise.py in Triton, bit for bit. Kernels that use it are launched with enable_fp_fusion=False.
 
-Order keys are those of cpu_noise.py, but unsigned: a larger float has the larger key.
+Order keys are like those in cpu.py, but unsigned: a larger float has the larger key.
 """
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -45,9 +45,9 @@ def _product(a, m: tl.constexpr, WIDE: tl.constexpr):
 def words_of(seed, position, domain, first, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Return the words of `BLOCK` tokens from `first`, a multiple of 4: four of [BLOCK / 4] uint32.
 
-    Those of tokens first + 4 i come first, then those of first + 4 i + 1, and so on. They are left apart: put
-    together again, the compiler draws all of them twice, once for each layout that it wants them in. The seed is
-    uint64, the position int64.
+    The first tensor has the words of tokens first + 4 i, the second of first + 4 i + 1, and so on. They stay
+    separate: if they were joined, the compiler would draw them twice, once for each layout that it needs. The seed
+    is uint64, the position int64.
     """
     c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros((BLOCK // 4,), tl.uint32)
@@ -86,7 +86,7 @@ def _split(x):
 
 @triton.jit
 def gumbel_of(word):
-    """g of uint32 words, float32."""
+    """Return g of uint32 words, float32."""
     exponent, fraction = _split(word.to(tl.float32) + _HALF)
     complement = -((word ^ 0xFFFFFFFF).to(tl.uint32).to(tl.float32) + _HALF) * _ULP_32
     remainder = tl.where(exponent == 32, complement, fraction - 1.0)
@@ -97,7 +97,7 @@ def gumbel_of(word):
 
 @triton.jit
 def order_key(x):
-    """uint32 that orders as the float32 does; -0 as +0. Of no use for NaN."""
+    """Return a uint32 with the order of the float32; -0 is +0. Meaningless for NaN."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 

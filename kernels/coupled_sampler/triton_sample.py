@@ -1,15 +1,7 @@
-"""The sampler's launches in Triton, and its scan: one pass over the logits by pieces of rows.
+"""The sampler in Triton: a scan of the logits by pieces of rows, a kernel that joins the pieces, the launches.
 
-A launch computes thresholds where there are masks, then scans, then puts the pieces together (triton_finish.py).
-
-One pass over the logits: each program takes a piece of one row and leaves the best token of it. Noise is drawn
-where it could matter, as in cpu.py: a block whose gap to the best score so far no noise bridges costs its load
-and a maximum; one whose integers all stay below the word that the gap needs costs Philox, but no logarithm. Sums
-are kept by every lane for itself, so a block makes threads wait for each other only where it decides whether
-noise is drawn. What speaks against a row's proposal (proposals.py) is summed up in the same pass. Nothing is
-written but a few numbers a piece; triton_finish.py puts pieces together.
-
-Must be launched with enable_fp_fusion=False (noise.py says why).
+`sample_triton` computes thresholds where there are masks (triton_threshold.py), then launches `scan`, then
+`finish`. Both must be launched with enable_fp_fusion=False (noise.py says why).
 """
 
 from __future__ import annotations
@@ -28,15 +20,15 @@ from kernels.coupled_sampler.noise import (
     ABSOLUTE_SLACK,
     CELLS_PER_UNIT,
     LOWEST_GAP,
+    MAX_POSITION,
     RELATIVE_SLACK,
     UNREACHABLE,
     WORD_THRESHOLDS,
     Domain,
 )
-from kernels.coupled_sampler.reference import MASS_BITS
-from kernels.coupled_sampler.triton_finish import MOST_PIECES, finish
+from kernels.coupled_sampler.reference import INVALID, MASS_BITS, UNSAMPLED
 from kernels.coupled_sampler.triton_noise import gumbel_of, words_of
-from kernels.coupled_sampler.triton_threshold import mass_of
+from kernels.coupled_sampler.triton_threshold import MOST_PIECES, mass_of
 from kernels.tuning import Tuning, multiprocessors, tuning
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -45,14 +37,19 @@ from kernels.tuning import Tuning, multiprocessors, tuning
 
 _CELLS, _CELLS_PER_UNIT = tl.constexpr(len(WORD_THRESHOLDS)), tl.constexpr(float(CELLS_PER_UNIT))
 _LOWEST_GAP, _UNREACHABLE = tl.constexpr(LOWEST_GAP), tl.constexpr(UNREACHABLE)
-# Twice those of the CPU, which computes the gap in float64.
+# Twice the slack of the CPU, which computes the gap in float64.
 _ABSOLUTE, _RELATIVE = tl.constexpr(2 * ABSOLUTE_SLACK), tl.constexpr(2 * RELATIVE_SLACK)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 BY_RAW, RESIDUAL = 1, 2
-"""Flags of a row: its proposal is judged by the model's own logits; its request is sampled by residual noise."""
+"""Flags of a row: its proposal is judged by the model's own logits; its request is sampled with residual noise."""
 _BY_RAW, _RESIDUAL = tl.constexpr(BY_RAW), tl.constexpr(RESIDUAL)
 _RESIDUAL_DOMAIN = tl.constexpr(int(Domain.RESIDUAL))
 _REJECTED = tl.constexpr(1 << MASS_BITS)
+_INVALID, _UNSAMPLED = tl.constexpr(INVALID), tl.constexpr(UNSAMPLED)
+_MAX_POSITION = tl.constexpr(MAX_POSITION)
+_ROWS, _PIECES = tl.constexpr(16), tl.constexpr(MOST_PIECES)
+MASKS = frozenset({"top_k", "top_p", "floors"})
+"""Vectors of `sample_triton` that mask entries."""
 
 
 @triton.jit
@@ -94,7 +91,7 @@ def _sum_up(largest, total, a, b, c, d):
 
 @triton.jit
 def _store_sum(largest, total, place, out_largest, out_total):
-    """Put the lanes' sums together."""
+    """Combine the lanes' sums and store them."""
     top = tl.max(largest, axis=0)
     shift = tl.where(top > -float("inf"), top, 0.0)
     tl.store(out_largest + place, top)
@@ -144,7 +141,13 @@ def scan(
     EDITED: tl.constexpr, MASKED: tl.constexpr, PROPOSED: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Piece `program_id(1)`, of `blocks` blocks, of row places[program_id(0)] of the step.
+    """Scan piece `program_id(1)`, of `blocks` blocks, of row places[program_id(0)] of the step, for its best token.
+
+    Noise is drawn where it could matter, as in cpu.py: a block whose gap to the best score so far no noise bridges
+    costs its load and a maximum; one whose integers all stay below the word that the gap needs costs Philox, but no
+    logarithm. Each lane keeps its own sums, so threads wait for each other only where a block decides whether noise
+    is drawn. The masses against a row's proposal (proposals.py) are summed in the same pass. Only a few numbers a
+    piece are written; `finish` puts the pieces together.
 
     The row is row sources[program_id(0)] of `logits`. If those are EDITED, the model's own are in `raw_logits`, by
     the row's number in the step. Outputs are [rows, rows_stride]. scores, tokens and values: the best score, the
@@ -153,7 +156,7 @@ def scan(
     the masses against the row's proposal, and own_values [rows], its logit. EDITED and PROPOSED need MASKED.
     """
     which = tl.load(places + tl.program_id(0))
-    # In blocks, so that the compiler knows how loads are aligned.
+    # Counted in blocks, so that the compiler knows how loads are aligned.
     begin = tl.program_id(1) * blocks * BLOCK
     row = logits + tl.load(sources + tl.program_id(0)) * stride
     raw_row = raw_logits + which * raw_stride
@@ -197,13 +200,13 @@ def scan(
         else:
             r0, r1, r2, r3 = x0, x1, x2, x3
             m_raw, s_raw = _sum_up(m_raw, s_raw, x0, x1, x2, x3)
-        # Not one condition: PROPOSED is known to the compiler, and without it by_raw is not there.
+        # Not one condition: PROPOSED is a compile-time constant, and without it by_raw is undefined.
         if PROPOSED:  # noqa: SIM102
             if by_raw & allowed:
                 masses += _odds_against(own, odds, wanted, r0, r1, r2, r3, start + lanes)
         top = tl.max(_most(x0, x1, x2, x3), axis=0)
         bound = _quotient(top, divisor)
-        # A block with nothing that is kept adds nothing. (NaN is in the raw sums already.)
+        # A block without a kept entry adds nothing. (NaN is in the raw sums already.)
         if bound >= threshold:
             if MASKED:
                 x0, x1, x2, x3 = tl.div_rn(x0, by), tl.div_rn(x1, by), tl.div_rn(x2, by), tl.div_rn(x3, by)
@@ -213,7 +216,7 @@ def scan(
                 x3 = tl.where(x3 >= threshold, x3, -float("inf"))
                 m, s = _sum_up(m, s, x0, x1, x2, x3)
             else:
-                # Near enough for a sum; what decides is divided as specified. At 1 it is the sum of the logits.
+                # Precise enough for a sum; scores are divided as specified. At 1 it is the sum of the logits.
                 if divisor != 1.0:
                     near = 1.0 / divisor
                     m, s = _sum_up(m, s, x0 * near, x1 * near, x2 * near, x3 * near)
@@ -259,10 +262,88 @@ def scan(
         tl.store(own_values + which, value_of_own)
 
 
-# mypy: disable-error-code="import-untyped"
+@triton.jit
+def _log_of_sum(largest, total, place, mask):
+    """Return log of sum exp of rows whose pieces lie along axis 1; NaN where one of their sums is."""
+    m = tl.load(largest + place, mask=mask, other=-float("inf"))
+    s = tl.load(total + place, mask=mask, other=0.0)
+    top = tl.max(m, axis=1)
+    shift = tl.where(top > -float("inf"), top, 0.0)
+    return top + tl.log(tl.sum(s * tl.exp(m - shift[:, None]), axis=1))
 
 
-MASKS = frozenset({"top_k", "top_p", "floors"})
+@triton.jit(do_not_specialize=["pieces"])
+def finish(
+    logits, stride, cu_rows, drafts, positions, temperatures, proposed,
+    scores, tokens, values, raw_largest, raw_total, largest, total, against, own_values,
+    out_tokens, out_counts, out_reused, out_raw, out_processed, pieces,
+    PROPOSED: tl.constexpr,
+):  # fmt: skip
+    """Put the pieces of the rows of request `program_id(0)` together, and verify its drafts.
+
+    A row's token is the token of its best piece, the lowest of equals, or else its proposal, if it and all earlier
+    proposals of the request are accepted (proposals.py). A draft is accepted iff it is the row's token; behind the
+    first mismatch rows are UNSAMPLED (`reference.verify`). Writes the rows' tokens [R] int64 and log-probabilities
+    [R], and the request's counts [N].
+
+    Sixteen rows are processed at a time. Inputs of the scan are [rows, MOST_PIECES]; `logits` are the model's own.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    first, end = tl.load(cu_rows + request), tl.load(cu_rows + request + 1)
+    position, temperature = tl.load(positions + request), tl.load(temperatures + request)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    piece = tl.arange(0, _PIECES)
+    lane = tl.arange(0, _ROWS)
+    # A vector like what it is combined with: the interpreter mistakes the type of one that is not.
+    heat = temperature + tl.zeros((_ROWS,), tl.float32)
+    sound = (heat >= 0.0) & (heat < float("inf"))
+    going, proposing = tl.full((), 1, tl.int32), tl.full((), 1, tl.int32)
+    count, reused = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    for start in range(first, end, _ROWS):
+        row = start + lane
+        here = row < end
+        place = row[:, None] * _PIECES + piece[None, :]
+        mask = here[:, None] & (piece < pieces)[None, :]
+        score = tl.load(scores + place, mask=mask, other=-float("inf"))
+        found = tl.load(tokens + place, mask=mask, other=_NO_TOKEN)
+        best = tl.max(score, axis=1)
+        token = tl.min(tl.where(score == best[:, None], found, _NO_TOKEN), axis=1).to(tl.int64)
+        value = tl.load(values + place, mask=mask, other=0.0)
+        value = tl.max(tl.where(found == token[:, None], value, -float("inf")), axis=1)
+        raw_sum = _log_of_sum(raw_largest, raw_total, place, mask)
+        at = position + row - first
+        sound_row = sound & (raw_sum == raw_sum) & (at >= 0) & (at <= _MAX_POSITION)
+        valid = sound_row & (best > -float("inf"))
+        if PROPOSED:
+            wanted = tl.load(proposed + row, mask=here, other=-1)
+            odds = tl.sum(tl.load(against + place, mask=mask, other=0), axis=1)
+            accepted = here & sound_row & (wanted >= 0) & (odds < _REJECTED)
+            accepted &= (heat > 0.0) | (token == wanted)
+            lead = tl.min(tl.where(accepted, _ROWS, lane), axis=0)
+            taken = accepted & (lane < lead) & (proposing > 0)
+            proposing = tl.where((proposing > 0) & (lead == _ROWS), 1, 0)
+            token = tl.where(taken, wanted, token)
+            value = tl.where(taken, tl.load(own_values + row, mask=here, other=0.0), value)
+            valid = valid | taken
+        logit = tl.load(logits + row * stride + tl.where(valid, token, 0), mask=here, other=0.0).to(
+            tl.float32
+        )
+        processed = value / divisor - _log_of_sum(largest, total, place, mask)
+        token = tl.where(valid, token, _INVALID)
+        # The drafts of a request start as many entries before its rows as there are requests before it.
+        draft = tl.load(drafts + row - request, mask=row + 1 < end, other=_UNSAMPLED)
+        stops = tl.min(tl.where(valid & (token == draft), _ROWS, lane), axis=0)
+        emitted = here & (going > 0) & (lane <= stops)
+        reported = emitted & valid
+        tl.store(out_tokens + row, tl.where(emitted, token, _UNSAMPLED), mask=here)
+        tl.store(out_raw + row, tl.where(reported, logit - raw_sum, float("nan")), mask=here)
+        tl.store(out_processed + row, tl.where(reported, processed, float("nan")), mask=here)
+        count += tl.sum(emitted.to(tl.int64), axis=0)
+        if PROPOSED:
+            reused += tl.sum((taken & emitted).to(tl.int64), axis=0)
+        going = tl.where((going > 0) & (stops == _ROWS), 1, 0)
+    tl.store(out_counts + request, count)
+    tl.store(out_reused + request, reused)
 
 
 class LogitPart(NamedTuple):
@@ -282,9 +363,9 @@ def sample_triton(
 ) -> torch.Tensor | None:
     """Write `out`, as sample.Sampled has it; arguments checked by its `sample`, all on the device of the logits.
 
-    `vectors`: seeds, positions, temperature, drafts, first_rows [N + 1], owners [R]; where there are masks top_k,
-    top_p and floors [N]; where there are proposals proposed, log_odds and flags [R]; each contiguous. The parts
-    have every row once; those whose tensor is another one than `logits` are edited. Returns the rows' thresholds
+    `vectors`: seeds, positions, temperature, drafts, first_rows [N + 1], owners [R]; with masks top_k, top_p
+    and floors [N]; with proposals proposed, log_odds and flags [R]; each contiguous. The parts
+    have every row once; a part whose tensor is not `logits` is edited. Returns the rows' thresholds
     [R], if there are masks.
     """
     rows, width = logits.shape
@@ -298,7 +379,7 @@ def sample_triton(
         thresholds(parts, vectors, lowest)
     proposed, odds, flags = (vectors.get(name, owners) for name in ("proposed", "log_odds", "flags"))
     blocks, pieces = pieces_of(rows, width, chosen.scan_block, chosen.scan_programs, device)
-    # Rows are as far apart as they can be, not as there are pieces: a kernel is compiled for every alignment.
+    # Rows are MOST_PIECES apart, however many pieces there are: a kernel is compiled for every alignment.
     best, values, *sums = torch.empty(6, rows, MOST_PIECES, dtype=torch.float32, device=device)
     found = torch.empty(rows, MOST_PIECES, dtype=torch.int32, device=device)
     against = torch.empty(rows if proposing else 1, MOST_PIECES, dtype=torch.int64, device=device)
@@ -357,7 +438,7 @@ def thresholds(parts: Sequence[LogitPart], vectors: dict[str, torch.Tensor], low
 
 
 def pieces_of(rows: int, width: int, block: int, programs: int, device: torch.device) -> tuple[int, int]:
-    """Return the blocks of a piece, and the pieces of a row, for so many programs a multiprocessor."""
+    """Return the blocks of a piece and the pieces of a row, for `programs` programs on each multiprocessor."""
     blocks = triton.cdiv(width, block)
     wanted = max(1, min(MOST_PIECES, blocks, programs * multiprocessors(device) // rows))
     each = triton.cdiv(blocks, wanted)
@@ -366,5 +447,5 @@ def pieces_of(rows: int, width: int, block: int, programs: int, device: torch.de
 
 @cache
 def _word_table(device: torch.device) -> torch.Tensor:
-    """bounds.WORD_THRESHOLDS on a device."""
+    """Return noise.WORD_THRESHOLDS on a device."""
     return torch.from_numpy(WORD_THRESHOLDS.astype(np.int64)).to(device)

@@ -1,14 +1,15 @@
-"""The thresholds of masks.py in Triton, without a sort, by all multiprocessors whatever the number of rows.
+"""The thresholds of reference.py in Triton, without a sort, by all multiprocessors whatever the number of rows.
 
-For a measure that falls as entries get smaller (how many there are, or their mass) a search finds the largest key
-at which the measure of all entries with at least this key still reaches a target. Entries lie in 16 buckets of
-two units below the row's largest one, and those of the bucket in which the target is reached in 16 of an eighth:
-two passes, in which each program sums up a piece of a row and adds its 16 integers to the row's. A third pass
-collects the keys of the last bucket, some thousands, among which one program finds the key, four bits at a time.
-Integers have no order of summation, so the result is that of masks.py to the bit however rows are cut.
+For a measure that falls as entries get smaller (their number, or their mass) a search finds the largest key at
+which the measure of all entries with at least this key still reaches a target. Entries lie in 16 buckets of two
+units below the row's largest one; the entries of the bucket in which the target is reached lie in 16 buckets of an
+eighth. That takes two passes, in which each program sums up a piece of a row and adds its 16 integers to the row's.
+A third pass collects the keys of the last bucket, some thousands, among which one program finds the key, four bits
+at a time. Integers have no order of summation, so the result is bit for bit that of reference.py, however rows are
+cut.
 
-A launch takes the rows of a step that lie in one tensor: `places` are their numbers in the step, which what is kept
-of a row goes by, and `sources` their rows in that tensor.
+A launch takes the rows of a step that lie in one tensor: `places` are their numbers in the step, which index the
+results, and `sources` their rows in that tensor.
 """
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -18,13 +19,14 @@ import triton
 import triton.language as tl
 
 from kernels.coupled_sampler.reference import EXP_SERIES, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, MASS_BITS, ROUND
-from kernels.coupled_sampler.triton_finish import MOST_PIECES
 from kernels.coupled_sampler.triton_noise import of_order_key, order_key
 
+MOST_PIECES = 64
+"""Most pieces of a row, and the distance of two rows in the results of the scan."""
 CAPACITY = 1 << 14
-"""Keys of a row that there is room for; from a fuller bucket they are read out of the row again."""
+"""Most collected keys of a row; the keys of a fuller bucket are read from the row again."""
 STATE = 40
-"""int64 of a row: the sums of two levels, the number of keys collected, and room to keep rows aligned."""
+"""int64 values of a row: the sums of two levels, the number of collected keys, and padding for alignment."""
 _E0, _E1, _E2, _E3, _E4, _E5, _E6, _E7 = (tl.constexpr(float(c)) for c in EXP_SERIES)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(float(LN2_HIGH)), tl.constexpr(float(LN2_LOW))
 _LOG2E, _LOWEST, _ROUND = (tl.constexpr(float(c)) for c in (LOG2E, LOWEST, ROUND))
@@ -32,14 +34,14 @@ _BIAS = tl.constexpr(127 + MASS_BITS)
 _PIECES, _CAPACITY, _STATE = tl.constexpr(MOST_PIECES), tl.constexpr(CAPACITY), tl.constexpr(STATE)
 _BUCKETS, _COLLECTED = tl.constexpr(16), tl.constexpr(32)
 _KEY_OF_OFF = tl.constexpr(0x007FFFFF)
-"""order_key of -inf. Those below it are of NaN."""
+"""order_key of -inf; lower keys belong to NaN."""
 
 
 @triton.jit
 def mass_of(below):
     """int64 mass of entries by how far they lie below the largest (<= 0); 0 for NaN."""
     counted = below > _LOWEST
-    # No maximum: what that makes of NaN differs between versions of Triton, and NaN is never to become an integer.
+    # No maximum: its result for NaN differs between versions of Triton, and NaN must never become an integer.
     d = tl.where(counted, below, _LOWEST)
     n = (d * _LOG2E + _ROUND) - _ROUND
     r = (d - n * _LN2_HIGH) - n * _LN2_LOW
@@ -98,7 +100,7 @@ def _row(which, width, owners, temperatures, limits, peak, pieces, MASS: tl.cons
 
 @triton.jit(do_not_specialize=["pieces"])
 def raise_floors(width, places, owners, temperatures, floors, peak, lowest, pieces):
-    """Write min-p's threshold to `lowest`: what it adds to the row's largest entry is in `floors` [N]."""
+    """Write min-p's threshold to `lowest`: the row's largest entry plus `floors` [N]."""
     which = tl.load(places + tl.program_id(0))
     active, _, largest, floor = _row(which, width, owners, temperatures, floors, peak, pieces, True)
     if active:
@@ -147,7 +149,7 @@ def bucket_sums(
     logits, stride, width, places, sources, owners, temperatures, limits, peak, lowest, state, blocks, pieces,
     MASS: tl.constexpr, LEVEL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the measures of a piece's entries, by bucket, to those of its row. Below `lowest` nothing counts."""
+    """Add the measures of a piece's entries to the row's buckets; entries below `lowest` do not count."""
     which = tl.load(places + tl.program_id(0))
     own_row = logits + tl.load(sources + tl.program_id(0)) * stride
     active, divisor, largest, limit = _row(which, width, owners, temperatures, limits, peak, pieces, MASS)
@@ -251,10 +253,10 @@ def select(
                 measure = tl.where(inside, mass, 0) if MASS else inside.to(tl.int64)
                 above = key.to(tl.int64)[None, :] >= pivots[:, None]
                 measures += tl.sum(tl.where(above, measure[None, :], 0), axis=1)
-            # Pivot 0 is what is known to reach it; of the others as many do as the digit says.
+            # Pivot 0 is known to reach the target; the digit is the number of other pivots that do.
             reached = ((base + measures).to(tl.float64) >= target) & (tl.arange(0, _BUCKETS) > 0)
             found += tl.sum(reached.to(tl.int64), axis=0) << shift
-        # With p of 0 every key reaches the target, those of NaN too; the largest entry is kept all the same, and so
-        # keys are compared, not floats. With fewer than k entries none does, and what min-p keeps stays.
+        # With p of 0 every key reaches the target, even NaN's; the largest entry must be kept, so keys are
+        # compared, not floats. With fewer than k entries no key does, and min-p's threshold stays.
         found = tl.minimum(found, order_key(largest).to(tl.int64))
         tl.store(lowest + which, tl.where(found > 0, of_order_key(found.to(tl.uint32)), floor))

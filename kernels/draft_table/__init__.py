@@ -1,4 +1,4 @@
-"""Table of guessed tokens on the device, from which the drafts of a step are read (table.py)."""
+"""Table of guessed tokens on the device, from which the drafts of a step are read."""
 
 from kernels.draft_table.table import DraftTable, Segments
 

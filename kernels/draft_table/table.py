@@ -1,11 +1,11 @@
-"""Guesses of samples' tokens by their position, in rows that samples take and leave.
+"""Guessed tokens of samples by position, in rows that are assigned to samples.
 
     table = DraftTable(slots=256, length=32_768, device=device)
     table.write(Segments.of([(slot, start, tokens)]))
     drafts = table.gather(slots, behind, longest)
 
 Nothing here waits for the device, and what runs on it can be captured in a CUDA graph. Plain torch: these are a few
-small launches a step, and no kernel of ours would be quicker.
+small launches a step, and a special kernel would not be faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.transfer import uploaded
 class Segments:
     """Guesses to write, one for each of n rows at most: row, first position and count [n] int64, and their tokens.
 
-    `tokens` [T] int32 are those of all segments, one after the other.
+    `tokens` [T] int32 holds the tokens of all segments, one after the other.
     """
 
     slots: torch.Tensor
@@ -33,7 +33,7 @@ class Segments:
 
     @classmethod
     def of(cls, segments: Iterable[tuple[int, int, Sequence[int]]]) -> Segments:
-        """Return segments (row, first position, tokens) in host memory. What a row holds ends with its segment."""
+        """Return segments (row, first position, tokens) in host memory. A row's guess ends with its segment."""
         found = list(segments)
         tokens = [np.asarray(each, np.int32) for _, _, each in found]
         return cls(
@@ -44,7 +44,7 @@ class Segments:
         )
 
     def on(self, device: torch.device) -> Segments:
-        """Return the same on a device, by one copy that nobody waits for."""
+        """Return the same on a device, by one copy, without waiting for it."""
         return Segments(**uploaded(self.vectors(), device))
 
     def vectors(self) -> Mapping[str, torch.Tensor]:
@@ -61,11 +61,11 @@ class DraftTable:
         self.end = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def write(self, segments: Segments) -> None:
-        """Write segments, which lie within the rows, on the device or in host memory; of a row at most one."""
+        """Write segments, on the device or in host memory: within the rows, and at most one for each row."""
         there = segments.on(self.tokens.device)
         total = len(there.tokens)
         rows = torch.repeat_interleave(there.slots, there.counts, output_size=total)
-        # A token's position is its place among all tokens, less that of the first of its segment, and the start.
+        # Position of a token: its index among all tokens - the index of its segment's first token + the start.
         shift = there.starts + there.counts - there.counts.cumsum(0)
         shifts = torch.repeat_interleave(shift, there.counts, output_size=total)
         at = torch.arange(total, device=rows.device) + shifts
@@ -77,8 +77,8 @@ class DraftTable:
 
         Args:
             slots: [n] int64, rows.
-            behind: [n] integers, the positions from which on guesses are wanted.
-            longest: guesses of a row. Where there is none it is token 0, which is a draft like any other.
+            behind: [n] integers, the first positions to guess.
+            longest: number of guesses of a row. Missing guesses are token 0, which is a draft like any other.
         """
         at = behind.long().unsqueeze(1) + torch.arange(longest, device=slots.device)
         found = self.tokens[slots.unsqueeze(1), at.clamp(max=self.tokens.shape[1] - 1)].long()

@@ -19,9 +19,9 @@ from kernels.backend import FLOATS, Backend, check, check_contiguous, check_devi
 def kd_loss_reference(
     student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """weights * KL(teacher || student) of each row, [T] float32; see loss.kd_loss for every rule."""
+    """Return weights * KL(teacher || student) of each row, [T] float32; see `kd_loss` for every rule."""
     counted = weights != 0
-    # Left out before anything is computed, so that nothing of such a row can spoil a gradient.
+    # Excluded before anything is computed, so that such a row cannot spoil a gradient.
     student, teacher = (
         torch.where(counted.unsqueeze(1), logits.float() / temperature, 0.0) for logits in (student, teacher)
     )
@@ -41,21 +41,21 @@ def kd_loss(
     temperature: float = 1.0,
     backend: Backend | str | None = None,
 ) -> torch.Tensor:
-    """weights * KL(softmax(teacher / temperature) || softmax(student / temperature)) of each token.
+    """Return weights * KL(softmax(teacher / temperature) || softmax(student / temperature)) of each token.
 
     Args:
         student: [T, V] float32, bfloat16 or float16 logits, the last axis contiguous; T may be 0.
         teacher: [T, V] likewise, perhaps of another dtype; no gradient. -inf is a probability of 0.
-        weights: [T] float32, of any sign; a row of weight 0 is not looked at: its loss and gradient are 0.
+        weights: [T] float32, of any sign; a row of weight 0 is not read: its loss and gradient are 0.
         temperature: positive; the loss is not multiplied by its square.
         backend: see kernels/backend.py.
 
     Returns:
-        [T] float32, with gradients for student and weights. inf where the student excludes what the teacher does
-        not; NaN for a row with a NaN, or of a teacher that excludes everything.
+        [T] float32, with gradients for student and weights. inf where the student excludes an entry that the
+        teacher does not; NaN for a row with a NaN, or of a teacher that excludes everything.
 
     Raises:
-        ValueError: a shape, dtype, device or temperature that does not fit.
+        ValueError: a wrong shape, dtype, device or temperature.
     """
     check("student", student, (None, None), FLOATS)
     check("teacher", teacher, tuple(student.shape), FLOATS)

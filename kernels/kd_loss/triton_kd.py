@@ -2,12 +2,12 @@
 
 Forwards, each lane of a program keeps of its part of a row, for both models, the maximum m and the sum Z of
 exp(logit - m), and of the teacher's weights the sum A of exp(t - m) * (t - s), all rescaled when a maximum rises.
-Of what the lanes have together
+From the sums of all lanes
 
     KL = A / Z_teacher - logsumexp(teacher) + logsumexp(student)
 
 Backwards, the gradient of the student's logits is weight * (softmax(student) - softmax(teacher)) / temperature,
-from the two sums that the forward pass has left.
+from the two sums of the forward pass.
 """
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -32,7 +32,7 @@ class FusedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, student: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        """Losses, [T] float32."""
+        """Return losses, [T] float32."""
         tokens, width = student.shape
         chosen = tuning(student.device)
         divergence, student_sum, teacher_sum = torch.empty(
@@ -52,7 +52,7 @@ class FusedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
-        """Gradients of student and weights."""
+        """Return gradients of student and weights."""
         student, teacher, weights, divergence, student_sum, teacher_sum = ctx.saved_tensors
         tokens, width = student.shape
         of_student = of_weights = None
@@ -84,7 +84,7 @@ def _forward(
     result = tl.full((), 0.0, tl.float32)
     log_s, log_t = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     if tl.load(weights + token) != 0.0:
-        # Eights of neighbours, one load of a thread: a lane adds up its own, and all lanes once at the end.
+        # Eight neighbours are one load of a thread: each lane sums its own, and all lanes are summed at the end.
         offset = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
         m_s, m_t = (
             tl.full((BLOCK // 8,), -float("inf"), tl.float32),
@@ -104,7 +104,7 @@ def _forward(
             fade = tl.exp(m_t - base_t)
             z_s = z_s * tl.exp(m_s - base_s) + tl.sum(tl.exp(s - base_s[:, None]), axis=1)
             z_t = z_t * fade + tl.sum(share, axis=1)
-            # What has no share adds nothing, be the difference infinite.
+            # An entry without a share adds nothing, even if the difference is infinite.
             a = tl.where(fade > 0.0, a * fade, 0.0) + tl.sum(
                 tl.where(share > 0.0, share * (t - s), 0.0), axis=1
             )

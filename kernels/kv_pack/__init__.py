@@ -1,9 +1,7 @@
 """The KV of a request as one contiguous buffer, for migration.
 
-- layout.py: axes of the caches, layout of the buffer
-- reference.py: packing in plain PyTorch, which is also the CPU's path
-- pack.py: the entry functions
-- triton_copy.py: the kernel, one launch for all layers
+layout.py describes the caches and the buffer. On CUDA one launch copies all layers (triton_copy.py); elsewhere the
+plain PyTorch reference in pack.py does.
 """
 
 from kernels.kv_pack.layout import BlockLayout, packed_shape

@@ -6,8 +6,8 @@ A migration sends this buffer. The plain PyTorch reference, one gather a layer, 
     pack(kv_caches, blocks, buffer, tokens=tokens)
     unpack(buffer, kv_caches, blocks_there, tokens=tokens)      # elsewhere, into caches of the same layout
 
-Of a last block that is not full only the tokens that are there are carried: no stale KV of others leaves the
-cache, and what lies behind them in the destination's block stays as it is.
+From a partial last block only the request's tokens are copied: no stale KV of others leaves the cache, and the rest
+of the destination's block stays unchanged.
 """
 
 from __future__ import annotations

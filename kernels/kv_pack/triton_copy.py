@@ -57,11 +57,11 @@ def copy(
 
 
 def _widened(buffer: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the buffer as integers of `width` bytes, one long vector, which its rows need not be multiples of."""
+    """Return the buffer as one vector of integers of `width` bytes; its rows need not be multiples of them."""
     return buffer.view(-1).view(torch.uint8).view(WIDTHS[width])
 
 
-# What a request makes of them is no reason to compile: of these only `block_units` is the model's.
+# Do not specialise on values of a request; only `block_units` is fixed by the model.
 @triton.jit(
     do_not_specialize=["full_runs", "full", "num_blocks", "before", "rest_units", "row_units", "layer_units"]
 )
@@ -71,7 +71,7 @@ def _copy_runs(
 ):  # fmt: skip
     run = tl.program_id(0)
     layer = tl.program_id(2).to(tl.int64)
-    # Both kinds of run are computed and one is chosen: programs differ, a branch would spare nothing.
+    # Both kinds of run are computed and one is chosen; a branch would save nothing.
     partial = run >= full_runs
     after = run - full_runs
     outer = tl.where(partial, after // before, run // tl.maximum(full, 1)).to(tl.int64)

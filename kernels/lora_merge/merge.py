@@ -1,7 +1,4 @@
-"""Add a low-rank product to a matrix, row by row, with a row of sums that stays in the cache.
-
-The same sums in plain numpy are the reference.
-"""
+"""Add a low-rank product to a matrix, row by row, with a row of sums that stays in the cache, and its reference."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Matrix = npt.NDArray[np.floating[Any]]
 
 
 def add_product_reference(weight: Matrix, b: Matrix, a: Matrix, scale: float) -> None:
-    """Add `scale * b @ a` to `weight`, all of them float32, in place."""
+    """Add `scale * b @ a` to `weight`, all float32, in place: the same sums in plain numpy."""
     product = np.zeros_like(weight)
     for rank in range(b.shape[1]):
         product += b[:, rank, None] * a[rank]
@@ -30,7 +27,7 @@ _FINGERPRINT = source_fingerprint(Path(__file__).parent, Path(__file__).parents[
 def add_product(weight: Matrix, b: Matrix, a: Matrix, scale: float) -> None:
     """Add `scale * b @ a` to `weight`, in place: C-contiguous float32 of shapes [m, n], [m, r], [r, n].
 
-    Runs on one processor and without the GIL.
+    Runs on one processor without the GIL.
     """
     _add_product(weight, b, a, np.float32(scale))
 
@@ -43,7 +40,7 @@ def _add_product(weight: Any, b: Any, a: Any, scale: Any) -> None:
     for row in range(rows):
         product[:] = np.float32(0.0)
         rank = 0
-        # Four at a time spare loads and stores; the order of the sums is that of one at a time.
+        # Four at a time save loads and stores; the order of the sums is as for one at a time.
         while rank + 4 <= ranks:
             b0, b1, b2, b3 = b[row, rank], b[row, rank + 1], b[row, rank + 2], b[row, rank + 3]
             for column in range(columns):

@@ -9,7 +9,7 @@ from kernels.short_query_attention.inputs import AttentionStep
 
 
 def attend_reference(step: AttentionStep, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[T, Hq, D] in the query's dtype, computed in `dtype`; a query token that sees nothing gives zeros."""
+    """Return [T, Hq, D] in the query's dtype, computed in `dtype`; zeros for a query token that sees nothing."""
     out = torch.zeros_like(step.query)
     block = step.keys.shape[1]
     starts, lengths = step.cu_queries.tolist(), step.lengths.tolist()
@@ -18,7 +18,7 @@ def attend_reference(step: AttentionStep, dtype: torch.dtype = torch.float32) ->
         if first == end:
             continue
         visible = _visible(step, first, end, length)
-        # What no query sees is not read: a window's old blocks may be gone.
+        # Positions that no query sees are not read: a window's old blocks may be gone.
         begin = int(visible.any(dim=0).int().argmax())
         position = torch.arange(begin, length, device=step.query.device)
         blocks = step.block_table[n].long()[position // block]
@@ -32,7 +32,7 @@ def attend_reference(step: AttentionStep, dtype: torch.dtype = torch.float32) ->
 
 
 def _visible(step: AttentionStep, first: int, end: int, length: int) -> torch.Tensor:
-    """Return which positions each query token of a request sees, [query tokens, length]."""
+    """Return the mask of positions that each query token of a request sees, [query tokens, length]."""
     device = step.query.device
     queries = end - first
     position = torch.arange(length, device=device)
@@ -46,7 +46,7 @@ def _visible(step: AttentionStep, first: int, end: int, length: int) -> torch.Te
 
 
 def attend(step: AttentionStep, *, backend: Backend | str | None = None) -> torch.Tensor:
-    """softmax(scale * q k) v over what each query token sees: [T, Hq, D] in the query's dtype.
+    """Return softmax(scale * q k) v over the positions that each query token sees: [T, Hq, D] in query's dtype.
 
     Sums are float32. The lengths of all requests decide where contexts are cut into parts that are summed up, and
     so how a result is rounded, and nothing else of it. `backend`: see kernels/backend.py.

@@ -1,16 +1,10 @@
-"""Inputs of the attention of a step: their limits, masks of draft trees, and sizes of a launch.
+"""Inputs of the attention of a step: their limits, masks of draft trees, and sizes of a launch. No Triton.
 
-Ancestor mask of a step: which query tokens of its request each query token sees, as bits. Pure. The query tokens
-of a request with a tree are the root (the sample's last token) and the tokens of its draft, in the order of their
-list. A token's parent is a place in that list, -1 for the root. Bit j stands for the j-th query token; a token
-sees itself, its ancestors and the root.
-
-Size a launch, and the memory between its two kernels. Plain arithmetic: no Triton. The number of programs follows
-from the device and from shapes, never from a tensor's values, so that a captured CUDA graph works for contexts of
-any length. The work is a queue of units: `chunk` positions of one request, one key-value head and one tile of its
-rows. Each program takes an equal share of the queue, wherever that begins and ends, so one long context among
-short ones is walked by as many programs as it is worth. The kernels work out the shares themselves, from the
-lengths on the device.
+The number of programs of a launch follows from the device and from shapes, never from a tensor's values, so that a
+captured CUDA graph works for contexts of any length. The work is a queue of units: `chunk` positions of one
+request, one key-value head and one tile of its rows. Each program takes an equal share of the queue, wherever that
+begins and ends, so one long context among short ones is read by as many programs as it needs. The kernels compute
+the shares themselves, from the lengths on the device.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ from kernels.tuning import Tuning, multiprocessors
 LONGEST_QUERY = 128
 LONGEST_TREE = 64
 HEAD_SIZES = range(16, 257, 8)
+LEAST_TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class AttentionStep:
         return self.query.shape[1] // self.keys.shape[2]
 
     def check(self) -> None:
-        """ValueError naming what does not fit. Values are looked at where that costs no wait: in host memory."""
+        """Raise ValueError naming the wrong field. Values on a device are not checked: that would wait for it."""
         integers = (torch.int32, torch.int64)
         check("query", self.query, (None, None, None), FLOATS)
         tokens, heads, size = self.query.shape
@@ -132,7 +127,11 @@ class AttentionStep:
 def ancestor_mask(
     queries: npt.NDArray[np.int64], trees: Mapping[int, Sequence[int]]
 ) -> npt.NDArray[np.int64]:
-    """Return the bits of all query tokens, request by request.
+    """Return which query tokens of its request each query token sees, as bits, request by request.
+
+    The query tokens of a request with a tree are the root (the sample's last token) and the tokens of its draft, in
+    the order of their list. A token's parent is an index in that list, -1 for the root. Bit j stands for the j-th
+    query token; a token sees itself, its ancestors and the root.
 
     Args:
         queries: query tokens of each request, [n]; at most LONGEST_TREE each, or ValueError.
@@ -144,7 +143,7 @@ def ancestor_mask(
         )
     starts = np.concatenate(([0], np.cumsum(queries)))
     offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], queries)
-    # The 65th bit is cut off, and so is what is carried to it.
+    # The 65th bit is cut off, and so is the carry to it.
     bits = np.left_shift(np.uint64(2), offsets.astype(np.uint64)) - np.uint64(1)
     for request, parents in trees.items():
         own = [1]
@@ -155,17 +154,14 @@ def ancestor_mask(
     return bits.view(np.int64)
 
 
-LEAST_TILE = 16
-
-
 def tile_rows(longest_query: int, group: int, largest: int) -> int:
-    """Rows of a tile: a power of two that holds a request's rows, as far as a program can have so many."""
+    """Return the rows of a tile: a power of two that holds a request's rows, at most `largest`."""
     rows = max(1, longest_query * group)
     return min(max(largest, LEAST_TILE), max(LEAST_TILE, 1 << (rows - 1).bit_length()))
 
 
 def programs_for(device: torch.device, chosen: Tuning) -> int:
-    """Return how many programs share the queue: all that run at the same time."""
+    """Return the number of programs that share the queue: all that run at the same time."""
     return chosen.attention_programs * multiprocessors(device)
 
 
@@ -173,9 +169,8 @@ def programs_for(device: torch.device, chosen: Tuning) -> int:
 class Scratch:
     """Partial results of the programs of a launch, float32: `parts` [R, D], `peaks` and `sums` [R].
 
-    A program leaves at most two: of the end of what another one began, and of the beginning of what it does not
-    end. A row is a row of its tile in one of them. One serves any number of launches, one after the other on one
-    stream.
+    A program writes at most two parts: of work that another program began, and of work that another one ends. A row
+    is a row of its tile in one of them. A Scratch serves any number of launches, one after the other on one stream.
     """
 
     parts: torch.Tensor
@@ -184,17 +179,17 @@ class Scratch:
 
     @staticmethod
     def of(rows: int, size: int, device: torch.device) -> Scratch:
-        """Room for `rows` rows of heads of `size`."""
+        """Return room for `rows` rows of heads of `size`."""
         parts = torch.empty(rows, size, dtype=torch.float32, device=device)
         peaks, sums = torch.empty(2, rows, dtype=torch.float32, device=device)
         return Scratch(parts, peaks, sums)
 
     @staticmethod
     def rows_for(longest_query: int, group: int, device: torch.device, chosen: Tuning) -> int:
-        """Rows that any step with query lengths up to `longest_query` needs, however many requests it has."""
+        """Return enough rows for any step with query lengths up to `longest_query`, whatever its requests."""
         return 2 * programs_for(device, chosen) * tile_rows(longest_query, group, chosen.attention_tile)
 
     @property
     def rows(self) -> int:
-        """Rows that there is room for."""
+        """Number of rows."""
         return len(self.peaks)

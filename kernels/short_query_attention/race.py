@@ -1,18 +1,10 @@
 """Race of attention backends over one model's heads and lengths, and the choice of the fastest.
 
-Choose among attention backends by what was measured. Pure. vLLM's own stays unless another is clearly faster: a
-second of timing is noisy, and a kernel that wins on even lengths may lose on the lengths of a real batch. So a
-backend is chosen only if it was timed in every case, is at least MARGIN faster over all of them, and slower than
-vLLM's in none by more than TOLERANCE. Times are compared by their ratios, so that a short case counts as much as
-a long one.
-
-Other attention over the same paged cache, where it is installed: FlashInfer's, and vLLM's own. They are looked up
-by name when a benchmark or a race asks, never imported by anything else here. Each maker raises whatever its
-library does if it is absent or of another version. Signatures were read in vLLM 0.32, FlashInfer's as vLLM 0.32
-calls them (its lock has FlashInfer 0.7.0). None of it was ever executed: there was no GPU.
-
-An engine makes it at its start. Lengths are even, skewed, and even with drafts, since backends differ most in how
-they share out unlike requests.
+An engine runs the race at its start. Lengths are even, skewed, and even with drafts, since backends differ most in
+how they distribute unequal requests. `fastest` decides. FlashInfer and vLLM's own attention are looked up by name
+when a benchmark or a race needs them, and are not imported otherwise. Each maker raises its library's error if that
+is absent or of another version. Signatures were read in vLLM 0.32, FlashInfer's as vLLM 0.32 calls them (its lock
+has FlashInfer 0.7.0). None of it was ever executed: there was no GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +26,7 @@ MARGIN, TOLERANCE = 0.05, 0.05
 
 
 class AttentionName(StrEnum):
-    """Backends: what vLLM would take by itself, our kernel for short queries within that, and FlashInfer."""
+    """Backends: vLLM's own choice, our kernel for short queries within it, and FlashInfer."""
 
     VLLM = "vllm"
     OURS = "ours"
@@ -52,7 +44,13 @@ class Timing:
 
 
 def fastest(timings: Iterable[Timing]) -> AttentionName:
-    """Return the backend to take. Of several times of a backend in a case the last counts."""
+    """Return the backend to use. Of several times of a backend in a case the last counts. Pure.
+
+    vLLM's own stays unless another is clearly faster: a second of timing is noisy, and a kernel that wins on even
+    lengths may lose on the lengths of a real batch. So a backend is chosen only if it was timed in every case, is
+    at least MARGIN faster over all of them, and slower than vLLM's in none by more than TOLERANCE. Times are
+    compared by their ratios, so that a short case counts as much as a long one.
+    """
     found: dict[AttentionName, dict[str, float]] = {}
     for timing in timings:
         found.setdefault(timing.backend, {})[timing.case] = timing.seconds
@@ -111,14 +109,14 @@ def random_step(
     """Return a step in bfloat16 whose blocks of KV are shuffled.
 
     Args:
-        device: where its tensors are.
+        device: device of its tensors.
         shape: heads and lengths.
         kind: how lengths differ, as for `context_lengths`.
-        requests: how many there are.
-        group: query heads that share a key-value head; None: those of `shape`.
+        requests: number of requests.
+        group: query heads that share a key-value head; None: as in `shape`.
         queries: query tokens of a request.
         drafted: requests that have `shape.drafts` query tokens more.
-        order: NHD, a block's tokens before its heads in memory, as vLLM has it unless told otherwise, or HND.
+        order: NHD, a block's tokens before its heads in memory, vLLM's default, or HND.
     """
     lengths = context_lengths(kind, shape, requests)
     counts = (lengths + shape.block - 1) // shape.block

@@ -1,15 +1,13 @@
-"""Short-query attention in Triton: a queue of units that programs share, attention, and the sum of parts.
+"""Short-query attention in Triton: the queue of units that programs share, attention, and the sum of parts.
 
-The queue that programs share (inputs.py), as the kernels see it: the units of requests, and where one lies. Units
-are `chunk` positions of a walk; a walk is one tile of a request's rows for one key-value head.
+The queue is described in inputs.py. Units are `chunk` positions of a walk; a walk is one tile of a request's rows
+for one key-value head. A row is a query token with one of the `group` query heads of a key-value head, so a tile of
+16 holds a decoding request of 16 heads a group as well as four query tokens of 4. A program that walks all of a
+request's positions for a tile writes the result; programs that share a walk each write a part, and a second kernel
+sums the parts in a fixed order.
 
-A row is a query token with one of the `group` query heads of a key-value head, so a tile of 16 holds a decoding
-request of 16 heads a group as well as four query tokens of 4. The programs share the queue that inputs.py
-describes. A program that walks all of a request's positions for a tile writes the result; of those that share
-one, each leaves a part, and a second kernel sums them up in a fixed order.
-
-Nothing here waits for the device or reads a value from it, so that launches can be captured in a CUDA graph; how
-often a kernel is compiled depends on the model and on the size of the tile, not on the batch.
+Nothing here waits for the device or reads a value from it, so that launches can be captured in a CUDA graph; the
+number of compilations depends on the model and on the size of the tile, not on the batch.
 """
 
 from __future__ import annotations
@@ -95,13 +93,9 @@ def find_unit(
     return found, before
 
 
-# mypy: disable-error-code="no-untyped-def,import-untyped"
-# Triton's functions carry types that annotations cannot say.
-
-
 _LOG2E = tl.constexpr(1.4426950408889634)
 _OF_THE_BATCH = ["window", "requests", "programs"]
-"""Integers that no kernel is compiled anew for when they happen to be 1, or multiples of 16."""
+"""Integers on which no kernel is specialised (1, or multiples of 16)."""
 _ROWS_SUMMED = 4
 """Rows of a tile that a program of the second kernel sums up."""
 _PARTS_AT_ONCE = tl.constexpr(16)
@@ -110,7 +104,7 @@ _PARTS_AT_ONCE = tl.constexpr(16)
 def attend_triton(
     step: AttentionStep, *, out: torch.Tensor | None = None, scratch: Scratch | None = None
 ) -> torch.Tensor:
-    """`attend`; inputs checked by the caller.
+    """Compute `attend`; the caller checks the inputs.
 
     out      where the result goes, [T, Hq, D], contiguous and of the query's dtype. Rows of query tokens that
              belong to no request stay as they are. None: new memory
@@ -156,7 +150,7 @@ def attend_triton(
 
 
 def prepare(step: AttentionStep, longest_query: int, scratch: Scratch) -> None:
-    """Have every kernel compiled that steps like this one can need, up to `longest_query` query tokens a request.
+    """Compile every kernel that steps like this one can need, up to `longest_query` query tokens a request.
 
     Without it the first step of each kind waits for the compiler, for about a second. Launches on a request without
     positions; nothing is read or written.
@@ -200,7 +194,7 @@ def _attend(
             walks, chunks = units_of(
                 lengths, cu_queries, request, requests, window, HEADS, GROUP, WINDOW, TILE, CHUNK
             )
-            # Empty requests are passed over: they have no units.
+            # Requests without units are skipped.
             if unit - before >= walks.to(tl.int64) * chunks:
                 before += walks.to(tl.int64) * chunks
                 request += 1
@@ -279,7 +273,8 @@ def _attend(
                         mask=keep,
                     )
                 else:
-                    # The first part is of what another program began, the second of what another one ends.
+                    # The first part belongs to a walk that another program began, the second to one that another
+                    # ends.
                     place = (2 * program + tl.where(chunk == 0, 1, 0)) * TILE + line
                     tl.store(peaks + place, peak)
                     tl.store(sums + place, share)
@@ -293,7 +288,7 @@ def _sum_parts(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum up what several programs left of `ROWS` rows of a request, a head and a tile."""
+    """Sum the parts that several programs wrote for `ROWS` rows of a request, a head and a tile."""
     request = tl.program_id(0)
     walks, chunks = units_of(
         lengths, cu_queries, request, requests, window, HEADS, GROUP, WINDOW, TILE, CHUNK
@@ -325,7 +320,7 @@ def _sum_parts(
                     part = start + lane
                     there = part <= high
                     place = (2 * part + tl.where(part == low, 1, 0)) * TILE + line
-                    # Programs without a unit of their own, where there are fewer units than programs, left nothing.
+                    # With fewer units than programs, programs without a unit have written nothing.
                     there &= part * total // programs < (part + 1) * total // programs
                     peak_of = tl.load(peaks + place, mask=there, other=-float("inf"))
                     higher = tl.maximum(peak, tl.max(peak_of, axis=0))

@@ -30,13 +30,13 @@ from kernels.suffix_index.compiled.layout import (
     Arrays,
 )
 from kernels.suffix_index.compiled.prediction import prior_odds
-from kernels.suffix_index.compiled.tables import LEAST_SHARED as LEAST_ENTRIES
+from kernels.suffix_index.compiled.tables import LEAST_SHARED
 
 _GROWTH = 1.5
 # Rows of an array when it is first needed.
 _FEW = 256
-# Most rows of edges for each token. A text needs about half a row, and more than this only when many rollouts
-# go on differently behind a prompt that repeats one token.
+# Most rows of edges for each token. A text needs about half a row, and more than this only if many rollouts
+# continue differently after a prompt that repeats one token.
 _EDGES_PER_TOKEN = 4
 _GENERATION_SHIFT = 32
 _ROW_MASK = (1 << _GENERATION_SHIFT) - 1
@@ -56,13 +56,13 @@ class Arena:
         # A token adds two states at most.
         self._most_states = 2 * max_tokens + _FEW
         self._most_edges = min(_EDGES_PER_TOKEN * max_tokens + _FEW, MOST_EDGES)
-        self._most_entries = max(LEAST_ENTRIES, 1 << (2 * max_tokens).bit_length())
+        self._most_entries = max(LEAST_SHARED, 1 << (2 * max_tokens).bit_length())
         self.arrays = Arrays(
             np.zeros(0, STATE),
             np.zeros(0, EDGE),
             np.zeros(0, CHUNK),
             np.zeros(0, CURSOR),
-            np.zeros(LEAST_ENTRIES, np.uint64),
+            np.zeros(LEAST_SHARED, np.uint64),
             np.zeros(_recent_entries(max_tokens), np.uint64),
             prior_odds(),
             np.zeros(SCALARS, np.int64),
@@ -88,7 +88,7 @@ class Arena:
         return int(compiled.new_root(self.arrays))
 
     def extend(self, tokens: NDArray[np.int32], state: int, weight: float, reach: int) -> int:
-        """Append to the text that ends at `state`; return the state where it ends. Full: a part may be appended."""
+        """Append to the text that ends at `state`; return its new end. Full: a part may have been appended."""
         done = 0
         while True:
             done, state = compiled.extend_text(self.arrays, tokens, done, state, np.float32(weight), reach)
@@ -97,7 +97,7 @@ class Arena:
             self.grow()
 
     def teach(self, tokens: NDArray[np.int32], hashes: NDArray[np.uint64], hashed: int) -> int:
-        """Add a text behind `hashes` [HISTORY] and `hashed` to the shared table; `hashes` move on."""
+        """Add a text after `hashes` [HISTORY] and `hashed` to the shared table, and update both."""
         hashed = int(compiled.teach_text(self.arrays, tokens, hashes, hashed))
         self.relieve()
         return hashed
@@ -143,7 +143,7 @@ class Arena:
         return text
 
     def place(self, handle: int, state: int, weight: float) -> None:
-        """Say where the text of a cursor ends and what it weighs."""
+        """Set the end and the weight of a cursor's text."""
         cursor = self.arrays.cursors[handle & _ROW_MASK]
         cursor["state"], cursor["weight"] = state, weight
 
@@ -160,7 +160,7 @@ class Arena:
         return bool(self.arrays.cursors["halted"][handle & _ROW_MASK])
 
     def grow(self) -> None:
-        """Make room for what was lacking. Full: at the bound."""
+        """Enlarge the arrays that lacked room. Full: they are at the bound."""
         arrays, scalars = self.arrays, self.arrays.scalars
         rows = len(arrays.states)
         if scalars[STATES] + 2 > rows:

@@ -29,11 +29,11 @@ from kernels.suffix_index.records import (
     Name,
 )
 
-# An occurrence in the prompt itself weighs next to nothing: it decides only where no rollout has been.
+# An occurrence in the prompt itself has a tiny weight: it decides only where no rollout has been.
 _PROMPT_WEIGHT = 2.0**-100
 # Rollouts weigh between 2**-_DOUBLINGS and 2**_DOUBLINGS; beyond that the base version moves.
 _DOUBLINGS = 60
-# When finished rollouts have to go, 1 / _SLACK of the bound becomes free at once: each time costs rebuilding.
+# An eviction of finished rollouts frees at least 1 / _SLACK of the bound: each one causes rebuilding.
 _SLACK = 16
 
 
@@ -148,7 +148,7 @@ class Prompts:
             self.drop(name)
 
     def drop(self, name: Name) -> None:
-        """Remove a prompt with everything."""
+        """Remove a prompt with all its texts."""
         entry = self._entries[name]
         self._release(name, entry)
         self._cost -= entry.fixed_cost + entry.finished_cost
@@ -159,16 +159,16 @@ class Prompts:
         self.unbuilt.discard(name)
 
     def room(self, keep: Name | None = None) -> int:
-        """Return the room that is left if everything is evicted that may be, except the prompt `keep`."""
+        """Return the room after evicting all that may be evicted, except the prompt `keep`."""
         fixed = sum(
             entry.fixed_cost for name, entry in self._entries.items() if entry.growing or name == keep
         )
         return self._max_tokens - fixed - self._arena.growing_tokens
 
     def make_room(self, needed: int, keep: Name | None = None) -> bool:
-        """Evict until so much fits: idle prompts but `keep`, the least recently used first, then old rollouts.
+        """Evict until `needed` tokens fit: idle prompts but `keep`, least recently used first, then old rollouts.
 
-        False, and nothing is evicted, if it cannot fit.
+        Returns False, and evicts nothing, if they cannot fit.
         """
         over = self.used + needed - self._max_tokens
         going = []
@@ -189,8 +189,8 @@ class Prompts:
     def build(self, names: Collection[Name]) -> None:
         """Rebuild the automata of these prompts where necessary.
 
-        When even cleared arrays have no room for all, which takes texts that repeat themselves in the worst way,
-        the prompts lose finished rollouts, then growing ones are halted and emptied, then their own tokens go.
+        If even cleared arrays have no room for all, which only happens with extremely repetitive texts, the prompts
+        lose finished rollouts, then growing ones are halted and emptied, then the prompts lose their own tokens.
         """
         cleared = False
         while pending := [name for name in names if not self._entries[name].built]:
@@ -207,7 +207,7 @@ class Prompts:
     def clear(self, keep: Collection[Name]) -> None:
         """Free all automata at once, and drop the less recently used half of the idle prompts but `keep`.
 
-        Blocks of edges are not joined when they are freed, so this is also what ends their fragmentation.
+        Freed blocks of edges are not joined, so this also ends their fragmentation.
         """
         self._arena.clear()
         for entry in self._entries.values():
@@ -218,7 +218,7 @@ class Prompts:
         self.unbuilt = {name for name, entry in self._entries.items() if entry.growing}
 
     def _forget_oldest(self, enough: int, keep: Name | None) -> None:
-        """Remove finished rollouts, those of the oldest versions first, until so much is free or none is left."""
+        """Remove finished rollouts, oldest versions first, until `enough` tokens are free or none is left."""
         finished = [
             (rollout.version, name, each)
             for name, entry in self._entries.items()
@@ -270,14 +270,14 @@ class Prompts:
         return True
 
     def _shrink(self, name: Name, entry: IndexedPrompt) -> None:
-        """Give up something of a prompt that is not built."""
-        grown = [handle for handle in entry.growing.values() if len(self._arena.text(handle))]
+        """Remove some texts of a prompt that cannot be built."""
+        filled = [handle for handle in entry.growing.values() if len(self._arena.text(handle))]
         if entry.rollouts:
             oldest = sorted(entry.rollouts, key=lambda rollout: entry.rollouts[rollout].version)
             for rollout in oldest[: (len(oldest) + 1) // 2]:
                 self._cost -= entry.rollouts.pop(rollout).cost
-        elif grown:
-            for handle in grown:
+        elif filled:
+            for handle in filled:
                 self._arena.halt(handle)
                 self._arena.empty(handle)
         elif len(entry.tokens):
@@ -351,7 +351,7 @@ class Stepper:
         return made
 
     def _make_room(self, handles: npt.NDArray[np.int64], cu: npt.NDArray[np.int64]) -> None:
-        """Make room for the new tokens, by halting rollouts from the last on if need be."""
+        """Make room for the new tokens; if necessary, halt rollouts, the last ones first."""
         lengths = np.diff(cu)
         lengths[[self.arena.halted(handle) for handle in handles.tolist()]] = 0
         room = self.prompts.room()

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from kernels.suffix_index.compiled.layout import HISTORY, NOWHERE
 
 Name: TypeAlias = "str | int | tuple[str | int, ...]"
-"""A string, an integer, or a flat tuple of such: it can be saved and loaded unchanged."""
+"""A string, an integer, or a flat tuple of these: it can be saved and loaded unchanged."""
+TEXT_COST = 16
+"""Cost of a prompt or rollout in addition to its tokens, so that empty ones are bounded as well."""
+_MAGIC = b"paceline suffix index 1\n"
+_LENGTH = struct.Struct("<Q")
+_DIGEST_BYTES = 16
+_TOKEN = np.dtype("<i4")
 
 
 def check_name(name: Any) -> None:
@@ -54,11 +60,11 @@ def token_array(tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Alternatives to some predicted tokens of n growing rollouts, and how each goes on.
+    """Alternatives to some predicted tokens of n growing rollouts, and their continuations.
 
-    tokens [n, m] int32; shares [n, m] float32: the estimated probability that a token comes if all before it in its
-    path have, 0 where there is none; parents [n, m] int64: what it follows, -1 for the text itself, below the
-    continuations' window a place there, and from there on a place of these tokens, before its own.
+    tokens [n, m] int32; shares [n, m] float32: the estimated probability of a token given all earlier ones of its
+    path, 0 without a token; parents [n, m] int64: its predecessor, -1 for the text itself, an index into the
+    continuation below its window, and from there on window + the index of an earlier token of the branches.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -73,7 +79,7 @@ class Continuations:
     tokens [n, window] int32 and shares [n, window] float32: predicted tokens and, for each, the estimated
     probability that it comes if all before it have; only the first counts[i] of row i are valid. counts [n]
     int32: predicted tokens, 0 for none. matches [n] int32: context tokens on which the first one is based.
-    branches: where they are asked for.
+    branches: if requested.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -81,10 +87,6 @@ class Continuations:
     counts: npt.NDArray[np.int32]
     matches: npt.NDArray[np.int32]
     branches: Branches | None = None
-
-
-TEXT_COST = 16
-"""Cost of a prompt or rollout beside its tokens, so that empty ones are bounded, too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +116,8 @@ class IndexedPrompt:
     """Texts of a prompt and its automaton.
 
     `root` is NOWHERE while the automaton has to be rebuilt; `end` is the state where the prompt ends. Rollouts of
-    version `base` weigh 1. `hashes` [HISTORY] and `hashed` are those behind the prompt. `growing` holds handles.
+    version `base` weigh 1. `hashes` [HISTORY] and `hashed` are the hash state after the prompt. `growing` holds
+    handles.
     """
 
     base: int = 0
@@ -145,12 +148,6 @@ class IndexedPrompt:
     def finished_cost(self) -> int:
         """Cost of its finished rollouts against the bound."""
         return sum(rollout.cost for rollout in self.rollouts.values())
-
-
-_MAGIC = b"paceline suffix index 1\n"
-_LENGTH = struct.Struct("<Q")
-_DIGEST_BYTES = 16
-_TOKEN = np.dtype("<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +198,7 @@ def write(settings: IndexSettings, prompts: Sequence[SavedPrompt]) -> bytes:
 
 
 def read(data: bytes) -> tuple[IndexSettings, list[SavedPrompt]]:
-    """Return what `write` wrote; ValueError for anything else."""
+    """Read the bytes of `write`; ValueError for any others."""
     body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if not body.startswith(_MAGIC):
         raise ValueError("no saved suffix index, or one of another format")

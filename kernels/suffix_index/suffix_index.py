@@ -55,16 +55,15 @@ class SuffixIndex:
     table shared by all prompts, with one continuation for each short context, knows a longer context, that one
     decides.
 
-    max_tokens: bound of all texts together, prompts included; each text counts 16 tokens more than it has. What is
-    added beyond it evicts the prompts that have not been used for longest and have no growing rollout, then the
-    finished rollouts of the oldest versions. Memory is at most about 200 bytes a token, and usually 100.
-    decay: weight of a rollout relative to one of the next policy version, in (0, 1].
-    reach: most contexts in which one occurrence is counted, the longest first; bounds the work for texts that
-    repeat themselves.
-    min_match: shortest context from the prompt's texts on which a prediction may be based.
-    floor: a continuation ends where the product of its probabilities falls below this.
+    max_tokens: bound of all texts together, prompts included; each text counts 16 tokens more than it has. Above
+    the bound, additions evict the least recently used prompts without a growing rollout, then the finished rollouts
+    of the oldest versions. Memory is at most about 200 bytes a token, and usually 100. decay: weight of a rollout
+    relative to one of the next policy version, in (0, 1]. reach: most contexts in which one occurrence is counted,
+    the longest first; bounds the work for repetitive texts. min_match: shortest context from the prompt's texts on
+    which a prediction may be based. floor: a continuation ends where the product of its probabilities falls below
+    this.
 
-    Names are strings, integers or flat tuples of such; token ids are integers in [0, 2**31). TypeError and
+    Names are strings, integers or flat tuples of these; token ids are integers in [0, 2**31). TypeError and
     ValueError for others.
     """
 
@@ -139,7 +138,7 @@ class SuffixIndex:
             raise ValueError(f"no room for {what}, {len(added.tokens)} tokens: {self._bound}")
 
     def open(self, prompt: Name, rollout: Name, version: int) -> int:
-        """Begin a growing rollout, that of a running sample; return its handle for step and close.
+        """Begin the growing rollout of a running sample; return its handle for step and close.
 
         ValueError if a growing rollout has this name or it cannot fit; a finished one of this name is replaced.
         """
@@ -161,16 +160,6 @@ class SuffixIndex:
         self._prompts.forget(prompt, [rollout])
         return True
 
-    def remove_versions(self, before: int, prompt: Name | None = None) -> int:
-        """Remove finished rollouts of versions < before, of one prompt or of all; returns how many."""
-        removed = 0
-        for name, entry in self._prompts:
-            if prompt is None or name == prompt:
-                old = [each for each, rollout in entry.rollouts.items() if rollout.version < before]
-                self._prompts.forget(name, old)
-                removed += len(old)
-        return removed
-
     def drop(self, prompt: Name) -> bool:
         """Forget a prompt and all its rollouts; handles of its growing ones are invalid then. False if unknown.
 
@@ -189,13 +178,12 @@ class SuffixIndex:
         window: int,
         branches: int = 0,
     ) -> Continuations:
-        """Append tokens[cu[i] : cu[i + 1]] to growing rollout handles[i], then predict how each goes on.
+        """Append tokens[cu[i] : cu[i + 1]] to growing rollout handles[i], then predict each continuation.
 
         handles [n]; tokens [cu[n]]; cu [n + 1], ascending from 0; window >= 1: most tokens of a continuation, and
-        of each of up to `branches` branches from it. A
-        growing rollout for which there is no room even after all else was evicted is halted: nothing more is
-        appended to it or predicted for it. KeyError for a handle that is not open, ValueError for anything
-        else; nothing is appended then.
+        of each of at most `branches` branches from it. A growing rollout that has no room even after all possible
+        evictions is halted: nothing more is appended to it or predicted for it. KeyError for a handle that is not
+        open, ValueError for other wrong arguments; nothing is appended then.
         """
         handles, cu = np.array(handles, np.int64), np.array(cu, np.int64)
         tokens = token_array(tokens)
@@ -205,7 +193,7 @@ class SuffixIndex:
         if window < 1:
             raise ValueError(f"window must be at least 1 token, got {window}")
         if cu.shape != (n + 1,) or cu[0] != 0 or cu[-1] != len(tokens) or (cu[1:] < cu[:-1]).any():
-            raise ValueError(f"{n} handles and {len(tokens)} tokens do not go with cu {cu.tolist()}")
+            raise ValueError(f"{n} handles and {len(tokens)} tokens do not match cu {cu.tolist()}")
         return self._stepper.step(handles, tokens, cu, window, branches)
 
     def dump(self) -> bytes:
@@ -249,7 +237,7 @@ class SuffixIndex:
         return f"max_tokens is {self._settings.max_tokens}, growing rollouts and their prompts stay"
 
     def _admit(self, prompt: Name, rollout: Name, cost: int, what: str) -> None:
-        """Make room and the name free. ValueError, with nothing changed, if that cannot be."""
+        """Make room and free the name. ValueError, with nothing changed, if that is impossible."""
         entry = self._prompts.get(prompt)
         cost += TEXT_COST if entry is None else 0
         refusal = ValueError(f"no room for {what}: {self._bound}")

@@ -1,12 +1,7 @@
 """W4A16: weights in 4 bits, rounded to nearest by groups of columns; activations in 16 bits (or float32).
 
-Ours is the rounding, at every update of the weights. The product is vLLM's Machete or Marlin where they take it.
-
-- weight.py: the format
-- reference.py: what quantising, dequantising and multiplying mean
-- quantise.py, matmul.py: the entry functions
-- cpu_product.py: the product on a CPU, by torch's kernel
-- triton_quantise.py: the kernel that rounds
+The rounding, at every update of the weights, is ours (linear.py, triton_quantise.py; weight.py has the format and
+the reference). The product is vLLM's Machete or Marlin where they support it, else torch's.
 """
 
 from kernels.w4a16.linear import CpuW4Weight, for_cpu, matmul, matmul_cpu, quantise

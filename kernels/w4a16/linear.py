@@ -2,14 +2,12 @@
 
 Rounding is fast enough for every weight update.
 
-Activations times a 4-bit weight, in plain PyTorch: for what vLLM's Marlin and Machete do not take. There is no
-kernel of ours for this product. The engine gives 16-bit activations to vLLM's Machete or Marlin, whose layouts
-are made for the tensor cores; ours, which unpacked words in the order of the format, was estimated at 20 to 30 %
-of the bound, and was left with float32 activations, which no drafting on a GPU has.
-
-Activations times a 4-bit weight on a CPU, by torch's kernel, which unpacks in registers. The activations are
-rounded to bfloat16: its float32 form is plain code, a hundred times as slow. The weight is laid out for it once,
-after each quantising.
+The engine gives 16-bit activations to vLLM's Machete or Marlin, whose layouts are made for the tensor cores.
+`matmul`, in plain PyTorch, is for cases that these do not support. There is no Triton kernel for the product: one
+that unpacked words in the order of the format was estimated at 20 to 30 % of the bound, and would only serve
+float32 activations, which no drafting on a GPU has. On a CPU `matmul_cpu` uses torch's kernel, which unpacks in
+registers. It rounds the activations to bfloat16: its float32 form is plain code, a hundred times as slow. `for_cpu`
+lays the weight out for it once, after each quantising.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ def quantise(
     Args:
         weight: [N, K] float32, bfloat16 or float16, the last axis contiguous; a row per output.
         group: 32, 64, 128 or 256.
-        symmetric: whether 0 is the middle of the range; reference.py has both formulas.
-        scale_dtype: of the scales; default: the weight's.
+        symmetric: whether 0 is the middle of the range; `quantise_reference` has both formulas.
+        scale_dtype: dtype of the scales; default: the weight's.
         backend: see kernels/backend.py.
 
     Raises:

@@ -1,7 +1,7 @@
 """Quantising in Triton: a program reads a few rows of one group once, and writes their words and scale.
 
-Bit for bit reference.py: divisions are correctly rounded (div_rn), and rounding to an integer adds and takes away
-1.5 * 2**23, which leaves the nearest, ties to even, of what is below 2**22.
+Bit for bit the reference (weight.py): divisions are correctly rounded (div_rn), and rounding to an integer adds and
+subtracts 1.5 * 2**23, which gives the nearest, ties to even, of values below 2**22.
 """
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
@@ -26,7 +26,7 @@ _PER_WORD = tl.constexpr(PER_WORD)
 def quantise_triton(
     weight: torch.Tensor, group: int, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(packed, scales, zeros), as reference.quantise_reference; arguments checked by the caller."""
+    """Return packed, scales and zeros, as `quantise_reference`; the caller checks the arguments."""
     rows, columns = weight.shape
     groups, words = triton.cdiv(columns, group), triton.cdiv(columns, PER_WORD)
     packed = torch.empty(rows, words, dtype=torch.int32, device=weight.device)

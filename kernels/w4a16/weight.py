@@ -10,6 +10,7 @@ from kernels.backend import FLOATS, check, check_device
 
 GROUPS = (32, 64, 128, 256)
 PER_WORD = 8
+LEVELS = 15
 MIDDLE = 8
 """The integer that stands for 0 in a symmetric weight."""
 
@@ -56,18 +57,15 @@ class W4Weight:
 
 
 def check_group(group: int) -> None:
-    """ValueError unless it is a group size that the kernels know."""
+    """Raise ValueError unless `group` is a group size of the kernels."""
     if group not in GROUPS:
         raise ValueError(f"group must be one of {GROUPS}, got {group}")
-
-
-LEVELS = 15
 
 
 def quantise_reference(
     weight: torch.Tensor, group: int, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Round to nearest (ties to even): (packed, scales, zeros) of a [N, K] matrix, as W4Weight has them.
+    """Round a [N, K] matrix to nearest (ties to even); return packed, scales and zeros, as W4Weight has them.
 
     Symmetric: scale = max|w| / 7.5, q = clamp(round(w / scale) + 8, 0, 15). Asymmetric, with the range widened to
     hold 0: scale = (max - min) / 15, zero = clamp(round(-min / scale), 0, 15), q = clamp(round(w / scale) + zero,
@@ -92,7 +90,7 @@ def quantise_reference(
 
 
 def pack(q: torch.Tensor) -> torch.Tensor:
-    """[N, K] integers in 0..15 -> [N, ceil(K / 8)] int32."""
+    """Pack [N, K] integers in 0..15 into [N, ceil(K / 8)] int32."""
     rows, columns = q.shape
     words = -(-columns // PER_WORD)
     q = torch.nn.functional.pad(q.to(torch.int32), (0, words * PER_WORD - columns)).view(
@@ -105,13 +103,13 @@ def pack(q: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """[N, ceil(K / 8)] int32 -> [N, K] int32 in 0..15."""
+    """Unpack [N, ceil(K / 8)] int32 into [N, K] int32 in 0..15."""
     shifts = torch.arange(0, 4 * PER_WORD, 4, dtype=torch.int32, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(1)[:, :columns]
 
 
 def dequantise(weight: W4Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the [N, K] matrix of a 4-bit weight, computed in float32; `dtype` defaults to that of the scales."""
+    """Return the [N, K] matrix of a 4-bit weight, computed in float32; `dtype` defaults to the scales' dtype."""
     q = unpack(weight.packed, weight.columns)
     width = weight.scales.shape[1] * weight.group
     q = torch.nn.functional.pad(q, (0, width - weight.columns)).view(weight.rows, -1, weight.group).float()
@@ -121,7 +119,7 @@ def dequantise(weight: W4Weight, dtype: torch.dtype | None = None) -> torch.Tens
 
 
 def matmul_reference(x: torch.Tensor, weight: W4Weight) -> torch.Tensor:
-    """x [M, K] times the transposed weight: [M, N], computed in float32, in x's dtype."""
+    """Return x [M, K] times the transposed weight: [M, N], computed in float32, in x's dtype."""
     return (x.float() @ dequantise(weight, torch.float32).T).to(x.dtype)
 
 

@@ -140,8 +140,7 @@ def decoding_table(
     - H200: the same with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
     - B200: 2.25 PFLOP/s dense bfloat16, 8 TB/s, 180 GB (NVIDIA DGX B200 data sheet), 0.6 and 0.8 of it reached.
     - A100 SXM: 312 TFLOP/s dense bfloat16, 2.04 TB/s, 80 GB (NVIDIA). The same shares are reached as of an H100;
-      EfficientRollout (D.2) fits 1.56 to 1.62 TB/s to an A100, which is 0.76 to
-      0.79.
+      EfficientRollout (D.2) fits 1.56 to 1.62 TB/s to an A100, which is 0.76 to 0.79.
     - 8B: Qwen3-8B, 70B: Llama-3.1-70B, MoE: Qwen3-30B-A3B, each by the sizes in its config.json, in bfloat16.
     - TP=8: two all-reduces a layer, each 12 us and 225 GB/s over NVLink (nccl-tests all_reduce_perf, 8 x H100).
     - Mixture of experts: a step reads the experts that its rows are routed to, 128 (1 - (1 - 8/128)^rows) of 128 in

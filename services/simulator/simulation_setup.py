@@ -22,7 +22,7 @@ from services.simulator.device_tables import DeviceTable
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 PREGENERATED = "pregenerated"
-"""Name of the source that a sample has only up to the end of its own draft."""
+"""Name of the source of pre-generated drafts, which a sample has up to the end of its draft."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _SWEPT = 512
 class StepDecision:
     """Decision about a step, by cohort: mean new tokens of a sample, and mean drafted tokens.
 
-    A draft model makes `passes` passes over `drafted_for` samples.
+    A draft model runs `passes` times on `drafted_for` samples.
     """
 
     tokens: dict[str, float]
@@ -71,7 +71,7 @@ class StepDecider:
             device: step times of the instances.
             knobs: the knobs of all instances.
             sources: that every sample of a step has; at most one of them is a draft model.
-            pregenerated: source of a sample up to the end of its own draft.
+            pregenerated: source of pre-generated drafts, which a sample has up to the end of its draft.
             seed: seed of the sweep's noise and of acceptance.
         """
         self.device = device
@@ -103,7 +103,7 @@ class StepDecider:
         return 1 + self._knobs.draft_cap if self.speculates else 1
 
     def pass_seconds(self, samples: float, context: float) -> float:
-        """Return the time of a draft model's pass over `samples` samples of mean context `context`."""
+        """Return the time of one pass of the draft model for `samples` samples of mean context `context`."""
         table = self._models[0].passes
         assert table is not None
         n = max(1, round(samples))

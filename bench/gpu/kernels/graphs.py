@@ -21,14 +21,14 @@ NOT_HERE = {"not measured": "the interpreter compiles nothing"}
 
 def compiled() -> dict[str, list[dict[str, Any]]]:
     """Return the variants that this process has compiled: registers, spilled bytes, shared memory."""
-    from kernels.coupled_sampler import triton_finish, triton_sample, triton_threshold
+    from kernels.coupled_sampler import triton_sample, triton_threshold
     from kernels.kd_loss import triton_kd
     from kernels.kv_pack import triton_copy
     from kernels.short_query_attention import triton_attend
     from kernels.w4a16 import triton_quantise
 
     modules = (
-        triton_sample, triton_finish, triton_threshold, triton_attend, triton_kd, triton_copy, triton_quantise
+        triton_sample, triton_threshold, triton_attend, triton_kd, triton_copy, triton_quantise
     )  # fmt: skip
     found: dict[str, list[dict[str, Any]]] = {}
     for module in modules:

@@ -1,10 +1,8 @@
 """Compiled suffix automata, grown token by token, with weighted counts of the continuations of each state.
 
-Compiled edges of automaton states: look up, add, copy, free. Most states have one edge, which lies in the state.
-A few more are searched one by one; many, as a root has, are a hash table of the state's own, so that all that a
-prompt needs lies close together.
-
-The automaton of a prompt is built from a trie: the prompt's own tokens once, and every rollout from their end.
+The automaton of a prompt is built from a trie: the prompt's own tokens once, and every rollout from their end. Most
+states have one edge, which lies in the state. A few more are searched one by one; many, as a root has, are a hash
+table for that state only, so that all data of a prompt lies close together.
 """
 
 from __future__ import annotations
@@ -208,10 +206,6 @@ def give_all(states, edges, scalars, state):
         _give(edges, scalars, states[state].block)
 
 
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
-
-
 _NOTHING = np.float32(0)
 
 
@@ -255,7 +249,7 @@ def _split(states, edges, scalars, state, length):
 
 @kernel
 def _redirect(states, edges, state, token, old, new):
-    """Lead the edges for `token` of a state and of its suffixes to `new` as far as they lead to `old`."""
+    """Redirect the edges for `token` from `old` to `new`, in a state and its suffixes, while they lead to `old`."""
     while state != NOWHERE:
         edge = find(states, edges, state, token)
         if target_of(states, edges, state, edge) != old:

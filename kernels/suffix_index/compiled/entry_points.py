@@ -34,14 +34,14 @@ from kernels.suffix_index.compiled.tables import push
 
 
 ALTERNATIVES = 2
-"""Tokens beside the likeliest one that a place can have."""
+"""Most alternatives to the likeliest token at a position."""
 ROOT = -1
 """Parent of a token that follows the text itself."""
 
 
 @kernel
 def _add(tokens, chances, token, likely):
-    """Add a token to the likeliest, in order; of a token that is there the larger chance counts."""
+    """Insert a token into the likeliest ones, in order; a token that is there keeps the larger chance."""
     last = len(tokens) - 1
     for i in range(len(tokens)):
         if tokens[i] == token:
@@ -62,7 +62,7 @@ def _add(tokens, chances, token, likely):
 def alternatives(
     arrays, state, match, hashes, hashed, weight, min_match, salt, found, taken, tokens, chances
 ):
-    """Fill the likeliest tokens [ALTERNATIVES] that could come in the place of `taken`, -1: none, and chances."""
+    """Fill the likeliest alternatives to `taken`, tokens [ALTERNATIVES] (-1: none), and their chances."""
     tokens[:], chances[:] = -1, np.float32(0)
     states, edges = arrays.states, arrays.edges
     matched, matched_kind, shared, shared_kind, own, length = predict(
@@ -94,7 +94,7 @@ def alternatives(
 def find_forks(arrays, cursor, min_match, floor, salt, buffers, chain, shares, forks):
     """Fill the `forks` [F, 2] (tokens of the chain before it, token) of a growing rollout, the likeliest first.
 
-    Returns how many there are. `chain` and `shares` are the proposal, `buffers` those of `branch`.
+    Returns how many there are. `chain` and `shares` are the proposal, `buffers` as in `branch`.
     """
     hashes, found, tokens, chances, reached, others = buffers
     state, hashed = np.int64(cursor.state), np.int64(cursor.hashed)
@@ -136,12 +136,12 @@ def grow(
     """Append the branch of a fork to a sample's branch tokens, of which there are `made`; return how many then.
 
     Args:
-        arrays: of the index.
+        arrays: arrays of the index.
         cursor: the growing rollout.
         min_match: see SuffixIndex.
         floor: see SuffixIndex.
-        salt: of the rollout.
-        buffers: those of `branch`.
+        salt: salt of the rollout.
+        buffers: as in `branch`.
         chain: the proposal.
         shares: its probabilities.
         fork: place in the list of forks, its tokens of the chain, and its first token.
@@ -177,10 +177,6 @@ def grow(
         hashed += 1
         token, share, _ = choose(arrays, state, match, hashes, hashed, cursor.weight, min_match, salt, found)
     return made
-
-
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
 
 
 DONE, NO_ROOM = -1, -2

@@ -44,10 +44,10 @@ MOST_EDGES = 1 << (31 - SIZE_BITS)
 CHUNK_TOKENS = 31
 CHUNK = np.dtype([("tokens", np.int32, (CHUNK_TOKENS,)), ("next", np.int32)])
 
-# A growing rollout. `generation` tells its handle from others of the same row and is odd while it is in use.
+# A growing rollout. `generation` distinguishes its handle from others of the same row and is odd while in use.
 # Its text of `tokens` tokens, in the chunks from `first` to `last`, ends at `state`, and one occurrence of it
-# counts `weight`. `hashes` are those of its last prefixes, a ring, and `hashed` their number so far. Once it is
-# `halted` nothing is appended or predicted.
+# counts `weight`. `hashes` is a ring of the hashes of its last prefixes, and `hashed` their number so far. Once it
+# is `halted` nothing is appended or predicted.
 HISTORY = 16
 CURSOR = np.dtype(
     [
@@ -64,9 +64,9 @@ CURSOR = np.dtype(
 )
 
 # Scalars: the first free state, chunk, and block of each size (NOWHERE: none); states and chunks in use; rows
-# of edges ever used (those behind are untouched) and in use now; rows of edges that were lacking when there was
-# no room; entries of the shared table in use; 1 once rivals of
-# the likeliest continuations are asked for, and learned about.
+# of edges ever used (later ones are untouched) and in use now; rows of edges that were lacking when there was
+# no room; entries of the shared table in use; 1 once rivals of the likeliest continuations are requested, and
+# therefore learned.
 FREE_STATE, STATES, FREE_CHUNK, CHUNKS, EDGES_END, EDGES, LACKING, ENTRIES, RIVALS, FREE_BLOCKS = range(10)
 SCALARS = FREE_BLOCKS + SIZES
 
@@ -75,8 +75,8 @@ class Arrays(NamedTuple):
     """Arrays that the compiled functions work on.
 
     states [S] STATE; edges [E] EDGE; chunks [C] CHUNK; cursors [N] CURSOR; entries [power of two] uint64, the
-    shared table (shared.py); recent [power of two] uint64, latest occurrences in each growing rollout
-    (recent.py); odds [KINDS, 2] float32 (odds.py); scalars [SCALARS] int64.
+    shared table (tables.py); recent [power of two] uint64, latest occurrences in each growing rollout
+    (tables.py); odds [KINDS, 2] float32 (prediction.py); scalars [SCALARS] int64.
     """
 
     states: NDArray[np.void]

@@ -1,22 +1,21 @@
 """Compiled prediction of the next token, its rivals, and the calibration of their probabilities.
 
-Calibration of predictions: how often each kind of prediction comes true, learned from the growing rollouts. The
-kind of a prediction is its evidence: for the prompt's automaton, the length of the match, the number of
-occurrences and the token's share of them; for the shared table, the length of the context and its firmness; for
-both, also the opinion of the other one. A rival, which the automaton has seen less often than another token, has
-its share and rank. The kind of the token that is proposed in the end is how the rollout's own latest occurrences
-vote on it, and what the other texts predict with what probability. Kinds are numbered; odds [KINDS, 2] hold how
-many predictions of each came true, and how many were made.
-
-Automaton and shared table stand for the other texts: of the two the longer context decides, the prompt's own if
-equal. The rollout's own latest occurrences of its last tokens then vote on that token and on others; the
+Automaton and shared table represent the other texts: the longer context of the two decides, the prompt's own if
+they are equal. The rollout's own latest occurrences of its last tokens then vote on that token and on others; the
 likeliest is taken.
 
-Measured on tinymath rollouts, 8 known and 8 running of each prompt, 8 tokens proposed: following the longest
-match gives 3.05 tokens a step, a mixture of all contexts 3.09, a shorter context that occurred twice at least
-2.79, eight times 2.24; the longest match with the shared table as well 3.50. On others, 64 running at once, 16
-tokens proposed: 5.3 without the rollout's own votes, 6.0 with them, and for the longest sample, which drifts from
-what others wrote, 1.5 and 2.0.
+The probability of a prediction is learned from the growing rollouts, by its kind, which is its evidence: for the
+prompt's automaton, the length of the match, the number of occurrences and the token's share of them; for the shared
+table, the length of the context and its firmness; for both, also the opinion of the other one. A rival, which the
+automaton has seen less often than another token, has its share and rank. The kind of the finally proposed token is
+the vote of the rollout's own latest occurrences, and the other texts' prediction with its probability. Kinds are
+numbered; odds [KINDS, 2] hold how many predictions of each came true, and how many were made.
+
+Measured on tinymath rollouts, 8 known and 8 running of each prompt, 8 tokens proposed: following the longest match
+gives 3.05 tokens a step, a mixture of all contexts 3.09, a shorter context that occurred twice at least 2.79, eight
+times 2.24; the longest match with the shared table as well 3.50. On others, 64 running at once, 16 tokens proposed:
+5.3 without the rollout's own votes, 6.0 with them, and for the longest sample, which drifts from the other texts,
+1.5 and 2.0.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from kernels.jit import kernel
 from kernels.suffix_index.compiled import tables
 from kernels.suffix_index.compiled.automaton import find, target_of, token_of, weight_of
 from kernels.suffix_index.compiled.layout import INLINE, LISTED, NONE, NOWHERE, RIVALS, SIZE_BITS, SIZES
-from kernels.suffix_index.compiled.tables import SHARED_ORDERS as ORDERS
-from kernels.suffix_index.compiled.tables import look_up_shared as look_up
+from kernels.suffix_index.compiled.tables import SHARED_ORDERS, look_up_shared
 
 # mypy: disable-error-code="no-untyped-def"
 # Compiled functions have numba types, which annotations cannot express.
@@ -41,14 +39,14 @@ ALONE, AGREED, OPPOSED = range(3)
 """Opinion of the other source: none, the same token, another token."""
 _OPINIONS = 3
 
-# Lower bounds of the classes; what is below the first is a class of its own. Occurrences are counted in those
-# of the newest policy version, so that old ones count less; the bounds leave room for rounding.
+# Lower bounds of the classes; values below the first bound are a class as well. Occurrences are counted in units of
+# the newest policy version, so that old ones count less; the bounds leave room for rounding.
 _LENGTHS = (4, 6, 8, 12, 16, 32)
 _OCCURRENCES = (1.01, 2.01, 5.01)
 _SHARES = (0.5, 0.75, 0.99)
 _FIRMNESS = (2, 3, 5, 10)
 _SHARED = (len(_LENGTHS) + 1) * (len(_OCCURRENCES) + 1) * (len(_SHARES) + 1) * _OPINIONS
-_VOTED = _SHARED + len(ORDERS) * (len(_FIRMNESS) + 1) * _OPINIONS
+_VOTED = _SHARED + len(SHARED_ORDERS) * (len(_FIRMNESS) + 1) * _OPINIONS
 _CHANCES = (0.3, 0.5, 0.7, 0.85, 0.95)
 # Predictions of the other texts for a token: none; this token; another one.
 _SAID = 1 + 2 * (len(_CHANCES) + 1)
@@ -58,7 +56,7 @@ _RIVAL_SHARES = (0.1, 0.2, 0.35)
 RANKS = 2
 KINDS = _RIVALS + (len(_LENGTHS) + 1) * (len(_OCCURRENCES) + 1) * (len(_RIVAL_SHARES) + 1) * RANKS
 
-# The priors count as so many predictions; when a kind has MEMORY, older ones start to count less.
+# Weight of the priors, in predictions; when a kind has MEMORY predictions, older ones start to count less.
 _PRIOR, _PRIOR_OF_VOTES = 8.0, 3.0
 _MEMORY = np.float32(2048)
 _HALF, _ONE = np.float32(0.5), np.float32(1)
@@ -81,7 +79,7 @@ def kind_of_match(length, occurrences, share, opinion):
 
 @kernel
 def kind_of_shared(order, firmness, opinion):
-    """Return the kind of a prediction of the shared table; `order` is the place of its length in ORDERS."""
+    """Return the kind of a prediction of the shared table; `order` is the place of its length in SHARED_ORDERS."""
     return _SHARED + (order * (len(_FIRMNESS) + 1) + _class_of(firmness, _FIRMNESS)) * _OPINIONS + opinion
 
 
@@ -124,7 +122,7 @@ def prior_odds() -> NDArray[np.float32]:
     length = np.array([0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9])[:, None, None]
     occurrences = np.array([0.67, 0.8, 0.89, 0.95])[:, None]
     share = np.array([0.4, 0.6, 0.85, 1.0])
-    order = np.linspace(0.35, 0.9, len(ORDERS))[:, None]
+    order = np.linspace(0.35, 0.9, len(SHARED_ORDERS))[:, None]
     firmness = np.array([0.5, 0.6, 0.7, 0.8, 0.9])
     alone = np.concatenate([(length * occurrences * share).ravel(), (order * firmness).ravel()])
     sources = np.stack([alone, 1 - (1 - alone) / 2, alone * 0.6], axis=-1).ravel()
@@ -149,10 +147,6 @@ def _of_votes(vote: int) -> list[float]:
         for each in elsewhere
     ]
     return [own, *agreed, *(own * (1 - each) for each in elsewhere)]
-
-
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
 
 
 _SIZE_MASK = SIZES - 1
@@ -220,12 +214,8 @@ def judge_rivals(arrays, state, match, weight, min_match, token):
             judge(arrays.odds, kind, token_of(states, edges, state, found[rank]) == token)
 
 
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
-
-
 # Longer matches need no look-up: the shared table has no longer context.
-_LONGEST = ORDERS[-1]
+_LONGEST = SHARED_ORDERS[-1]
 _NO_TOKEN = np.int64(-1)
 _NO_KIND = np.int64(-1)
 
@@ -234,8 +224,8 @@ _NO_KIND = np.int64(-1)
 def predict(arrays, state, match, hashes, hashed, weight, min_match):
     """Return the predictions: matched token and kind, shared token and kind, match length, and longer length.
 
-    The token is -1 where a source has none; the source with the longer context decides. `weight` is that of an
-    occurrence in the text, to count others in.
+    The token is -1 where a source has none; the source with the longer context decides. `weight` is the weight of
+    an occurrence in the text, the unit in which others are counted.
     """
     states, edges = arrays.states, arrays.edges
     state, match = longest_match(states, state, match)
@@ -246,7 +236,7 @@ def predict(arrays, state, match, hashes, hashed, weight, min_match):
         matched = np.int64(token_of(states, edges, state, best))
     order, shared, firmness = np.int64(-1), _NO_TOKEN, np.int64(0)
     if matched < 0 or match < _LONGEST:
-        order, shared, firmness = look_up(arrays.entries, hashes, hashed)
+        order, shared, firmness = look_up_shared(arrays.entries, hashes, hashed)
     opinion = ALONE if matched < 0 or shared < 0 else AGREED if matched == shared else OPPOSED
     if matched >= 0:
         total = states[state].total
@@ -256,7 +246,7 @@ def predict(arrays, state, match, hashes, hashed, weight, min_match):
         match = np.int64(0)
     if shared >= 0:
         shared_kind = kind_of_shared(order, firmness, opinion)
-    length = match if order < 0 else max(match, np.int64(ORDERS[order]))
+    length = match if order < 0 else max(match, np.int64(SHARED_ORDERS[order]))
     return matched, matched_kind, shared, shared_kind, match, length
 
 
@@ -274,7 +264,7 @@ def elsewhere(odds, matched, matched_kind, shared, shared_kind, match, length):
 def choose(arrays, state, match, hashes, hashed, weight, min_match, salt, found):
     """Return the likeliest next token: (token or -1, probability, length of the other texts' context).
 
-    `found` [recent.ORDERS] int64 is a buffer.
+    `found` [recent.SHARED_ORDERS] int64 is a buffer.
     """
     matched, matched_kind, shared, shared_kind, match, length = predict(
         arrays, state, match, hashes, hashed, weight, min_match

@@ -1,17 +1,13 @@
 """Compiled texts of growing rollouts, and hashed tables of the continuations of their contexts.
 
-The shared table serves all prompts; the recent table holds what a growing rollout wrote last.
+In both tables, for a few context lengths, the hash of the last tokens leads to a token that followed them. The
+recent table has the latest continuation in a growing rollout's own text. Repetitions with variations, such as a
+number from the line before, are found only here: in all texts together the same short context has many
+continuations. All growing rollouts share a recent table of fixed size; a newer entry overwrites an older one in its
+place.
 
-Compiled table of the latest continuations in a growing rollout's own text. For a few context lengths, the hash of
-a rollout's last tokens leads to the token that followed them when they occurred in it last. Repetitions with
-variations, such as a number from the line before, are found only here: in all texts together the same short
-context has many continuations.
-
-All growing rollouts share a table of fixed size; a newer entry overwrites an older one in its place.
-
-Compiled table of continuations of short contexts, shared by all prompts. For a few context lengths, the hash of
-the last tokens leads to one token that followed them, and how firmly: a vote for it adds one, a vote for another
-takes one away. It forgets by itself and is never searched or cleaned.
+The shared table serves all texts of all prompts. Its entry has one token and how firmly it followed: a vote for the
+token adds one, a vote for another takes one away. It forgets by itself and is never searched or cleaned.
 """
 
 from __future__ import annotations
@@ -45,22 +41,18 @@ def powers(orders: Sequence[int]) -> tuple[np.uint64, ...]:
 
 @kernel
 def push(hashes, hashed, token):
-    """Hash one more token: `hashes` [HISTORY] uint64 holds those of the last prefixes, `hashed` counts them."""
+    """Hash one more token: `hashes` [HISTORY] uint64 holds the last prefix hashes, `hashed` counts all of them."""
     before = hashes[(hashed - 1) & _RING] if hashed > 0 else np.uint64(0)
     hashes[hashed & _RING] = before * _FACTOR + np.uint64(token) + _ONE
 
 
 @kernel
 def context(hashes, hashed, order, power, salt):
-    """Return the hash of the last `order` tokens, of at least so many; different for every salt and order."""
+    """Return the hash of the last `order` of at least `order` tokens; different for every salt and order."""
     before = hashes[(hashed - 1 - order) & _RING] if hashed > order else np.uint64(0)
     mixed = ((hashes[(hashed - 1) & _RING] - before * power + np.uint64(order)) ^ salt) * _MIX
     mixed ^= mixed >> _MIX_SHIFT
     return mixed * _FACTOR
-
-
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
 
 
 @kernel
@@ -112,10 +104,6 @@ def discard(chunks, scalars, cursor):
     cursor.tokens = 0
 
 
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
-
-
 RECENT_ORDERS = (1, 2, 4, 8)
 """Context lengths in tokens, ascending."""
 LEAST_RECENT, MOST_RECENT = 1 << 12, 1 << 20
@@ -125,7 +113,7 @@ VOTES = 3 ** len(RECENT_ORDERS)
 
 # An entry: the upper 33 bits of its context's hash, token (31 bits). 0: empty.
 _RECENT_TOKEN_BITS, _RECENT_TOKEN_MASK = np.uint64(31), np.uint64(2**31 - 1)
-# The row is taken from bits that are not in the entry, as far as the table is not larger than these are many.
+# The row is taken from bits that are not in the entry, unless the table is too large for them.
 _ROW_SHIFT = np.uint64(7)
 _RECENT_POWERS = powers(RECENT_ORDERS)
 _ROLLOUT_SALT = np.uint64(0x9E3779B97F4A7C15)
@@ -135,13 +123,13 @@ _UNKNOWN, _FOR, _AGAINST = range(3)
 
 @kernel
 def salt_of(handle):
-    """Return the salt that separates the contexts of a growing rollout from those of others."""
+    """Return the salt that separates the contexts of one growing rollout from others."""
     return np.uint64(handle) * _ROLLOUT_SALT
 
 
 @kernel
 def learn_recent(entries, hashes, hashed, salt, token):
-    """Record that `token` follows the tokens hashed."""
+    """Record that `token` follows the hashed tokens."""
     mask = np.uint64(len(entries) - 1)
     for i in range(len(RECENT_ORDERS)):
         if hashed < RECENT_ORDERS[i]:
@@ -154,7 +142,7 @@ def learn_recent(entries, hashes, hashed, salt, token):
 
 @kernel
 def look_up_recent(entries, hashes, hashed, salt, found):
-    """Fill `found` [ORDERS] int64 with the token that followed each context last, -1 where it is new."""
+    """Fill `found` [RECENT_ORDERS] int64 with the token that followed each context last, -1 where it is new."""
     mask = np.uint64(len(entries) - 1)
     for i in range(len(RECENT_ORDERS)):
         found[i] = -1
@@ -167,7 +155,7 @@ def look_up_recent(entries, hashes, hashed, salt, found):
 
 @kernel
 def votes(found, token):
-    """Return which contexts are for a token, against it, or new, as a number below VOTES."""
+    """Return the contexts for a token, against it, or new, encoded as a number below VOTES."""
     total = 0
     for i in range(len(found)):
         if found[i] >= 0:
@@ -176,16 +164,12 @@ def votes(found, token):
 
 
 def most_known(vote: int) -> tuple[int, int]:
-    """Return the places in ORDERS of the longest contexts for and against, -1 where there are none."""
+    """Return the indices in RECENT_ORDERS of the longest contexts for and against, -1 where there are none."""
     each = [vote // place % 3 for place in _PLACES]
     longest = [
         max((i for i, said in enumerate(each) if said == side), default=-1) for side in (_FOR, _AGAINST)
     ]
     return longest[0], longest[1]
-
-
-# mypy: disable-error-code="no-untyped-def"
-# Compiled functions have numba types, which annotations cannot express.
 
 
 SHARED_ORDERS = (1, 2, 4, 6, 9, 13)
@@ -212,7 +196,7 @@ _SHARED_POWERS = powers(SHARED_ORDERS)
 
 @kernel
 def _context(hashes, hashed, i):
-    """Return the hash of the last ORDERS[i] tokens, of at least so many."""
+    """Return the hash of the last SHARED_ORDERS[i] tokens; there must be at least as many."""
     return context(hashes, hashed, SHARED_ORDERS[i], _SHARED_POWERS[i], _SHARED_SALT)
 
 
@@ -245,7 +229,7 @@ def _find(entries, context):
 
 @kernel
 def learn_shared(entries, scalars, hashes, hashed, token):
-    """Vote for `token` after each context that ends the tokens hashed."""
+    """Vote for `token` after each context at the end of the hashed tokens."""
     for i in range(len(SHARED_ORDERS)):
         if hashed < SHARED_ORDERS[i]:
             break
@@ -268,7 +252,7 @@ def learn_shared(entries, scalars, hashes, hashed, token):
 
 @kernel
 def look_up_shared(entries, hashes, hashed):
-    """Return the longest known context: its place in ORDERS or -1, the token that follows, and its firmness.
+    """Return the longest known context: index in SHARED_ORDERS or -1, next token, and firmness.
 
     Where a context is known, shorter ones are known, too, unless they were overwritten: a binary search.
     """

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.worker.gpu_worker import Worker
 
-from kernels.coupled_sampler import triton_finish, triton_threshold
+from kernels.coupled_sampler import triton_threshold
 from services.generation.engine import step_sizes as memory
 from services.generation.engine.step_sizes import StepMemory, row_capacity, step_memory
 from services.generation.engine.worker import CoupledGPUWorker
@@ -35,7 +35,7 @@ def test_the_figures_of_the_documentation() -> None:
 
 
 def test_the_sampler_has_the_sizes_that_are_counted() -> None:
-    sizes = (triton_finish.MOST_PIECES, triton_threshold.CAPACITY, triton_threshold.STATE)
+    sizes = (triton_threshold.MOST_PIECES, triton_threshold.CAPACITY, triton_threshold.STATE)
     assert sizes == (memory.PIECES, memory.KEYS, memory.STATE)
 
 

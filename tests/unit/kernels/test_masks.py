@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler import INVALID, UNSAMPLED
-from kernels.coupled_sampler import sample as host
 from kernels.coupled_sampler.reference import MASS_BITS, mass_of, threshold
 from kernels.coupled_sampler.sample import sample
 
@@ -138,7 +137,7 @@ def test_without_numba_the_definition_samples_the_same(monkeypatch):
     right = sample(*arguments, torch.tensor([1, 2, 3, 4]), cu, **options).tokens
     drafts = torch.tensor([right[1], 2, 3, right[5]])
     expected = sample(*arguments, drafts, cu, **options)
-    monkeypatch.setattr(host, "find_spec", lambda name: None)
+    monkeypatch.setattr("kernels.coupled_sampler.sample.find_spec", lambda name: None)
     found = sample(*arguments, drafts, cu, **options)
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.counts.tolist() == expected.counts.tolist() == [1, 2, 2]

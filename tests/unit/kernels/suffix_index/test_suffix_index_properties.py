@@ -110,20 +110,6 @@ class AnyOrder(RuleBasedStateMachine):
             del self.model[prompt][1][rollout]
             self.tidy(prompt)
 
-    @rule(before=VERSIONS, prompt=st.none() | PROMPTS)
-    def remove_versions(self, before, prompt) -> None:
-        gone = [
-            (name, rollout)
-            for name, (_, rollouts) in self.model.items()
-            for rollout, (version, _) in rollouts.items()
-            if version < before and prompt in (None, name) and not self.growing(name, rollout)
-        ]
-        assert self.index.remove_versions(before, prompt) == len(gone)
-        for name, rollout in gone:
-            del self.model[name][1][rollout]
-        for name in {name for name, _ in gone}:
-            self.tidy(name)
-
     @rule(prompt=PROMPTS)
     def drop(self, prompt) -> None:
         assert self.index.drop(prompt) is (prompt in self.model)

@@ -9,7 +9,6 @@ import triton.language as tl
 from kernels.backend import KernelMismatch
 from kernels.selfcheck import check_attention
 from kernels.short_query_attention import AttentionStep, triton_attend
-from kernels.short_query_attention import triton_attend as triton_queue
 from kernels.short_query_attention.attend import attend_reference
 from kernels.short_query_attention.inputs import Scratch, tile_rows
 from kernels.short_query_attention.triton_attend import attend_triton, prepare
@@ -157,7 +156,7 @@ def test_a_launch_into_given_memory_takes_none_and_leaves_padding_alone(rows, de
 
 def test_one_long_context_among_many_short_ones_is_right(device, monkeypatch):
     """More requests than are looked at together, most of them without a query, and one that many programs share."""
-    monkeypatch.setattr(triton_queue, "_REQUESTS_AT_ONCE", tl.constexpr(4))
+    monkeypatch.setattr(triton_attend, "_REQUESTS_AT_ONCE", tl.constexpr(4))
     share_among(monkeypatch, 5)
     lengths, queries = [3] * 11, [0] * 11
     for place, length, own in ((0, 20, 2), (6, 200, 1), (10, 40, 3)):
