@@ -46,7 +46,7 @@ async def test_it_is_shown_and_rolled_back(
             await client.roll_back_drafter(0)
         assert nothing.value.reason == "NO_EARLIER_DRAFTER"
         status, _, error = await command("roll-back")
-        assert (status, "no drafter was published before" in error) == (1, True)
+        assert (status, "there is no earlier drafter" in error) == (1, True)
 
         for number in (1, 2):
             await world.feed(step(number))

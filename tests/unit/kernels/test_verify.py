@@ -109,9 +109,9 @@ def test_a_draft_changes_no_token_even_if_it_is_masked_or_no_token_at_all(draft)
 @pytest.mark.parametrize(
     ("cu_rows", "drafts", "message"),
     [
-        ([0, 2], [1, 1], "cu_rows must rise from 0 to the 3 rows, got 0..2"),
-        ([1, 3], [1], "cu_rows must rise"),
-        ([], [], "cu_rows must rise.*got nothing"),
+        ([0, 2], [1, 1], "cu_rows must ascend from 0 to the 3 rows, got 0..2"),
+        ([1, 3], [1], "cu_rows must ascend"),
+        ([], [], "cu_rows must ascend.*got nothing"),
         ([0, 3, 3], [1], "at least one row"),
         ([0, 4, 3], [1], "at least one row"),
         ([0, 1, 3], [1, 1], "2 requests of 3 rows take 1 drafts, got 2"),
