@@ -81,7 +81,7 @@ async def test_without_one_before_a_collapse_is_said_once(world: World) -> None:
     await until(lambda: instance.version == 1, "the first is loaded")
     instance.draft(1000, 4, 0)
     (decision,) = await world.decided("drafter_rolled_back")
-    assert "none to go back to" in decision.reason
+    assert "there is no earlier drafter" in decision.reason
     await world.feed(step(2))
     await until(lambda: instance.version == 2, "the next is published all the same")
     assert len(await world.decisions("drafter_rolled_back")) == 1
