@@ -25,9 +25,9 @@ from services.drafter.publishing.deployment import Deployment
 from services.drafter.publishing.publisher import Publisher
 from services.drafter.training.process import LEARNER, TrainingDied, TrainingFailed, TrainingProcess
 from services.drafter.training.session import TrainingSession
+from services.platform.leading import LeadingServer
 from services.platform.redis.connection import OUTAGES
 from services.platform.redis.decision_log import DecisionLog
-from services.platform.service import LeadingServer
 from services.platform.tasks import is_cancelled, until_one_ends
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,7 @@
 """Run a service: its process, and its gRPC server with an entry in the registry.
 
 `run` reads the configuration and sets up logs, metrics, event loop, signals and exit status. `RegisteredServer` is
-a gRPC server that others find in the registry, with background work; of several `LeadingServer`s one leads.
+a gRPC server that others find in the registry, with background work.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from paceline.installation import how_to_install
-from services.platform.config import ConfigError, LeaderConfig, ServiceConfig, load_config
+from services.platform.config import ConfigError, ServiceConfig, load_config
 from services.platform.grpc.server import GrpcServer, stop_servers
 from services.platform.launching import write_ready_file
 from services.platform.observability import tracing
@@ -32,7 +32,6 @@ from services.platform.observability.http_ports import start_metrics_server
 from services.platform.observability.logs import configure_logging
 from services.platform.observability.metrics import show_build
 from services.platform.redis.connection import OUTAGES, Keys, connect
-from services.platform.redis.leadership import Leadership, Term
 from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.security.certificates import Unreadable
 from services.platform.tasks import end, until_one_ends
@@ -40,7 +39,6 @@ from services.platform.tasks import end, until_one_ends
 log = structlog.get_logger(__name__)
 
 C = TypeVar("C", bound=ServiceConfig)
-T = TypeVar("T", bound=Term)
 
 FAILED = 1
 """Exit status after an error."""
@@ -264,47 +262,3 @@ class RegisteredServer:
                 await self._registration.deregister()
         await self.server.stop(grace)
         await self.redis.aclose()
-
-
-class LeadingServer(RegisteredServer, Generic[T]):
-    """Server of a service of which one process leads; its record says whether it leads or is a standby.
-
-    Usage as of `RegisteredServer`: `start`, then `run` until cancelled, then `stop`.
-    """
-
-    def __init__(
-        self,
-        config: LeaderConfig,
-        service: str,
-        instance_id: str,
-        *,
-        title: str,
-        lease: str,
-        open_term: Callable[[int], Awaitable[T]],
-        leader: Gauge,
-        registry: CollectorRegistry,
-        metrics_port: int = 0,
-    ) -> None:
-        """Build the server of one process.
-
-        Args:
-            config: settings shared by all services that have a leader.
-            service: name of the service in the registry.
-            instance_id: name of this process in the registry.
-            title: name of the service for users.
-            lease: Redis key of the lease.
-            open_term: makes the leader's work for a term, whose number fences its writes.
-            leader: set to 1 while this process leads.
-            registry: registry of the server's metrics.
-            metrics_port: port at which metrics are scraped.
-        """
-        super().__init__(
-            config, service, instance_id, metrics_port=metrics_port, registry=registry, state=STANDBY
-        )
-        self._leader = leader
-        self.leadership: Leadership[T] = Leadership(title, config, lease, open_term, self._changed)
-        self.work.append(self.leadership.run)
-
-    async def _changed(self, leading: bool) -> None:
-        self._leader.set(leading)
-        await self.set_state(LEADING if leading else STANDBY)

@@ -25,10 +25,10 @@ from services.contracts.errors import ServiceError, Unavailable
 from services.contracts.knob_store import KnobStore, lease_key
 from services.contracts.knobs import KnobScope, Setting, check, setting_of, tallies
 from services.platform.grpc.channel import Link, Links
+from services.platform.leading import LeadingServer
 from services.platform.redis.connection import OUTAGES, Keys
 from services.platform.redis.decision_log import DecisionLog, DecisionRecord
 from services.platform.redis.registry import InstanceRecord, Registry
-from services.platform.service import LeadingServer
 from services.platform.tasks import until_one_ends
 from services.policy import steps
 from services.policy.config import PolicyConfig

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.bubbles.config import BubblesConfig
 from services.bubbles.ledger import BubbleLedger, TaskLease
 from services.bubbles.plan import PregenerationPlan
-from services.simulator.modelled_instance import ModelledInstance, SimulatedSample
+from services.simulator.modelled_instance import SimulatedSample
 from services.simulator.simulation_setup import Ints
 
 _RUN = "run"
 _FRESH = 5.0
 """Seconds after which the gateway repeats its report."""
+
+
+class RunningSamples(Protocol):
+    """Samples that run on an instance."""
+
+    def __contains__(self, sample: SimulatedSample) -> bool: ...
+
+    def remove(self, sample: SimulatedSample) -> None:
+        """Take a sample out of the batch; it then knows the tokens that it has generated."""
+        ...
+
+
+class IdleInstance(Protocol):
+    """The part of an instance that its work in bubbles needs: the simulator's, or the clock's in bench."""
+
+    name: str
+    max_running: int
+    steps: int
+    waiting: deque[SimulatedSample]
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that run or wait."""
+        ...
+
+    @property
+    def batch(self) -> RunningSamples:
+        """Samples that run."""
+        ...
+
+    def prefill(self, tokens: int) -> None:
+        """Compute the KV of `tokens` tokens before the next step."""
+        ...
+
+    def generated(self, sample: SimulatedSample, now: float) -> float:
+        """Return the response tokens that a sample of this instance has by `now`."""
+        ...
 
 
 class IdleWork:
@@ -56,7 +95,7 @@ class IdleWork:
             (int(task.group.prompt_id), task.slot): task.covered for task in self._ledger.coverage(_RUN, step)
         }
 
-    def poll(self, instance: ModelledInstance, now: float) -> None:
+    def poll(self, instance: IdleInstance, now: float) -> None:
         """Report the running and finished tasks of an instance, and give it more.
 
         Like a real instance, it polls every `poll_steps` steps and when it is idle.
@@ -85,7 +124,7 @@ class IdleWork:
             instance.prefill(round(sample.context) - shared)
             prompts.add(sample.prompt)
 
-    def stop(self, instance: ModelledInstance, now: float) -> None:
+    def stop(self, instance: IdleInstance, now: float) -> None:
         """Let an instance return its tasks with the tokens generated so far."""
         held = self._held.pop(instance.name, {})
         progress = []
@@ -106,7 +145,7 @@ class IdleWork:
         self._ledger.set_run(self._status, now)
 
     def _answered(
-        self, instance: ModelledInstance, progress: list[pb.PregenerationProgress], room: int, now: float
+        self, instance: IdleInstance, progress: list[pb.PregenerationProgress], room: int, now: float
     ) -> tuple[TaskLease, ...]:
         run = self._ledger.runs.get(_RUN)
         if run is None or now - run.heard_at > _FRESH:

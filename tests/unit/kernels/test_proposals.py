@@ -92,7 +92,10 @@ def proposals(**changes):
             "proposals.log_odds must be on cpu",
         ),
         ({"edited": Edited(torch.tensor([1, 1]), torch.zeros(2, 8))}, "edited.rows must ascend"),
-        ({"edited": Edited(torch.tensor([3]), torch.zeros(1, 8))}, "edited.rows must ascend within the 3 rows"),
+        (
+            {"edited": Edited(torch.tensor([3]), torch.zeros(1, 8))},
+            "edited.rows must ascend within the 3 rows",
+        ),
         ({"edited": Edited(torch.tensor([0]), torch.zeros(1, 7))}, r"edited.logits must have shape \[1, 8\]"),
         ({"min_p": torch.zeros(3)}, r"min_p must have shape \[2\]"),
     ],
