@@ -122,6 +122,11 @@ def _overview(result: Mapping[str, Any]) -> list[str]:
     return [*table, *_listed(result, subject), "", *goals, "", _origin(result)]
 
 
+def _brief(result: Mapping[str, Any]) -> list[str]:
+    subject = _first_subject(result)
+    return [*overview(subject["rows"], _marks(result, subject)), "", _origin(result)]
+
+
 def _modelled(result: Mapping[str, Any]) -> list[str]:
     return [*modelled_table(_first_subject(result)["rows"], {}), "", _origin(result)]
 
@@ -160,10 +165,9 @@ def _regimes(result: Mapping[str, Any]) -> list[str]:
 
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
-    "brief": lambda result: _overview(_of_all_rounds(result)),
+    "brief": lambda result: _brief(_of_all_rounds(result)),
     "figures": _figures,
     "modelled": _modelled,
-    "modelled-brief": lambda result: _modelled(_of_all_rounds(result)),
     "overview": _overview,
     "regimes": _regimes,
     "summary": lambda result: _summary(_of_all_rounds(result)),
