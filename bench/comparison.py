@@ -1,4 +1,4 @@
-"""Compares responses token by token with those of plain decoding. Pure."""
+"""Compare responses token by token with the responses of plain decoding. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Responses = Mapping[SampleKey, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """First position at which two responses differ; everything after it has another prefix."""
+    """First position at which two responses differ. Later positions have different prefixes and do not count."""
 
     system: str
     step: int
     key: SampleKey
     position: int
     expected: int | None
-    """Plain decoding's token; None: the response had ended."""
+    """Token of plain decoding; None if its response had ended."""
     found: int | None
 
 
@@ -28,12 +28,12 @@ class Comparison:
     """Differences over any number of steps."""
 
     compared: int = 0
-    """Tokens that had the same prefix on both sides."""
+    """Tokens that had the same prefix in both responses."""
     samples: int = 0
     differences: list[Difference] = field(default_factory=list)
 
     def add(self, system: str, step: int, truth: Responses, found: Responses) -> None:
-        """Compare the samples of a system's step; both sides must have the same ones."""
+        """Compare the samples of a system's step. Both sides must have the same samples."""
         if truth.keys() != found.keys():
             raise ValueError(f"{system}, step {step}: the samples are not the same")
         for key, expected in truth.items():
@@ -46,12 +46,12 @@ class Comparison:
 
     @property
     def differing_share(self) -> float:
-        """First differences over compared tokens."""
+        """Return the number of first differences divided by the compared tokens."""
         return len(self.differences) / self.compared if self.compared else 0.0
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first position at which two responses are not the same; None when they are equal."""
+    """Return the first position at which two responses differ; None if they are equal."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place

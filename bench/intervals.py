@@ -1,4 +1,4 @@
-"""Medians with the interval in which the true one lies, whatever the distribution. Pure."""
+"""Compute medians with distribution-free confidence intervals. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class MedianInterval(NamedTuple):
-    """A median and the ends of its interval."""
+    """A median and the bounds of its confidence interval."""
 
     low: float
     median: float
@@ -17,14 +17,14 @@ class MedianInterval(NamedTuple):
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> MedianInterval:
-    """Return the median with the narrowest interval of two order statistics, equally far in, that covers it.
+    """Return the median with its narrowest symmetric interval of order statistics that has the given coverage.
 
-    The number of values below the true median is binomial with probability 1/2, so the k-th smallest and the k-th
-    largest value enclose it with probability 1 - 2 P(fewer than k), whatever the distribution: the 4th and the 12th
-    of 15 values with 0.965 (David and Nagaraja, Order Statistics, section 7.1).
+    The number of values below the true median is binomial with probability 1/2. The k-th smallest and the k-th
+    largest value therefore enclose it with probability 1 - 2 P(fewer than k), for any distribution: the 4th and the
+    12th of 15 values with 0.965 (David and Nagaraja, Order Statistics, section 7.1).
 
     Raises:
-        ValueError: there are too few values for such an interval: less than 6 at 0.95.
+        ValueError: too few values for such an interval: fewer than 6 at 0.95.
     """
     n, k = len(values), 0
     below = 0.0

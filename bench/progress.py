@@ -1,4 +1,4 @@
-"""Progress of a benchmark of several parts: which is being done, and how long the rest will take."""
+"""Show the progress of a benchmark with several parts: the current part, and the time that the rest will take."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SHOWN_EVERY = 10.0
 
 
 class PartsProgress:
-    """Lines on stderr, with each part and every ten seconds. Use it as a context manager.
+    """Print a line on stderr at each part and every ten seconds. Use it as a context manager.
 
-    `planned` has names of the parts, in order, and the seconds that each should take. The rest is corrected by what
-    those before took.
+    `planned` lists the names of the parts, in order, and the seconds that each should take. The estimate of the
+    rest is corrected by the measured times of the earlier parts.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PartsProgress:
         self._thread.join()
 
     def begin(self, name: str) -> None:
-        """Begin the next part. ValueError: another is planned."""
+        """Begin the next part. ValueError if another part is planned."""
         now = self._clock()
         if self._place >= 0:
             self._took += now - self._began
@@ -52,8 +52,8 @@ class PartsProgress:
         self._show()
 
     def seconds_left(self) -> float:
-        """Return how long all should take from now on."""
-        # A part that broke all expectations says less of the others than several do.
+        """Return the estimated time until all parts are done."""
+        # A single part far off its estimate says less about the others than several parts do.
         pace = (self._took + 30.0) / (self._should + 30.0)
         spent = self._clock() - self._began
         _, planned = self._planned[self._place]

@@ -1,4 +1,4 @@
-"""Models of random weights, as large as a benchmark wants them; the same sizes give the same weights."""
+"""Create models with random weights at the size that a benchmark needs. Equal sizes give equal weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def make_random_model(folder: Path, *, hidden: int, layers: int, vocab_size: int, length: int) -> Path:
     """Save a Qwen3 with wide distributions, so that equal tokens mean equal computation.
 
-    `length` is its context in tokens.
+    `length` is its maximum context in tokens.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -19,9 +19,9 @@ def make_random_model(folder: Path, *, hidden: int, layers: int, vocab_size: int
 def make_random_experts(
     folder: Path, *, hidden: int, layers: int, experts: int, vocab_size: int, length: int
 ) -> Path:
-    """Save a Qwen3-MoE; each token wakes 2 of the experts of a layer, which are half as wide as the model.
+    """Save a Qwen3-MoE. Each token activates 2 experts of a layer, and an expert is half as wide as the model.
 
-    `length` is its context in tokens.
+    `length` is its maximum context in tokens.
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -30,7 +30,7 @@ def make_random_experts(
         "num_experts_per_tok": 2,
         "moe_intermediate_size": hidden // 2,
         "norm_topk_prob": True,
-        # Wide enough for tokens to differ in the experts that they wake.
+        # Wide enough for tokens to activate different experts.
         "initializer_range": 0.06,
     }
     shape = _shape(hidden, layers, vocab_size, length)

@@ -18,7 +18,7 @@ _WIDTH = 160
 
 
 def write(name: str, figures: Figures) -> Path:
-    """Write runs/bench/NAME.json: the figures, and the machine and time they are from."""
+    """Write runs/bench/NAME.json: the figures, the machine and the time."""
     path = Path("runs/bench") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {"cpus": len(cores()), "processor": _processor(), "python": platform.python_version()}
@@ -29,7 +29,7 @@ def write(name: str, figures: Figures) -> Path:
 
 
 def keep(path: Path, data: Any, indent: int | None = None) -> None:
-    """Write JSON in the place of an earlier file; a reader finds all of it or what was there before."""
+    """Replace a JSON file atomically: a reader sees the old or the new contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(data, indent=indent) + "\n")
@@ -37,7 +37,7 @@ def keep(path: Path, data: Any, indent: int | None = None) -> None:
 
 
 def console() -> Console:
-    """Return the terminal; a file or a pipe is as wide as the widest table."""
+    """Return the console. Output to a file or a pipe is as wide as the widest table."""
     found = Console()
     return found if found.is_terminal else Console(width=_WIDTH)
 
@@ -58,14 +58,14 @@ def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def show_table(title: str, columns: Sequence[tuple[str, str]], table: Mapping[str, Figures]) -> None:
-    """Print a row for each name of the table; `columns` are heads and the figures under them."""
+    """Print a row for each name in `table`; `columns` are pairs of header and key."""
     heads = ("", *(head for head, _ in columns))
     rows = [(name, *(format_value(figures[key]) for _, key in columns)) for name, figures in table.items()]
     show_rows(title, heads, rows)
 
 
 def format_value(value: Any) -> str:
-    """Format floats with three significant digits, and nothing as a dash."""
+    """Format floats with three significant digits, and None as a dash."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Reads the Prometheus metrics of the platform's processes."""
+"""Read the Prometheus metrics of the platform's processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TIMEOUT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The values of one process: `name` summed over its label sets, `name{label="value"}` each alone.
+    """Metric values of one process: `name` summed over its label sets, `name{label="value"}` for each set.
 
-    Counters end in _total, histograms have _sum and _count.
+    Counters end in _total; histograms have _sum and _count.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Metrics:
         return self.values.get(name, 0.0)
 
     def labelled(self, name: str) -> dict[str, float]:
-        """Return what a metric with one label is for each value of it, but 0."""
+        """Return the nonzero values of a metric with one label, by the value of the label."""
         begin = f"{name}{{"
         return {
             key[len(begin) :].split('"')[1]: value
@@ -39,13 +39,13 @@ class Metrics:
         return Metrics({name: value - before[name] for name, value in self.values.items()})
 
     def mean(self, histogram: str) -> float | None:
-        """Return the mean of a histogram's observations; None when it had none."""
+        """Return the mean of a histogram's observations; None without observations."""
         count = self[f"{histogram}_count"]
         return self[f"{histogram}_sum"] / count if count else None
 
 
 def parse(text: str) -> Metrics:
-    """Parse metrics from their text form."""
+    """Parse metrics in the Prometheus text format."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -66,7 +66,7 @@ def together(all_metrics: Iterable[Metrics]) -> Metrics:
 
 
 def scrape(platform: Platform) -> dict[str, Metrics]:
-    """Return the metrics of every process that is ready, by its name."""
+    """Return the metrics of every ready process, by its name."""
     found = {}
     for child in platform.processes:
         if child.alive and child.ready is not None:
@@ -75,7 +75,7 @@ def scrape(platform: Platform) -> dict[str, Metrics]:
 
 
 def metrics_at(port: int, token: str | None) -> Metrics:
-    """Return the metrics that a process of this machine shows to the bearer of a token."""
+    """Return the metrics of a process on this machine, read with a bearer token."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
     with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:

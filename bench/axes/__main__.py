@@ -1,13 +1,13 @@
-"""What drafts are worth by response length, vocabulary, entropy, KL of an update, and age of a prompt's history.
+"""Measure what drafts are worth by response length, vocabulary, entropy, KL of an update, and age of the history.
 
-No engine runs. A synthetic policy (policy.py) writes the responses of a step, the responses of the policy one
-update before to the same noise, and earlier samples of the same prompts. The index, the drafter of references and
-the planner of an instance decode them (decoding.py) by the step times of an 8B model on an H100. One number is
-changed at a time.
+No engine runs. A synthetic policy (policy.py) writes the responses of a step, the responses that the policy of the
+previous update gives to the same noise, and earlier samples of the same prompts. The index, the reference drafter
+and the planner of an instance decode them (known_texts.py) by the step times of an 8B model on an H100. Each point
+changes one number of the base point.
 
-Rows are "history": drafts from earlier samples of the prompt, from siblings and from the sample itself; and
-"ahead": also from the whole response as the policy before would have written it, which is what pre-generation
-brings where the idle time suffices. Writes runs/bench/axes.json.
+The table has two rows for each point. "history" drafts from earlier samples of the prompt, from siblings and from
+the sample itself. "ahead" also drafts from the whole response that the previous policy would have written. This is
+what pre-generation provides when the idle time suffices. Writes runs/bench/axes.json.
 
     python -m bench.axes [--axes length vocabulary]
 """
@@ -34,7 +34,7 @@ COLUMNS = ("changed", "point", "drafts", "tokens a step", "acceptance rate", "of
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place in the space of axes."""
+    """A setting of all axes."""
 
     length: int = 1024
     vocabulary: int = 8192
@@ -43,7 +43,7 @@ class Point:
     lag: int = 4
     """Updates since the prompt was last sampled."""
     anchored: float = 0.0
-    """Share of positions at which texts that diverged come together again (policy.py)."""
+    """Share of positions at which diverged texts return to the same tokens (policy.py)."""
 
 
 AXES: dict[str, tuple[float, ...]] = {
@@ -57,7 +57,7 @@ AXES: dict[str, tuple[float, ...]] = {
 
 
 def main() -> None:
-    """Decode every point, show and write the table."""
+    """Decode every point, then show and write the table."""
     given = arguments()
     warm_up()
     rows, began = list[dict[str, Any]](), time.monotonic()
@@ -74,20 +74,20 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--axes", nargs="*", choices=list(AXES), default=list(AXES))
     return parser.parse_args()
 
 
 def shown(row: dict[str, Any]) -> list[str]:
-    """Return a row as it stands in the table."""
+    """Return the cells of a table row as text."""
     figures = (row["tokens_per_step"], row["acceptance_rate"], row["speedup_vs_plain"])
     return [row["changed"], row["point"], row["drafts"], *map(format_value, figures)]
 
 
 def synthetic(axes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the base point, and of every other one on these axes."""
+    """Yield the rows of the base point and of every other point on these axes."""
     base = Point()
     yield from rows_of("base", "", base)
     for name in axes:
@@ -99,7 +99,7 @@ def synthetic(axes: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(changed: str, point: str, at: Point) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a point, without and with what was generated ahead."""
+    """Yield the rows of a point, without and with responses that were generated ahead."""
     n = PROMPTS * SAMPLES
     policy = SyntheticPolicy(PolicySizes(at.vocabulary, at.entropy, at.kl, at.anchored))
     prompts, noise = hashes(1, count=PROMPTS).repeat(SAMPLES), hashes(2, count=2 * n)

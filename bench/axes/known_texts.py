@@ -1,7 +1,7 @@
-"""An instance that decodes known texts with its own drafters, index and planner, without an engine.
+"""Decode known texts with an instance's own drafters, index and planner, without an engine.
 
-A draft is accepted up to the first token that differs from the text, as under coupled sampling. Steps take what a
-device's table says; deciding and indexing take no time.
+A draft is accepted up to the first token that differs from the text, as under coupled sampling. A device table
+gives the time of each step. Planning and indexing take no time.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class KnownText:
     seed: int
     response: Tokens
     reference: Tokens | None = None
-    """The response of the policy before to the same noise, as far as it is known."""
+    """Response of the previous policy to the same noise, possibly only its beginning."""
     prompt: tuple[int, ...] = (0,)
     begun: int = 0
-    """Tokens of the response that there are already."""
+    """Response tokens that already exist."""
     forks: tuple[Tokens, ...] = ()
-    """Other responses of that policy, each for the case that the reference is left where it leaves it."""
+    """Other responses of the previous policy, for the case that the sample leaves the reference where they do."""
     version: int = 1
-    """Of the policy that writes it."""
+    """Version of the policy that writes the response."""
 
 
 @dataclass(slots=True)
 class DecodingCounts:
-    """What an instance has done so far, by decode steps of its samples."""
+    """Tokens, decode steps of samples, and drafts of an instance so far."""
 
     tokens: int = 0
     steps: int = 0
@@ -61,14 +61,14 @@ class DecodingCounts:
 
 
 class TextStep(NamedTuple):
-    """An engine step: its seconds, and the samples that ended in it."""
+    """An engine step: its seconds, and the samples that finished in it."""
 
     seconds: float
     ended: Sequence[str]
 
 
 class _Uncounted:
-    """Ignores counts. A fault of a drafter is an error."""
+    """Ignore counts; raise if a drafter fails."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None: ...
 
@@ -88,7 +88,7 @@ class _Live:
 
 @dataclass(slots=True)
 class TextInstance:
-    """Decodes texts step by step. `capacity`: tokens of the index; 0 for an instance that does not draft."""
+    """Decode texts step by step. `capacity` is the size of the index in tokens; 0 disables drafting."""
 
     device: DeviceTable
     vocabulary: int
@@ -116,7 +116,7 @@ class TextInstance:
 
     @property
     def context(self) -> int:
-        """Tokens of all prompts and responses."""
+        """Total tokens of all prompts and responses."""
         return sum(each.state.length for each in self._live.values())
 
     def know(self, rollouts: Sequence[StoredRollout]) -> None:
@@ -127,11 +127,11 @@ class TextInstance:
                 pass
 
     def prefill(self, tokens: int) -> None:
-        """Compute the KV of so many tokens in the next step."""
+        """Add `tokens` tokens of prefill to the next step."""
         self._prefill += tokens
 
     def begin(self, sample_id: str, text: KnownText) -> None:
-        """Let a sample join; its prompt is computed by `prefill` or not at all."""
+        """Add a sample. Its prompt takes no time unless `prefill` adds it."""
         if self._speculation is not None:
             reference = () if text.reference is None else text.reference.tolist()
             self._speculation.begin(
@@ -154,18 +154,18 @@ class TextInstance:
         self._live[sample_id] = _Live(text, state)
 
     def generated(self, sample_id: str) -> int:
-        """Return the response tokens of a sample that is here. KeyError for another."""
+        """Return the number of response tokens of a running sample. KeyError if it does not run here."""
         return len(self._live[sample_id].state.response)
 
     def leave(self, sample_id: str) -> int:
-        """Let a sample go as it is; return its response tokens. KeyError for one that is not here."""
+        """Remove an unfinished sample and return its response tokens. KeyError if it does not run here."""
         live = self._live.pop(sample_id)
         if self._speculation is not None:
             self._speculation.end(sample_id, live.state.response)
         return len(live.state.response)
 
     def step(self) -> TextStep:
-        """Do an engine step of all samples, of which there must be one."""
+        """Run one engine step of all samples. At least one sample must run."""
         live = list(self._live.values())
         states = [each.state for each in live]
         for each in live:
@@ -183,7 +183,7 @@ class TextInstance:
         return TextStep(seconds, ended)
 
     def _advance(self, live: _Live, drafts: dict[str, list[int]]) -> bool:
-        """Append what a step decodes of a text; return True at its end."""
+        """Append the tokens that one step decodes; return True at the end of the text."""
         state, known = live.state, live.text.response
         draft = drafts.get(state.sample_id, [])
         coming = known[len(state.response) : len(state.response) + len(draft)]
@@ -206,7 +206,7 @@ class TextInstance:
 
 
 def vocabulary_of(model: Path) -> int:
-    """Return the number of token ids of a model in a folder."""
+    """Return the vocabulary size of the model in a folder."""
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
@@ -232,21 +232,21 @@ def _no_time() -> float:
 
 @dataclass(frozen=True, slots=True)
 class DecodedBatch:
-    """A batch as it was decoded; `seconds` are by the device's table."""
+    """Counts of a decoded batch, and its seconds by the device table."""
 
     counts: DecodingCounts
     seconds: float
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of a decode step of a sample."""
+        """Return the mean tokens of a sample in a decode step."""
         return self.counts.tokens / self.counts.steps
 
 
 def decode(
     texts: Sequence[KnownText], rollouts: Sequence[StoredRollout], device: DeviceTable, vocabulary: int
 ) -> DecodedBatch:
-    """Decode a batch, with drafts from references and from these earlier rollouts."""
+    """Decode a batch with drafts from references and from the given earlier rollouts."""
     instance = TextInstance(device, vocabulary, _capacity(texts, rollouts))
     for place, text in enumerate(texts):
         instance.begin(str(place), text)
@@ -258,7 +258,7 @@ def decode(
 
 
 def plain_seconds(texts: Sequence[KnownText], device: DeviceTable) -> float:
-    """Return the time of decoding a batch one token at a time."""
+    """Return the time to decode a batch one token at a time."""
     lengths = np.sort([len(text.response) for text in texts])
     seconds = 0.0
     for position in range(int(lengths[-1])):

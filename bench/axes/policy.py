@@ -1,15 +1,15 @@
-"""A synthetic policy: a hash of the context gives the distribution of the next token. Pure, the same everywhere.
+"""Synthetic policy: a hash of the context defines the distribution of the next token. Pure and reproducible.
 
-It has a parameter for each property that decides how well drafts hold:
+It has one parameter for each property that decides how well drafts hold:
 
-- entropy, spread as in language models: most tokens are nearly certain, and a share of them are forks;
-- KL of an update: what a version adds to the logits is drawn anew for each context, and grows with the root of the
-  number of updates;
-- the return to a common text after a divergence: at some positions (`anchored`) the distribution depends on the
-  prompt and the position only, so that two samples with the same noise draw the same token there;
-- what repeats: after some tokens (`formulaic`) the next one depends on nothing else, wherever it stands.
+- Entropy is spread as in language models: most tokens are nearly certain, and a share of the contexts are forks.
+- KL of an update: each version adds a drift to the logits. The drift is drawn independently for each context and
+  grows with the square root of the number of updates.
+- Return to a common text after a divergence: at some positions (`anchored`) the distribution depends on the prompt
+  and the position only. Two samples with the same noise draw the same token there.
+- Repetition: after some tokens (`formulaic`) the next one depends on the last token only, at any position.
 
-Noise is shared as in coupled sampling: the Gumbel of a token is a function of seed, position and token.
+Noise is shared as in coupled sampling: the Gumbel noise of a token is a function of seed, position and token.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Hashes = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _CANDIDATES = 64
-"""Tokens that a context can be followed by, at most."""
+"""Maximum number of candidate tokens of a context."""
 _FORKS = 0.4
-"""Share of contexts that have all the entropy but a little."""
+"""Share of contexts that carry nearly all of the entropy."""
 _CERTAIN = 0.02
-"""Nats of a context that is no fork."""
+"""Entropy in nats of a context that is not a fork."""
 _REGION = 64
 """Positions over which a context that is not formulaic keeps its distribution."""
 _WARM, _ANCHOR, _FORMULA, _FORK, _TOKEN, _STRIDE, _DRIFT, _NOISE, _RADIUS = map(np.uint64, range(1, 10))
@@ -35,7 +35,7 @@ _WARM, _ANCHOR, _FORMULA, _FORK, _TOKEN, _STRIDE, _DRIFT, _NOISE, _RADIUS = map(
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Numbers of a policy; entropy and KL in nats a token, `kl` of one update."""
+    """Parameters of a policy. Entropy and KL are in nats a token; `kl` is the KL of one update."""
 
     vocabulary: int
     """A power of two."""
@@ -55,7 +55,7 @@ class Conditions:
 
 @dataclass(slots=True)
 class SyntheticPolicy:
-    """Draws texts. A version is a number of updates; versions differ by the drift between them."""
+    """Draw texts. A version is a number of updates; two versions differ by the drift between them."""
 
     sizes: PolicySizes
     _certain: Floats = field(init=False)
@@ -70,19 +70,19 @@ class SyntheticPolicy:
         if not entropy < 0.95 * np.log(m):
             raise ValueError(f"entropy: is {self.sizes.entropy}; too much for {m} candidates")
         self._certain, self._fork = (_zipf(m, wanted) for wanted in (_CERTAIN, entropy))
-        # KL of a normal drift of deviation s is s^2 / 2 times the share that two draws do not have in common.
+        # The KL of a normal drift of deviation s is s^2 / 2 times the share that two draws do not have in common.
         shares = ((1 - _FORKS, self._certain), (_FORKS, self._fork))
         apart = sum(share * (1 - float((np.exp(logs) ** 2).sum())) for share, logs in shares)
         self._drift = float(np.sqrt(2 * self.sizes.kl / apart))
 
     def conditions(self, prompts: Hashes, ages: Ints, position: int, last: Ints) -> Conditions:
-        """Return what the next tokens are drawn from.
+        """Return the distributions of the next tokens.
 
         Args:
             prompts: hashes of the prompts, [n].
-            ages: updates by which each sample's policy is older than the current one, [n].
-            position: of the next token in the response.
-            last: the tokens before it, [n].
+            ages: number of updates by which each sample's policy is older than the current one, [n].
+            position: position of the next token in the response.
+            last: previous tokens, [n].
         """
         sizes, here = self.sizes, np.uint64(position)
         token = last.astype(np.uint64)
@@ -91,7 +91,7 @@ class SyntheticPolicy:
         region = np.where(formulaic, np.uint64(0), np.uint64(1 + position // _REGION))
         context = np.where(anchored, _mixed(prompts, _ANCHOR, _WARM, here), _mixed(prompts, region, token))
         places = np.arange(len(self._fork), dtype=np.uint64)
-        # An odd stride meets no token twice.
+        # An odd stride visits every token once.
         start, stride = _mixed(context, _TOKEN)[:, None], _mixed(context, _STRIDE)[:, None] | np.uint64(1)
         tokens = ((start + stride * places) & np.uint64(sizes.vocabulary - 1)).astype(np.int64)
         fork = _uniform(_mixed(context, _FORK)) < _FORKS
@@ -101,7 +101,7 @@ class SyntheticPolicy:
         return Conditions(tokens, logits - np.log(np.exp(logits).sum(1, keepdims=True)))
 
     def draw(self, prompts: Hashes, seeds: Hashes, ages: Ints, length: int) -> NDArray[np.int32]:
-        """Return the responses of n samples, [n, length], by the noise of their seeds; see `conditions`."""
+        """Return the responses of n samples, [n, length], drawn with the noise of their seeds; see `conditions`."""
         found = np.zeros((len(prompts), length), np.int32)
         last, rows = np.zeros(len(prompts), np.int64), np.arange(len(prompts))
         for position in range(length):
@@ -114,12 +114,12 @@ class SyntheticPolicy:
 
 
 def hashes(*parts: int, count: int) -> Hashes:
-    """Return `count` hashes that belong to these numbers."""
+    """Return `count` hashes that depend on the given numbers."""
     return _mixed(*map(np.uint64, parts), np.arange(count, dtype=np.uint64))
 
 
 def _zipf(m: int, entropy: float) -> Floats:
-    """Return log-probabilities [m] that fall with a power of the rank and have this entropy."""
+    """Return log-probabilities [m] that follow a power law of the rank and have the given entropy."""
     low, high = 0.0, 40.0
     ranks = np.log(np.arange(1, m + 1))
     for _ in range(60):
@@ -151,6 +151,6 @@ def _gumbel(found: Hashes) -> Floats:
 
 
 def _normal(found: Hashes) -> Floats:
-    """Return normal numbers of two uniform ones each, by Box and Muller."""
+    """Return standard normal numbers, each from two uniform ones (Box-Muller)."""
     radius = np.sqrt(-2 * np.log(_uniform(_mixed(found, _RADIUS))))
     return np.asarray(radius * np.cos(2 * np.pi * _uniform(_mixed(found, _WARM))))

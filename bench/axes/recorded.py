@@ -1,7 +1,7 @@
-"""The recorded run of a subject, step by step: what it was like, and what its own history is worth as drafts.
+"""Measure each step of a subject's recorded run, and what the run's own history is worth as drafts.
 
-Reads the run that `make bench SUBJECT=NAME` has recorded. Each step after the first is decoded as in bench.axes,
-with the samples of the steps before it for history, nothing generated ahead. Writes
+The input is the run that `make bench SUBJECT=NAME` has recorded. Each step after the first is decoded as in
+bench.axes, with the samples of earlier steps as history and nothing generated ahead. Writes
 runs/bench/axes.recorded.json.
 
     make bench NAME=axes.recorded               # of smollm2
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def steps_of(subject: Subject, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each step of the recorded run. RunMissingError if none is kept."""
+    """Yield the figures of each step of the recorded run. RunMissingError if no run is kept."""
     run, vocabulary = kept_run(subject, folder / subject.name), vocabulary_of(subject.model)
     device, history = DEVICES[H100_8B].steps, list[StoredRollout]()
     for step in run.trajectory.steps:

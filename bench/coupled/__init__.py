@@ -1,1 +1,1 @@
-"""Coupled sampling and its drafters against plain vLLM."""
+"""Compare coupled sampling and its drafters with plain vLLM."""

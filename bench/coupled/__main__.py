@@ -1,11 +1,12 @@
-"""Coupled sampling and its drafters against plain vLLM and vLLM's own speculation, on the tinymath model.
+"""Compare coupled sampling and its drafters with plain vLLM and vLLM's own speculation, on the tinymath model.
 
-Every engine is a process of its own on the same core; all stay up, and take turns round by round while the others
-are idle. Figures are medians over the rounds. Writes runs/bench/coupled.json.
+Every engine is a separate process on the same core. All engines stay up and take turns round by round, while the
+others are idle. Figures are medians over the rounds. Writes runs/bench/coupled.json.
 
     python -m bench.coupled [--rounds 5] [--model DIR]
 
-vLLM's `suffix` needs the package arctic-inference, which Paceline does not: without it that figure is null.
+vLLM's `suffix` method needs the package arctic-inference, which Paceline does not need. Without the package that
+figure is null.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GIVEN_WINDOW, _WINDOW = 16, 8
 _OWN_METHODS: dict[str, dict[str, Any]] = {
     "vllm_ngram": {"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 5},
     "vllm_suffix": {"method": "suffix"},
-    # Without its index over finished requests it knows what our suffix drafter knows: prompt and own response.
+    # Without the index over finished requests it has the same input as our suffix drafter: prompt and own response.
     "vllm_suffix_own": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
 }
 _GOALS = {
@@ -46,7 +47,7 @@ _NOTE = (
 
 
 def main() -> None:
-    """Measure, show and write."""
+    """Measure the engines, then show and write the figures."""
     arguments = _arguments()
     options = EngineOptions(
         str(arguments.model),
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def _start(options: EngineOptions) -> tuple[dict[str, EngineProcess], dict[str, str]]:
-    """Return the engines, and why one is missing."""
+    """Return the engines, and the reason why each missing one is missing."""
     plain = replace(options, coupled=False)
     engines = {"ours": EngineProcess(options), "vllm": EngineProcess(plain)}
     for name, method in _OWN_METHODS.items():
@@ -93,8 +94,8 @@ def _measure(
     engines: dict[str, EngineProcess], rounds: int, prompts: int
 ) -> tuple[Figures, list[tuple[str, ...]]]:
     off = _off(engines, rounds)
-    # Prompts are new in every round: nobody has seen their responses. The first round, in which shapes are
-    # met first, does not count.
+    # Every round has new prompts, so that no drafter has seen their responses. The first round does not count,
+    # because engines meet new shapes in it.
     requests = _requests(prompts * (rounds + 1), Sampling(max_tokens=512))
     found = [_small(engines, requests[i * prompts : (i + 1) * prompts]) for i in range(rounds + 1)][1:]
 
@@ -142,13 +143,13 @@ def _row(name: str, rounds: Sequence[EngineMeasurement]) -> tuple[str, ...]:
     per_step = median(each.tokens / each.steps for each in rounds)
     speed = median(_speed(each) for each in rounds)
     drafted, accepted = sum(each.drafted for each in rounds), sum(each.accepted for each in rounds)
-    # vLLM's own methods do not tell.
+    # vLLM's own methods do not report acceptance.
     rate = f"{accepted / drafted:.2f}" if drafted else "-"
     return name, f"{steps:.0f}", f"{per_step:.2f}", f"{speed:.0f}", rate
 
 
 def _off(engines: dict[str, EngineProcess], rounds: int) -> dict[str, float]:
-    """Step time at batch 64 with nothing drafted, ours against vLLM's own runner, and the noise's share."""
+    """Return step times at batch 64 without drafts, ours and vLLM's own runner's, and the share of the noise."""
     order = EngineRound(_requests(_LARGE, Sampling(max_tokens=150, ignore_eos=True)), _LARGE)
     times: dict[str, list[float]] = {"ours": [], "vllm": []}
     pairs: list[float] = []

@@ -1,6 +1,6 @@
-"""An engine in a process of its own that runs measured rounds on request.
+"""Run measured rounds on request, in a separate process with an engine.
 
-All engines of a benchmark stay up and share a core; only one works at a time.
+All engines of a benchmark stay up and share a core. Only one works at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ANSWER_SECONDS = 600
 
 @dataclass(frozen=True, slots=True)
 class EngineRound:
-    """Requests, at most `in_flight` of them at once. `drafter`: "", given or suffix, at most `window` tokens."""
+    """Requests, at most `in_flight` at once. `drafter` is "", given or suffix, with at most `window` tokens."""
 
     requests: Sequence[EngineRequest]
     in_flight: int
@@ -33,7 +33,7 @@ class EngineRound:
 
 @dataclass(slots=True)
 class EngineMeasurement:
-    """A round's figures. `step_seconds` are of the steps in which all samples in flight decoded."""
+    """Figures of a round. `step_seconds` has only the steps in which all samples in flight decoded."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
     steps: int = 0
@@ -46,16 +46,16 @@ class EngineMeasurement:
 
     @property
     def tokens(self) -> int:
-        """Response tokens."""
+        """Return the number of response tokens."""
         return sum(map(len, self.responses.values()))
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine could not be built; the last line of the text says why."""
+    """The engine could not be built; the last line of the message is the reason."""
 
 
 class EngineProcess:
-    """The parent's side."""
+    """Parent's side of an engine process."""
 
     def __init__(self, options: EngineOptions) -> None:
         context = multiprocessing.get_context("spawn")
@@ -65,11 +65,11 @@ class EngineProcess:
         theirs.close()
 
     def wait(self) -> None:
-        """Wait until the engine is up, as `EngineUnavailable` says when it cannot be."""
+        """Wait until the engine is up. Raises EngineUnavailable if it cannot be built."""
         self._answer()
 
     def run(self, order: EngineRound) -> EngineMeasurement:
-        """Run a round."""
+        """Run a round and return its figures."""
         self._pipe.send(order)
         measured: EngineMeasurement = self._answer()
         return measured
@@ -92,7 +92,7 @@ class EngineProcess:
 def _serve(pipe: Connection, options: EngineOptions) -> None:
     core = str(cores()[-1])
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "HF_HUB_OFFLINE": "1"}
-    # vLLM's n-gram drafter is compiled for threads; on the one core they would only wait for each other.
+    # vLLM's n-gram drafter is compiled for several threads. On a single core they would only wait for each other.
     os.environ["NUMBA_NUM_THREADS"] = "1"
     try:
         from services.generation.engine.core import Engine
@@ -118,7 +118,7 @@ def _serve(pipe: Connection, options: EngineOptions) -> None:
 
 
 class _NoiseClock:
-    """Times the arg-max with its noise, where it is switched on."""
+    """Measure the time of the arg-max with its noise while it is switched on."""
 
     def __init__(self, coupled: bool) -> None:
         self.seconds = 0.0
@@ -144,13 +144,13 @@ class _NoiseClock:
 
 @dataclass(slots=True)
 class _Ignored:
-    """Draft metrics that nobody reads."""
+    """Ignore draft metrics."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Ignore a step that verified drafts."""
+        """Ignore the counts of a verification."""
 
     def fault(self, drafter: str) -> None:
-        """Raise: a benchmark must not continue with a broken drafter."""
+        """Raise an error, because a benchmark must not continue with a broken drafter."""
         raise RuntimeError(f"drafter {drafter} failed")
 
 
@@ -165,12 +165,12 @@ def _speculation(order: EngineRound, vocab_size: int) -> Any:
 
     warm_up()
     drafter = ReferenceDrafter() if order.drafter == "reference" else SuffixDrafter()
-    # The floor is the instance's default.
+    # The floor is the default of an instance.
     return Speculation([drafter], FixedLengthPlanner(order.window, 0.3), vocab_size, _Ignored())
 
 
 def _run(engine: Any, order: EngineRound, serial: int, clock: _NoiseClock) -> EngineMeasurement:
-    """Return the instance's loop without its streams."""
+    """Run the loop of an instance without its streams, and return the figures."""
     from services.generation.speculation.drafter import DraftContext
 
     speculation = _speculation(order, engine.limits.vocab_size)

@@ -1,1 +1,1 @@
-"""Benchmark: a recorded run on the clock of a device that is not at hand."""
+"""Benchmark a recorded run by the step times of a device that is not available."""

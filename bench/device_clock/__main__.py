@@ -1,12 +1,13 @@
-"""Goes through a recorded run on a device's clock: how much is generated ahead, and what that is worth.
+"""Measure how much of a recorded run a given device would generate ahead, and what that is worth.
 
-A benchmark on this machine generates as much ahead as this machine's idle time holds. Here the run that
-`make bench SUBJECT=NAME` has recorded is gone through by the step times of another device (cluster.py), with the
-same services deciding. The texts of the policy before each update are written first, by real engines, once.
+A benchmark on this machine generates as much ahead as this machine's idle time allows. Here the run that
+`make bench SUBJECT=NAME` has recorded is simulated by the step times of another device (cluster.py), with the same
+services deciding. Real engines first write the texts of the policy before each update, once.
 
-Rows: nothing generated ahead; in idle time, with an update of a quarter of plain decoding's step; and as if the
-trainer left time for the whole step; the two without and with forks at near-ties. Ratios are against plain decoding
-on the same clock. Writes runs/bench/device_clock.json.
+The regimes are: nothing generated ahead; generation in idle time, with an update that takes a quarter of plain
+decoding's step; and a trainer that leaves time for the whole step. The last two regimes have a row without and a
+row with forks at near-ties. Ratios compare with plain decoding on the same clock. Writes
+runs/bench/device_clock.json.
 
     make bench NAME=device_clock                # of smollm2
     python -m bench.device_clock smollm2 --device "70B 8xH100"
@@ -48,12 +49,12 @@ INSTANCES = 2
 _NOTHING, _IDLE, _ALL, _FORKS = "nothing", "in idle time", "the whole step", ", forked"
 AS_IT_COMES = _IDLE + _FORKS
 _LONG = 20.0
-"""Plain rollouts in which any step is generated ahead as a whole."""
+"""Update time, in plain rollouts, that suffices to generate any step ahead completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClockedRow:
-    """A regime on the clock, with what was generated ahead."""
+    """Figures of one regime and one amount of work ahead."""
 
     regime: str
     ahead: str
@@ -63,7 +64,7 @@ class ClockedRow:
 
     @property
     def figures(self) -> tuple[float | None, ...]:
-        """The columns after the first two."""
+        """Return the columns after the first two."""
         tokens = sum(step.tokens for step in self.steps)
         drafted = sum(step.drafted for step in self.steps)
         return (
@@ -76,7 +77,7 @@ class ClockedRow:
 
 
 def main() -> None:
-    """Go through the run in each regime, show and write the table."""
+    """Simulate the run in each regime, then show and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("subject", nargs="?", choices=list(SUBJECTS), default=SMOLLM2.name)
     parser.add_argument("--device", choices=list(DEVICES), default=H100_8B)
@@ -108,7 +109,7 @@ def main() -> None:
 
 
 def clocked(subject: Subject, device: str) -> Iterator[ClockedRow]:
-    """Yield the rows of a subject's recorded run. RunMissingError if none is kept."""
+    """Yield the rows of a subject's recorded run. RunMissingError if no run is kept."""
     place = FOLDER / subject.name
     run = kept_run(subject, place)
     before = load_or_write(
@@ -118,7 +119,7 @@ def clocked(subject: Subject, device: str) -> Iterator[ClockedRow]:
         subject.kv_bytes,
         lambda step: console().print(f"device_clock: texts before step {step} are written", highlight=False),
     )
-    # Imports numba, which the engine must come before.
+    # This imports numba, and the engine must be imported before numba.
     warm_up()
     vocabulary = vocabulary_of(subject.model)
     for name in subject.regimes:
@@ -129,7 +130,7 @@ def clocked(subject: Subject, device: str) -> Iterator[ClockedRow]:
 def rows_of(
     regime: str, texts: Sequence[RecordedTexts], device: str, vocabulary: int
 ) -> Iterator[ClockedRow]:
-    """Yield the rows of a regime. The first step is not counted: nothing could be known before it."""
+    """Yield the rows of a regime. The first step is not counted, because nothing can be known before it."""
     table = DEVICES[device].steps
     plain = tuple(plain_seconds(each, table, vocabulary, INSTANCES) for each in texts)[WARM_UP:]
     update = update_of(fmean(plain))

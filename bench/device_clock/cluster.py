@@ -1,9 +1,9 @@
-"""Instances that decode a recorded run by a device's step times, on the decision code of the services.
+"""Decode a recorded run on simulated instances, by a device's step times and with the services' decision code.
 
-The gateway's queue and pool place samples, the coordinator's ledger and plan give idle instances samples of the
-coming step, and each instance drafts, plans and verifies every engine step on the recorded texts. So idle time, and
-with it what is generated ahead, is the device's. Left out: what deciding costs, moves, journal, and the time of a
-weight update.
+The gateway's queue and pool place the samples. The coordinator's ledger and plan assign samples of the next step to
+idle instances. Each instance drafts, plans and verifies every engine step on the recorded texts. Idle time, and
+thus the amount generated ahead, is therefore that which the device would have. Left out are the cost of decisions,
+moves, the journal, and the time of a weight update.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MAX_RUNNING = 256
 _DRAFT_COST: float = GatewayConfig.model_fields["draft_cost"].default
 _FORK_SLOWDOWN: float = GenerationConfig.model_fields["fork_slowdown"].default
 _POLL_SECONDS = 0.005
-"""Between two polls of an instance that has nothing to do."""
+"""Interval between two polls of an instance that has nothing to do."""
 Cell = tuple[int, int]
-"""Place of a prompt in its step, and slot."""
+"""Index of a prompt in its step, and slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTexts:
-    """A step of the run: its prompts, and by cell the seeds, responses and responses of the policy before."""
+    """A step of the run: its prompts, and by cell the seeds, the responses and the previous policy's responses."""
 
     step: int
     prompt_ids: tuple[str, ...]
@@ -48,11 +48,11 @@ class RecordedTexts:
     responses: Mapping[Cell, Tokens]
     before: Mapping[Cell, Tokens]
     forks: Mapping[Cell, Sequence[ForkedText]] = field(default_factory=dict)
-    """By cell, by rising margin."""
+    """Forks by cell, ordered by ascending margin."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Lengths of the texts of the policy before, [prompts, samples]."""
+        """Return the lengths of the previous policy's texts, [prompts, samples]."""
         slots = 1 + max(slot for _, slot in self.seeds)
         places = range(len(self.prompt_ids))
         return np.array([[len(self.before[place, slot]) for slot in range(slots)] for place in places])
@@ -60,7 +60,7 @@ class RecordedTexts:
 
 @dataclass(frozen=True, slots=True)
 class ClockedStep:
-    """A step as the device would have gone through it."""
+    """A step as the device would have run it."""
 
     step: int
     seconds: float
@@ -71,12 +71,12 @@ class ClockedStep:
     drafted: int
     accepted: int
     covered: int
-    """Tokens that were generated ahead when the step began."""
+    """Tokens that were already generated when the step began."""
 
 
 @dataclass(eq=False)
 class ClockedInstance:
-    """An instance with a clock, which is the end of its last engine step."""
+    """An instance with a clock, which shows the end of its last engine step."""
 
     name: str
     decoder: TextInstance
@@ -89,41 +89,41 @@ class ClockedInstance:
     own: dict[str, WaitingSample[Cell]] = field(default_factory=dict)
     """Samples of the step by id."""
     ahead: dict[SimulatedSample, str] = field(default_factory=dict)
-    """Samples of the coming step that run, with their ids."""
+    """Running samples of the next step, with their ids."""
     forks: dict[str, tuple[Cell, ForkedText]] = field(default_factory=dict)
-    """Forks of samples of the coming step that run."""
+    """Running forks of samples of the next step."""
     open_ties: list[tuple[float, Cell, int]] = field(default_factory=list)
-    """Margin, cell and place of ties that are not forked yet, by rising margin."""
+    """Margin, cell and position of ties that are not forked yet, ordered by ascending margin."""
 
     @property
     def samples(self) -> int:
-        """Samples that run or wait."""
+        """Return the number of running and waiting samples."""
         return len(self.decoder) + len(self.waiting)
 
     @property
     def batch(self) -> ClockedInstance:
-        """Samples that are generated ahead."""
+        """Return the samples that are generated ahead."""
         return self
 
     def __contains__(self, sample: SimulatedSample) -> bool:
         return sample in self.ahead
 
     def remove(self, sample: SimulatedSample) -> None:
-        """Let a sample that is generated ahead leave; it then knows what it has generated."""
+        """Remove a sample that is generated ahead and keep its tokens."""
         sample.generated = float(self.decoder.leave(self.ahead.pop(sample)))
 
     def prefill(self, tokens: int) -> None:
-        """Compute so many tokens in the next step."""
+        """Add `tokens` tokens of prefill to the next step."""
         self.decoder.prefill(tokens)
 
     def generated(self, sample: SimulatedSample, now: float) -> float:
-        """Return the response tokens that a sample generated ahead has."""
+        """Return the number of response tokens of a sample that is generated ahead."""
         return float(self.decoder.generated(self.ahead[sample])) if sample in self.ahead else sample.generated
 
 
 @dataclass(slots=True)
 class RecordedCluster:
-    """Goes through a run once. `bubbles` None: nothing is generated ahead."""
+    """Simulate a run once. With `bubbles` None nothing is generated ahead."""
 
     device: DeviceTable
     vocabulary: int
@@ -132,14 +132,14 @@ class RecordedCluster:
     update_seconds: float
     bubbles: BubblesConfig | None = field(default_factory=BubblesConfig)
     most_forks: int = 0
-    """A sample that is generated ahead has at most this many forks."""
+    """Maximum number of forks of a sample that is generated ahead."""
     _fleet: list[ClockedInstance] = field(init=False)
     _lengths: LengthPredictor = field(init=False, default_factory=LengthPredictor)
     _now: float = field(init=False, default=0.0)
     _idle: IdleWork | None = field(init=False, default=None)
     _coming: RecordedTexts | None = field(init=False, default=None)
     _forked: dict[Cell, dict[int, Tokens]] = field(init=False, default_factory=dict)
-    """Forks of the coming step as far as they are generated, by cell and place."""
+    """Generated tokens of the forks of the next step, by cell and position."""
 
     def __post_init__(self) -> None:
         tokens = sum(
@@ -157,7 +157,7 @@ class RecordedCluster:
             self._idle = IdleWork(self.bubbles, round(fmean(prompts)))
 
     def run(self) -> Iterator[ClockedStep]:
-        """Go through the steps, each followed by the trainer's update."""
+        """Run the steps, each followed by the trainer's update."""
         for place, texts in enumerate(self.texts):
             self._coming = self.texts[place + 1] if place + 1 < len(self.texts) else None
             yield self._rolled_out(texts)
@@ -201,7 +201,7 @@ class RecordedCluster:
         )
 
     def _begin(self, texts: RecordedTexts) -> Mapping[Cell, int]:
-        """Begin a step: stop what is generated ahead, place the samples, announce the next step."""
+        """Begin a step: stop generating ahead, place the samples, and announce the next step."""
         covered: Mapping[Cell, int] = {}
         if self._idle is not None:
             for each in self._fleet:
@@ -262,7 +262,7 @@ class RecordedCluster:
         return found.ended
 
     def _work_ahead(self, instance: ClockedInstance) -> None:
-        """Let an instance without samples of the step do a step of the coming one's, or wait a little."""
+        """Run a step of the next step's samples on an instance without current samples, or let it wait."""
         if self._idle is None or self._coming is None:
             instance.clock += _POLL_SECONDS
             return
@@ -288,7 +288,7 @@ class RecordedCluster:
         self._fork(instance)
 
     def _fork(self, instance: ClockedInstance) -> None:
-        """Begin forks whose place has been passed, the nearest ties first, as far as an instance would."""
+        """Begin forks at positions that are already generated, nearest ties first, up to an instance's limits."""
         assert self._coming is not None
         for sample in instance.ahead:
             cell, generated = (sample.prompt, sample.slot), instance.generated(sample, instance.clock)
@@ -331,7 +331,7 @@ def _text(
 
 
 def plain_seconds(texts: RecordedTexts, device: DeviceTable, vocabulary: int, instances: int) -> float:
-    """Return the seconds of a step that is decoded plainly, with its prompts dealt to the instances in turn."""
+    """Return the seconds of plain decoding of a step, with its prompts dealt to the instances in turn."""
     fleet = [TextInstance(device, vocabulary, 0) for _ in range(instances)]
     for cell, response in texts.responses.items():
         prompt, slot = cell

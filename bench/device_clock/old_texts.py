@@ -1,8 +1,9 @@
-"""What the policy before an update writes to the noise of the step after it, and its forks: drafts made ahead.
+"""Write the drafts that could be made ahead: the previous policy's responses to a step's noise, and their forks.
 
-A step's prompts and seeds are decoded once more, by the weights of the step before, and from the nearest ties of
-each response on with the runner-up in place of the token. How much of these texts is there when the step begins
-depends on idle time; what they say does not. They are kept beside the recorded run, a file for each step.
+An engine with the weights of the previous step decodes each step's prompts and seeds again. At the nearest ties of
+each response it also continues with the runner-up in place of the token. Idle time decides how much of these texts
+exists when the step begins; it does not change their contents. The texts are kept next to the recorded run, in one
+file for each step.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ _MAX_SEQS = 128
 
 @dataclass(frozen=True, slots=True)
 class ForkedText:
-    """A response that takes the runner-up of the near-tie `at`."""
+    """A response that takes the runner-up at the near-tie at position `at`."""
 
     at: int
     margin: float
-    """By which the runner-up lost, in nats."""
+    """Difference in nats between the token and the runner-up."""
     response: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class OldText:
-    """A response of the policy before, and its forks at the nearest ties, by rising margin."""
+    """A response of the previous policy, and its forks at the nearest ties, by ascending margin."""
 
     response: Tokens
     forks: tuple[ForkedText, ...] = ()
@@ -57,9 +58,9 @@ OldTexts = Mapping[SampleKey, OldText]
 def load_or_write(
     run: RecordedRun, folder: Path, model: Path, kv_bytes: int, watch: Callable[[int], None]
 ) -> list[OldTexts]:
-    """Return the texts of each step, none for the first, after those that are missing are written.
+    """Write the missing texts and return the texts of each step; the first step has none.
 
-    `watch` gets each step that is written now. The engine is in this process, and it alone.
+    `watch` is called with each step that is written now. The engine runs in this process, which must have no other.
     """
     steps = run.trajectory.steps
     missing = [place for place in range(1, len(steps)) if not _file(folder, run, place).is_file()]
@@ -79,7 +80,7 @@ def load_or_write(
 
 
 def written(engine: Engine, step: TrainedStep, options: Options) -> OldTexts:
-    """Return what the engine writes to the prompts and the noise of a step."""
+    """Return the engine's responses to the prompts and the noise of a step."""
     from services.contracts.sampling import Sampling
     from services.generation.engine.types import EngineRequest
 
@@ -117,7 +118,7 @@ class _Decoded:
 
 
 def _decoded(engine: Engine, requests: Sequence[EngineRequest]) -> list[_Decoded]:
-    """Return the responses of requests, prefixes included, with the runners-up of what was decoded."""
+    """Return the responses to requests, prefixes included, with the runners-up of the decoded tokens."""
     found = {request.sample_id: _Decoded(list(request.prefix), [], []) for request in requests}
     for request in requests:
         if engine.finished_by_prefix(request) is None:

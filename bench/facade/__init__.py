@@ -1,1 +1,1 @@
-"""Overhead of the HTTP facade against gRPC."""
+"""Measure the overhead of the HTTP facade over gRPC."""

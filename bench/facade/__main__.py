@@ -1,9 +1,10 @@
-"""Overhead of HTTP against gRPC: the same samples by Generate calls, as a batch, and in the facade's dialects.
+"""Measure the overhead of HTTP over gRPC: the same samples by Generate calls, as a batch, and by each HTTP dialect.
 
-Gateway, Redis, facade and one vLLM instance are real processes; nothing is simulated. The engine has the first
-core, everything else the others. Every round has every way once, in another order, with the round's seed, and all
-must have the same tokens. The first round warms up and is not counted. Writes runs/bench/facade.json;
-`overhead_vs_grpc` is the median over the rounds of the slowest dialect's time over that of Generate calls.
+Gateway, Redis, facade and one vLLM instance are real processes; nothing is simulated. The engine has the first core
+to itself, and everything else shares the others. Every round runs each way once, in a rotating order and with the
+round's seed, and all ways must return the same tokens. The first round warms up and is not counted. Writes
+runs/bench/facade.json; `overhead_vs_grpc` is the median over the rounds of the slowest dialect's time divided by
+the time of Generate calls.
 
     python -m bench.facade [--rounds 20] [--model DIR]
 """
@@ -42,7 +43,7 @@ _COLUMNS = (
 
 
 def main() -> None:
-    """Measure, show and write."""
+    """Measure the ways, then show and write the figures."""
     arguments = _arguments()
     options = PlatformConfig(
         model=arguments.model,
@@ -77,7 +78,7 @@ async def _measure(platform: Platform, work: FacadeWorkload, rounds: int) -> Fig
         busy = dict.fromkeys(ways, 0.0)
         began = time.perf_counter()
         for number in range(rounds + 1):
-            # Each way is at each place equally often.
+            # Each way takes each place in the order equally often.
             place = number % len(ways)
             order = [*ways][place:] + [*ways][:place]
             found = {}

@@ -1,4 +1,4 @@
-"""The ways to the same samples: by gRPC, and in each dialect of the facade."""
+"""Fetch the same samples in several ways: by gRPC, and in each dialect of the facade."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.facade.dialects.body import prompt_id_of
 
 Tokens = dict[SampleKey, list[int]]
 Way = Callable[[int], Awaitable[Tokens]]
-"""Gets the samples of a run seed."""
+"""Function that fetches the samples of a run seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FacadeWorkload:
-    """Samples of every way: `samples` of each prompt, at most `max_tokens` long, at temperature 1."""
+    """Samples that every way fetches: `samples` of each prompt, at most `max_tokens` long, at temperature 1."""
 
     prompts: Sequence[list[int]]
     samples: int
@@ -36,7 +36,7 @@ class Ways:
         self._names = [prompt_id_of(prompt) for prompt in work.prompts]
 
     def all(self) -> dict[str, Way]:
-        """Return the ways by name; the first one is what the others are compared with."""
+        """Return the ways by name; the first is the baseline for the others."""
         return {
             "grpc": self.generate,
             "grpc_batch": self.batch,
@@ -59,7 +59,7 @@ class Ways:
         return dict(await self._each(one))
 
     async def batch(self, seed: int) -> Tokens:
-        """Submit one batch, as a trainer on the SDK does."""
+        """Submit one batch, as a trainer that uses the SDK does."""
         pairs = zip(self._names, self._work.prompts, strict=True)
         groups = [Group(name, prompt, self._work.samples) for name, prompt in pairs]
         async with self._client.run(f"bench-{seed}", seed=seed) as run:
@@ -67,7 +67,7 @@ class Ways:
             return {sample.key: sample.token_ids.tolist() async for sample in rollout}
 
     async def completions(self, seed: int) -> Tokens:
-        """Make a request to /v1/completions for all prompts, as TRL's client does."""
+        """Send one request to /v1/completions for all prompts, as TRL's client does."""
         body = {
             "prompt": self._work.prompts,
             "n": self._work.samples,
@@ -82,7 +82,7 @@ class Ways:
         return {key: choice["token_ids"] for key, choice in zip(keys, choices, strict=True)}
 
     async def tokens(self, seed: int) -> Tokens:
-        """Make a request to /inference/v1/generate for each prompt."""
+        """Send a request to /inference/v1/generate for each prompt."""
 
         async def one(name: str, prompt: list[int]) -> Tokens:
             params = {
@@ -98,7 +98,7 @@ class Ways:
         return await self._each_prompt(one)
 
     async def sglang(self, seed: int) -> Tokens:
-        """Make a request to /generate for each prompt."""
+        """Send a request to /generate for each prompt."""
 
         async def one(name: str, prompt: list[int]) -> Tokens:
             params = {"n": self._work.samples, "sampling_seed": seed, "max_new_tokens": self._work.max_tokens}
@@ -127,7 +127,7 @@ class Ways:
         return found
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        # A run of each way: one would draft from the samples of another, which are the same.
+        # Each way has a separate run. Otherwise it would draft from the identical samples of another way.
         headers = {"X-Paceline-Run": path.strip("/").replace("/", "-")}
         response = await self._http.post(path, json=body, headers=headers)
         return response.raise_for_status().json()

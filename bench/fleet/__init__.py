@@ -1,1 +1,1 @@
-"""Benchmark of the control plane with up to a thousand simulated instances."""
+"""Benchmark the control plane with up to a thousand simulated instances."""

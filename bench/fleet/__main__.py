@@ -1,12 +1,12 @@
-"""Cost of the control plane with a growing fleet: a real gateway and Redis, simulated instances.
+"""Measure the cost of the control plane with a growing fleet: a real gateway and Redis, simulated instances.
 
-For each fleet size a gateway and a Redis of their own serve one step of so many samples an instance. Every
-instance is a gRPC server with a registration in Redis and an engine that is a clock: it decodes each sample at
---speed tokens a second and reports as --reporting says, in checkpoints as a real one, or every 50 ms. The
-trainer checks every sample. With --gateways instances and prompts are divided among so many gateways, each with a
-Redis, as shards; `gateways` in the JSON has what each took. Processor seconds count from the first submission to
-the last sample. Writes runs/bench/fleet.json after each fleet size; `longest_turns` has what ran in the gateway's
-longest turns.
+For each fleet size a dedicated gateway and Redis serve one step with `--samples` samples for each instance. Every
+instance is a gRPC server with a registration in Redis and a clock in place of an engine. It decodes each sample at
+`--speed` tokens a second. With `--reporting` it reports in checkpoints, as a real instance does, or every 50 ms.
+The trainer checks every sample. With `--gateways`, instances and prompts are divided among several gateways as
+shards, each with its own Redis; `gateways` in the JSON has the use of each. Processor seconds count from the first
+submission to the last sample. Writes runs/bench/fleet.json after each fleet size; `longest_turns` lists the work in
+the gateway's longest turns.
 
     python -m bench.fleet [--instances 125,250,500,1000] [--gateways 2] [--samples 100] [--reporting stream]
 """
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, write after each fleet size, so that a run that breaks loses nothing, and show."""
+    """Measure the fleets, write after each size so that an interrupted run keeps its figures, and show."""
     given, baseline = arguments(), json.loads(_BASELINE.read_text())
 
     def keep(rows: list[Row]) -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 async def measure(given: argparse.Namespace, keep: Callable[[list[Row]], None]) -> list[Row]:
-    """Return a row of figures for each fleet size; `keep` gets those so far after each."""
+    """Return a row of figures for each fleet size; `keep` is called with all rows so far after each."""
     rows = list[Row]()
     with PartsProgress([(_name(size), _planned(size, given)) for size in given.instances]) as progress:
         for instances in given.instances:
@@ -60,9 +60,9 @@ async def measure(given: argparse.Namespace, keep: Callable[[list[Row]], None]) 
 
 
 def summary(rows: Sequence[Row], baseline: Row) -> Row:
-    """Return the figures that goals are set for, of rows in ascending order of fleet size.
+    """Return the figures that have goals, from rows in ascending order of fleet size.
 
-    `baseline` has what the journal wrote of unfinished samples when every token was reported within 50 ms.
+    `baseline` has the journal's writes of unfinished samples when every token was reported within 50 ms.
     """
     small, large = rows[0], rows[-1]
     compared = {row["instances"]: row["gateway_ms_per_sample"] for row in rows}
@@ -78,7 +78,7 @@ def summary(rows: Sequence[Row], baseline: Row) -> Row:
         "longest_turn_cpu_ms": None if None in turns else max(turns),
         "samples": large["samples"],
         "leases_lost": sum(row["leases_lost"] for row in rows),
-        # A step without any counts as one with a single write.
+        # A step without any write counts as one with a single write.
         "journal_writes_reduction": baseline["partial_writes_per_token"]
         * large["tokens"]
         / max(large["partial_writes"], 1),
@@ -106,7 +106,7 @@ async def _fleet(instances: int, given: argparse.Namespace) -> Row:
 
 
 async def _step(planes: Sequence[ControlPlane], shares: Sequence[range], given: argparse.Namespace) -> Row:
-    """Measure the planes while they are idle, and during a step."""
+    """Measure the control planes while they are idle, and during a step."""
     samples = sum(map(len, shares)) * given.samples
     idle = [plane.usage() for plane in planes]
     await asyncio.sleep(given.idle_seconds)
@@ -130,7 +130,7 @@ def _row(
     resting: Usage,
     given: argparse.Namespace,
 ) -> Row:
-    """Return the figures of a step: `each` plane's use during it, and that of all while they were idle."""
+    """Return the figures of a step from the use of each plane during it and of all planes while they were idle."""
     instances, used = sum(map(len, shares)), Usage.total(each)
     samples = instances * given.samples
     metrics = [plane.metrics() for plane in planes]
@@ -148,7 +148,7 @@ def _row(
         "gateway_seconds_per_1000": 1000 * used.gateway_seconds / samples,
         "redis_seconds_per_1000": 1000 * used.redis_seconds / samples,
         "gateway_ms_per_sample": 1000 * used.gateway_seconds / samples,
-        # Of all gateways together; `largest_gateway_cores` is that of the busiest one.
+        # Sum over all gateways; `largest_gateway_cores` has the cores of the busiest gateway.
         "gateway_cores": sum(cores),
         "largest_gateway_cores": max(cores),
         "gateways": _gateway_rows(planes, shares, step, each),
@@ -159,7 +159,7 @@ def _row(
         "submissions": len(submits),
         "gateway_peak_mib": max(plane.peak_memory() for plane in planes) / (1 << 20),
         "redis_bytes": used.redis_bytes,
-        # Without what the gateway sends for as long as it runs, to read the registry.
+        # Without the gateway's constant traffic for reading the registry.
         "journal_bytes": used.redis_bytes - resting.redis_bytes / given.idle_seconds * step.seconds,
         "result_bytes": step.result_bytes,
         "redis_bytes_per_sample": used.redis_bytes / samples,
@@ -207,7 +207,7 @@ def _host_options(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _planned(instances: int, given: argparse.Namespace) -> float:
-    """Return the seconds of a fleet: its start, about 20 ms an instance, and the longest response."""
+    """Return the planned seconds of a fleet: its start, about 20 ms an instance, and the longest response."""
     return 6 + given.idle_seconds + 0.02 * instances + 1.2 * given.longest / given.speed / given.compression
 
 

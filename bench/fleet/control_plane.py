@@ -1,4 +1,4 @@
-"""Processes of the fleet benchmark, and what they use: a gateway, its Redis, and hosts of simulated instances."""
+"""Start the processes of the fleet benchmark and measure them: a gateway, its Redis, and simulated instances."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources that the control plane has used since its processes began: processor seconds, and traffic of Redis.
+    """Resources that the control plane has used since its processes began: processor seconds, and Redis traffic.
 
-    `redis_bytes` were sent to Redis by the control plane, without what simulated instances sent. `calls` counts the
-    commands that write, by name, those of scripts too, and scripts.
+    `redis_bytes` are the bytes that the control plane sent to Redis, without traffic of simulated instances.
+    `calls` counts writing commands by name, including commands within scripts, and the scripts themselves.
     """
 
     gateway_seconds: float
@@ -43,7 +43,7 @@ class Usage:
 
     @classmethod
     def total(cls, parts: Sequence[Usage]) -> Usage:
-        """Return what several control planes have used together."""
+        """Return the sum over several control planes."""
         names = {name for each in parts for name in each.calls}
         return cls(
             sum(each.gateway_seconds for each in parts),
@@ -63,7 +63,7 @@ class Usage:
 
 
 class ControlPlane:
-    """A gateway on a Redis of its own, with hosts of simulated instances, in `folder`.
+    """A gateway with a dedicated Redis and hosts of simulated instances, in `folder`.
 
     Use it as a context manager; `start` returns when all instances serve.
     """
@@ -92,12 +92,12 @@ class ControlPlane:
         for child in reversed(self._children):
             child.kill()
             child.wait()
-        # Its data is of no use to anyone: no need to let it write.
+        # Its data is not needed any more, so it need not write it.
         self._redis.close()
         self._server.kill()
 
     async def start(self, instances: range, hosts: int, host_options: Sequence[str] = ()) -> None:
-        """Start the gateway, and the instances with these numbers. TimeoutError when not all serve in time."""
+        """Start the gateway and the instances with these numbers. TimeoutError if not all serve in time."""
         ready_file = self._folder / "gateway.ready.json"
         ready_file.unlink(missing_ok=True)
         url = f"--redis-url={self._server.url}"
@@ -122,11 +122,11 @@ class ControlPlane:
             return parse(answer.read().decode())
 
     def serving(self) -> int:
-        """Return how many instances the gateway can give samples to."""
+        """Return the number of instances that the gateway can place samples on."""
         return int(self.metrics()['paceline_gateway_instances{state="serving"}'])
 
     def usage(self) -> Usage:
-        """Return what gateway and Redis have used so far."""
+        """Return the resources that gateway and Redis have used so far."""
         stats = self._redis.info("commandstats")
         calls = {
             name.removeprefix("cmdstat_"): int(each["calls"])
@@ -142,7 +142,7 @@ class ControlPlane:
         return Usage(*seconds, total - theirs, calls)
 
     def peak_memory(self) -> int:
-        """Return the most bytes that the gateway has had in memory."""
+        """Return the peak memory of the gateway in bytes."""
         status = Path(f"/proc/{self.gateway.pid}/status").read_text()
         (line,) = (each for each in status.splitlines() if each.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
@@ -152,7 +152,7 @@ class ControlPlane:
         return len(self._logged("lease_lost")) + len(self._logged("fenced"))
 
     def longest_turns(self) -> list[dict[str, Any]]:
-        """Return what ran in the longest of the gateway's long turns, the longest first, by its log."""
+        """Return the work in the gateway's long turns, longest first, by its log."""
         shown = ("timestamp", "cpu_ms", "wall_ms", "collection_ms", "callbacks", "calls")
         turns = sorted(self._logged("long_turn"), key=lambda line: -line["cpu_ms"])
         return [{name: turn[name] for name in shown} for turn in turns[:_TURNS_SHOWN]]

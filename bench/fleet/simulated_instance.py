@@ -1,9 +1,9 @@
-"""Simulated generation instances: real gRPC servers and registrations, an engine that is a clock.
+"""Simulated generation instances: real gRPC servers and registrations, with a clock in place of the engine.
 
-They keep the protocol of real ones as far as an undisturbed run needs it: handshake, items with prefixes, aborts,
-deltas, finished samples and load. When and what a stream reports is decided by the code of real instances
-(`services/generation/loop/work_stream.py`). All instances of a process share one clock and one client of Redis, so
-that a sample costs work only when it is reported. As a program this file is such a process.
+They implement the part of the protocol that an undisturbed run needs: handshake, items with prefixes, aborts,
+deltas, finished samples and load. The code of real instances (`services/generation/loop/work_stream.py`) decides
+when a stream reports and what. All instances of a process share one clock and one Redis client, so that a sample
+costs work only when it is reported. This module is also the program that runs such a process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registration
 
-# Seconds from one look at the clock to the next, and the number of looks from one flush of a stream to the next:
-# streams are flushed every 50 ms, as those of real instances, and not all at once.
+# Seconds between two readings of the clock, and readings between two flushes of a stream. Streams are flushed
+# every 50 ms, as streams of real instances are, and not all at once.
 _TICK = 0.01
 _PHASES = 5
 MAX_RUNNING = 128
@@ -57,12 +57,12 @@ class ClockedSample:
     report_at: float = math.inf
 
     def tokens(self) -> int:
-        """Return how many response tokens there are by now."""
+        """Return the number of response tokens decoded so far."""
         made = int((self.clock.now - self.begun) * self.clock.reporting.speed + 1e-6)
         return min(self.length, self.prefix + made)
 
     def take_delta(self) -> pb.Delta | None:
-        """Return the tokens since the last call, or None when there are none."""
+        """Return the tokens since the last call, or None if there are none."""
         begin, self.reported = self.reported, self.tokens()
         if begin == self.reported:
             return None
@@ -71,7 +71,7 @@ class ClockedSample:
 
 
 class EngineClock:
-    """Engines of all instances of a process. What they report, and when, is decided by the code of real ones."""
+    """Engines of all instances of a process. The code of real instances decides what they report and when."""
 
     def __init__(self, policy: SimulatedPolicy, reporting: Reporting) -> None:
         self.policy = policy
@@ -89,13 +89,13 @@ class EngineClock:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Forget a stream and its samples."""
+        """Remove a stream and its samples."""
         stream.samples.clear()
         for phase in self._phases:
             phase.discard(stream)
 
     def begin(self, stream: Stream, item: pb.WorkItem) -> None:
-        """Begin a sample, or go on with one."""
+        """Begin a sample, or resume it after its prefix."""
         self.now, prefix = asyncio.get_running_loop().time(), len(item.prefix_token_ids)
         length = max(prefix, min(self.policy.length(item.seed), item.sampling.max_tokens or MAX_TOKENS))
         sample = ClockedSample(item.handle, item.seed, self, self.now, prefix, prefix, length, item.streamed)
@@ -103,7 +103,7 @@ class EngineClock:
         self._schedule(sample, stream)
 
     def abort(self, stream: Stream, handle: int) -> None:
-        """End a sample as it is."""
+        """End a sample in its current state."""
         sample = stream.samples.get(handle)
         if sample is not None:
             self._end(sample, stream, sample_pb2.FINISH_REASON_ABORTED)
@@ -149,7 +149,7 @@ class EngineClock:
         stream.flush(load, 0, self.now, everything=self.reporting.everything)
 
     def _schedule(self, sample: ClockedSample, stream: Stream) -> None:
-        """Look at a sample again when it ends or has as many tokens as make it due, in a tick at the earliest."""
+        """Schedule the next check of a sample: when it ends or must report, at the earliest in one tick."""
         known = sample.tokens()
         wanted = min(sample.length - known, max(0, sample.reported + sample.quota - known))
         due = max(wanted / self.reporting.speed, _TICK)
@@ -157,7 +157,7 @@ class EngineClock:
 
 
 class ReplayingInstance(rpc.GenerationServiceServicer):
-    """One instance of a process, with a server and a record in the registry of its own."""
+    """One instance of a process, with its own server and registry record."""
 
     def __init__(self, instance_id: str, config: ServiceConfig, clock: EngineClock) -> None:
         self._instance_id = instance_id
@@ -168,7 +168,7 @@ class ReplayingInstance(rpc.GenerationServiceServicer):
         rpc.add_GenerationServiceServicer_to_server(self, self._server.server)
 
     async def start(self, registration: Any) -> Registration:
-        """Listen and register; `registration` makes one of a record."""
+        """Listen and register; `registration` creates a registration from a record."""
         await self._server.start()
         record = InstanceRecord(
             INSTANCES,
@@ -188,7 +188,7 @@ class ReplayingInstance(rpc.GenerationServiceServicer):
     async def Work(
         self, request_iterator: AsyncIterator[pb.WorkRequest], context: Context
     ) -> AsyncIterator[pb.WorkResponse]:
-        """Take items and send what the clock reports."""
+        """Take items and send the clock's reports."""
         stream = self._clock.open()
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, request_iterator))
@@ -226,9 +226,10 @@ class ReplayingInstance(rpc.GenerationServiceServicer):
 
 
 CLIENT = "simulated-fleet"
-"""Name of this process's connections to Redis, by which their traffic is told from the control plane's."""
+"""Name of this process's Redis connections, which distinguishes their traffic from the control plane's."""
 _BEAT_SECONDS = 1.0
-# The simulated fleet shares its cores with what is measured: a late heartbeat must not look like a lost instance.
+# The simulated fleet shares its cores with the measured processes. A late heartbeat must not look like a lost
+# instance.
 _TTL = 20.0
 
 

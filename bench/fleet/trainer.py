@@ -1,6 +1,6 @@
-"""Trainer of the fleet benchmark: submits a step in parts, streams, acknowledges and checks its samples.
+"""Trainer of the fleet benchmark: submit a step in parts, stream, acknowledge and check its samples.
 
-Prompts are spread over several gateways as the SDK spreads them over shards.
+Prompts are distributed over several gateways as the SDK distributes them over shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.v1 import rollout_pb2_grpc, sample_pb2
 
 _RUN = "fleet"
 _ACK_EVERY = 128
-# Seconds; far more than any call takes.
+# Seconds, far more than any call takes.
 _CALL = 120.0
 _WHOLE = (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
 _OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
@@ -29,7 +29,7 @@ _OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_messa
 
 @dataclass(slots=True)
 class StepResult:
-    """Outcome of a step: `samples` that came whole, equal and once, `wrong` ones, and their size serialised."""
+    """Outcome of a step: `samples` that arrived complete, correct and once; `wrong` ones; their serialised size."""
 
     samples: int = 0
     wrong: int = 0
@@ -40,14 +40,14 @@ class StepResult:
     seconds: float = 0.0
     submit_seconds: list[float] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
-    """Samples that each gateway got."""
+    """Samples that each gateway received."""
 
 
 class FleetTrainer:
     """Trainer with one connection to each gateway."""
 
     def __init__(self, shards: Sequence[Shard], policy: SimulatedPolicy) -> None:
-        """Connect to gateways."""
+        """Connect to the gateways."""
         self._shards = shards
         self._channels = [grpc.aio.insecure_channel(shard.address, options=_OPTIONS) for shard in shards]
         self._stubs: list[Any] = [rollout_pb2_grpc.RolloutServiceStub(each) for each in self._channels]
@@ -55,9 +55,9 @@ class FleetTrainer:
         self._result = StepResult(given=[0] * len(shards))
 
     async def step(self, samples: int, batch_samples: int) -> StepResult:
-        """Run one step of so many samples, submitted one part after the other and streamed all at once.
+        """Run one step of `samples` samples. Its parts are submitted one after the other and streamed concurrently.
 
-        A part has `batch_samples` for each gateway, on average.
+        A part has `batch_samples` samples for each gateway, on average.
         """
         began = time.perf_counter()
         groups = _groups(samples, batch_samples)
@@ -120,7 +120,7 @@ class FleetTrainer:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._result.acknowledged = False
-            # As in the SDK a lost acknowledgement costs memory until the next one, and nothing else.
+            # As in the SDK, a lost acknowledgement only costs memory until the next one.
             elif error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
             else:

@@ -1,9 +1,9 @@
-"""Workload of the fleet benchmark: lengths and tokens that every process derives from a sample's seed. Pure.
+"""Workload of the fleet benchmark: every process derives lengths and tokens from a sample's seed. Pure.
 
 Lengths are log-normal, the usual model of response lengths: half of the responses have at most 320 tokens, the mean
 is about 430, and one in a hundred reaches the limit of 2,048, more than six times the median. The list is generated
-once by a fixed seed and replayed: a sample's seed picks its entry, so that every fleet and every commit gets the
-same responses.
+once with a fixed seed. A sample's seed selects its entry, so that every fleet and every commit gets the same
+responses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.generation.loop.work_stream import CheckpointRules
 
 VOCABULARY = 150_000
 MAX_TOKENS = 2048
-"""Longest response."""
+"""Maximum response length in tokens."""
 PROMPT_TOKENS = 128
 GROUP = 8
 """Samples of one prompt."""
@@ -28,7 +28,7 @@ _POOL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPolicy:
-    """Stand-in for a model: the response of a sample is a slice of a fixed list, chosen by the sample's seed."""
+    """Stand-in for a model: a sample's response is a slice of a fixed list, chosen by the sample's seed."""
 
     lengths: list[int]
     tokens: list[int]
@@ -36,7 +36,7 @@ class SimulatedPolicy:
 
     @classmethod
     def create(cls, longest: int = MAX_TOKENS) -> SimulatedPolicy:
-        """Return the policy that every process of a run has. No response is longer than `longest`."""
+        """Return the policy that all processes of a run share. No response is longer than `longest`."""
         numbers = np.random.default_rng(_SEED)
         lengths = np.exp(numbers.normal(np.log(_MEDIAN), _SIGMA, _ENTRIES))
         tokens = numbers.integers(1, VOCABULARY, _POOL + MAX_TOKENS)
@@ -49,7 +49,7 @@ class SimulatedPolicy:
 
     def slice(self, seed: int, begin: int, end: int) -> tuple[list[int], list[float]]:
         """Return the tokens and log-probabilities at these positions of a response."""
-        # Other bits of the seed than those that choose the length.
+        # Use other bits of the seed than the length does.
         start = (seed >> 20) % _POOL
         return self.tokens[start + begin : start + end], self.logprobs[start + begin : start + end]
 
@@ -58,7 +58,7 @@ class SimulatedPolicy:
 class Reporting:
     """Pace at which a simulated instance decodes and reports, in seconds of the run.
 
-    Every running sample gets `speed` tokens a second. With `everything` each flush reports all new tokens.
+    Every running sample gets `speed` tokens a second. With `everything`, each flush reports all new tokens.
     """
 
     speed: float
@@ -73,5 +73,5 @@ class Reporting:
 
     @classmethod
     def stream(cls, speed: float, compression: float) -> Reporting:
-        """Return a token stream: what there is, every 50 ms."""
+        """Return the pace of a token stream, which reports all new tokens every 50 ms."""
         return replace(cls.checkpoints(speed, compression), everything=True)

@@ -1,1 +1,1 @@
-"""Overhead of the platform against the bare engine."""
+"""Measure the overhead of the platform over the bare engine."""

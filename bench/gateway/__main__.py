@@ -1,8 +1,8 @@
-"""Overhead of the platform: one workload through gateway, gRPC and instance, and on the bare engine.
+"""Measure the overhead of the platform: one workload through gateway, gRPC and instance, and on the bare engine.
 
-Both engines have the same core, the first one; client and gateway have the others. Both stay up for the whole run
-and take turns, round by round, while the other is idle; the ratio is that of the medians. Speculation is off on
-both. Writes runs/bench/gateway.json.
+Both engines use the same core, the first one; client and gateway use the others. Both engines stay up for the whole
+run and take turns, round by round, while the other is idle. The ratio divides the two medians. Speculation is off
+on both. Writes runs/bench/gateway.json.
 
     python -m bench.gateway [--rounds 7] [--model DIR]
 """
@@ -26,7 +26,7 @@ _GOAL = 1.08
 
 
 def main() -> None:
-    """Measure, show and write."""
+    """Measure both sides, then show and write the figures."""
     arguments = _arguments()
     workload = _workload(arguments.prompts, arguments.samples, arguments.max_tokens)
     options = PlatformConfig(
@@ -48,7 +48,7 @@ def main() -> None:
             (bare.round(workload, step), _platform_round(run, workload, step))
             for step in range(arguments.rounds + 1)
         ]
-    # The first round of each warms up caches and connections.
+    # The first round of each side warms up caches and connections.
     direct, through = (statistics.median(side) for side in zip(*rounds[1:], strict=True))
     figures: Figures = {
         "direct_seconds": direct,

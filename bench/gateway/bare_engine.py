@@ -1,4 +1,4 @@
-"""The engine without a platform, which the platform is compared with."""
+"""Run the engine without a platform, as the baseline of the platform."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KV_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`prompts` token ids by prompt id; `samples` of each, at most `max_tokens` long, at temperature 1."""
+    """`samples` responses to each of `prompts` (token ids by prompt id), at most `max_tokens` long, temperature 1."""
 
     prompts: dict[str, list[int]]
     samples: int
@@ -27,17 +27,17 @@ class Workload:
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        """(prompt id, slot) of every sample."""
+        """Return the (prompt id, slot) of every sample."""
         return [(name, slot) for name in self.prompts for slot in range(self.samples)]
 
 
 def engine_cores() -> tuple[int, ...]:
-    """Return the core that both engines have."""
+    """Return the core that both engines use."""
     return cores()[:1]
 
 
 class BareEngine:
-    """The engine alone, in a separate process that drives it in a plain loop."""
+    """The engine alone, in a separate process that runs it in a plain loop."""
 
     def __init__(self, model: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -55,7 +55,7 @@ class BareEngine:
         self._process.join(10)
 
     def round(self, workload: Workload, step: int) -> float:
-        """Return the seconds for the workload."""
+        """Run the workload and return the seconds that it took."""
         self._pipe.send((workload, step))
         return float(self._pipe.recv())
 

@@ -1,1 +1,1 @@
-"""Capacity of clusters, simulated."""
+"""Simulate the capacity of clusters."""

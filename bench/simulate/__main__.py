@@ -1,6 +1,6 @@
-"""Capacity of clusters: a step of many samples on 8 to 4,096 instances, and the fewest instances for deadlines.
+"""Simulate the capacity of clusters: step times on 8 to 4,096 instances, and the fewest instances for deadlines.
 
-Some four minutes on one core. Writes runs/bench/simulate.json.
+Takes about four minutes on one core. Writes runs/bench/simulate.json.
 
     python -m bench.simulate [--samples 100000]
 """
@@ -28,7 +28,7 @@ from services.simulator.simulation_setup import (
 
 INSTANCES = (8, 64, 512, 1000, 4096)
 DEVICES = ("8B H100", "70B 8xH100")
-# Of plain decoding on as many instances as run all samples at once, these are shares.
+# Deadlines, as shares of plain decoding's time on as many instances as run all samples at once.
 DEADLINES = (1.25, 2.0, 4.0)
 _SAMPLES = 16
 _DECISION_STEPS = 64
@@ -51,7 +51,7 @@ def simulated(samples: int) -> dict[str, Any]:
 
 
 def _methods(plain: SimulationSetup) -> dict[str, SimulationSetup]:
-    """Return the setups of methods: suffix drafts, moves, pre-generation through a minute of update, and all."""
+    """Return the setups by method: suffix drafts, moves, pre-generation in a minute of update, and all three."""
     drafts = (SimulatedSource("suffix", 0.6),)
     moves = ReallocatorConfig.model_construct(decision_steps=_DECISION_STEPS)
     filled = replace(
@@ -98,7 +98,7 @@ def _deadline(setup: SimulationSetup, steps: list[dict[str, Any]], share: float)
 
 
 def tables(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables, of steps and of deadlines."""
+    """Return the tables of steps and of deadlines."""
     columns = (
         "device",
         "method",
@@ -137,7 +137,7 @@ def _figure(value: float) -> str:
 
 
 def main() -> None:
-    """Simulate, show and write."""
+    """Simulate, then show and write the tables."""
     given = _arguments()
     found = simulated(given.samples)
     made = tables(found)
