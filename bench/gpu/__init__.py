@@ -1,10 +1,10 @@
-"""First minutes on a GPU: one program with one budget, whose parts are done in the order of what they are worth.
+"""Measure Paceline in the first minutes on a GPU: one program with one time budget, most valuable parts first.
 
 - __main__.py: options
 - sizes.py, plan.py: what is measured, and in which order
-- running.py, state.py, host.py: calls that go on where the last one stopped, and the processes that do the steps
+- running.py, state.py, host.py: calls that resume an interrupted run, and the processes that carry out the steps
 - device.py, engines/, kernels/: the orders of those processes
 - report.py, markdown.py: the tables
-- device_table.py: what a run found, as a table for the simulator
-- pack/: vLLM and its packages, to be brought to a machine without them
+- device_table.py: converts a run into a device table for the simulator
+- pack/: vLLM and its packages, for machines without network
 """

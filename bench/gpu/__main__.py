@@ -1,21 +1,23 @@
-"""Paceline on a GPU: answers, step times and kernels, the most important first, in calls that go on.
+"""Check answers, step times and kernels of Paceline on a GPU, most important first, in resumable calls.
 
     python -m bench.gpu [--brief] [--seconds 500] [--only GLOB ...] [--model q17|q8|DIR] [--out runs/gpu]
 
 Parts, in order: vLLM's libraries against float32; tokens of V1, which must be the same with drafts and without;
 step times of V1, plainly and with drafts; the same of stock vLLM; the kernels; V2, and V2 scheduling ahead; the
 batch-invariant mode, in which no token may differ in bfloat16 either; draft models; V1 and stock with other graphs;
-then all other cells, trees, float32, and sweeps of launch parameters. docs/one-gpu.md says what each figure means.
-`--brief` has the first steps of the first parts, and ends in 340 s by its own estimates. `--list` prints the steps.
+then all other cells, trees, float32, and sweeps of launch parameters. docs/one-gpu.md explains each figure.
+`--brief` runs the first steps of the first parts, and ends within 340 s by its own estimates. `--list` prints the
+steps.
 
-A call ends after `--seconds`, at most half a minute later, and the next one goes on where it ended. Status 0: all
-is done; 1: all is done, and steps failed; 2: nothing was run (no device, another run's folder, a wrong option); 3:
-call again. In the folder: results.jsonl, with a line as soon as a step ends; state.json, by which a run goes on,
-also on another machine of the same kind; report.md; and tuned/, launch parameters for kernels/tuned.
+A call ends after `--seconds`, at most half a minute later, and the next call resumes the run. Status 0: all steps
+are done. Status 1: all are done, and some failed. Status 2: nothing was run (no device, another run's folder, a
+wrong option). Status 3: call again. The folder has results.jsonl, with a line for each finished step; state.json,
+from which a run resumes, also on another machine of the same kind; report.md; and tuned/, launch parameters for
+kernels/tuned.
 
 `--model` is q17 or q8, the shapes of Qwen3-1.7B and 8B with random weights that are drawn on the device, or a
-folder in Hugging Face layout. `--device cpu` runs every part on tiny shapes, in Triton's interpreter: to test the
-program, not to measure. Without vLLM the parts of the kernels run, and all others fail at once.
+folder in Hugging Face layout. `--device cpu` runs every part on tiny shapes in Triton's interpreter; it tests the
+program and measures nothing. Without vLLM the kernel parts run, and all others fail at once.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ BRIEF_SECONDS = 340.0
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run, or go on with a run; return the exit status."""
+    """Start or resume a run; return the exit status."""
     options = _parsed(given)
     if options.device == "cuda" and gpu_count() == 0 and not options.list:
         return _refused("no CUDA device here; nothing was run and nothing written")
@@ -111,11 +113,11 @@ def _parsed(given: Sequence[str] | None) -> argparse.Namespace:
         default=Graphs.FULL,
         help="CUDA graphs of the engines (default full)",
     )
-    parser.add_argument("--dtype", default="bfloat16", help="of the engines (default bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="number type of the engines (default bfloat16)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
-    parser.add_argument("--seconds", type=float, help="of this call (default 500, with --brief 340)")
-    parser.add_argument("--fresh", action="store_true", help="forget what was done before")
+    parser.add_argument("--seconds", type=float, help="time of this call (default 500, with --brief 340)")
+    parser.add_argument("--fresh", action="store_true", help="discard an earlier run's state")
     parser.add_argument("--list", action="store_true", help="print the steps and their estimated seconds")
     return parser.parse_args(given)
 

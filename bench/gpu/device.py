@@ -1,4 +1,4 @@
-"""Orders to a process that has the device alone: the environment, vLLM's libraries, and kernels by themselves."""
+"""Carry out orders that need only the device: the environment, vLLM's libraries, and single kernels."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 _QUERY = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total,pcie.link.gen.max"
 _RELATIVE_ERROR = 1e-2
-"""Most that a result in bfloat16 may be off, in the Euclidean norm, from one in float32."""
+"""Maximum relative error of a bfloat16 result against float32, in the Euclidean norm."""
 
 
 class LibraryMismatch(RuntimeError):
-    """A library's result is not the one in float32."""
+    """A library's result differs from the float32 result."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSetup:
-    """The device, "cuda" or "cpu", and the model whose heads and vocabulary count."""
+    """The device, "cuda" or "cpu", the model that defines heads and vocabulary, and the sizes."""
 
     device: str
     model: Path
@@ -87,7 +87,7 @@ class DeviceOrders:
         return found
 
     def norm(self) -> dict[str, Any]:
-        """Compare vLLM's RMSNorm, a kernel of its main library, with one in float32. LibraryMismatch."""
+        """Compare vLLM's RMSNorm, a kernel of its main library, with float32. LibraryMismatch if it differs."""
         import torch
         import vllm._custom_ops  # noqa: F401
 
@@ -101,21 +101,21 @@ class DeviceOrders:
         return {"error": _compared("RMSNorm", made, exact)}
 
     def flash_attention(self) -> dict[str, Any]:
-        """Compare vLLM's attention, of the generation that it takes here, with one in float32. LibraryMismatch."""
+        """Compare vLLM's attention, in the version used here, with float32. LibraryMismatch if it differs."""
         from kernels.short_query_attention import attend
         from kernels.short_query_attention.attend import attend_reference
         from kernels.short_query_attention.race import random_step, vllm_own_attention
 
         shape = replace(self._shape(), context=min(700, max(self._sizes.contexts)), drafts=4)
         step = random_step(self._device, shape, "even", 8, drafted=4)
-        # On a CPU there is no such kernel.
+        # A CPU has no such kernel.
         run: Run = vllm_own_attention(step) if self._device.type == "cuda" else lambda: attend(step)
         made = run()
         wide = replace(step, query=step.query.float(), keys=step.keys.float(), values=step.values.float())
         return {"error": _compared("attention", made, attend_reference(wide))}
 
     def attention(self) -> dict[str, Any]:
-        """Time the attention backends for the model's heads, and say which one an engine would take."""
+        """Time the attention backends for the model's heads, and return which one an engine would use."""
         from kernels.short_query_attention.race import AttentionName, RaceShape, backends, fastest, race
 
         own = self._shape()
@@ -124,7 +124,7 @@ class DeviceOrders:
         )
         makers = backends(ours=True)
         if self._device.type != "cuda":
-            # One that interprets no kernel: what is timed elsewhere is PyTorch's own way over the same cache.
+            # On a CPU, use PyTorch's own attention over the same cache, which interprets no kernel.
             makers = {AttentionName.OURS: _plain_attention}
         timings = list(race(self._device, shape, makers))
         return {"timings": [asdict(each) for each in timings], "fastest": fastest(timings)}
@@ -143,7 +143,7 @@ class DeviceOrders:
 
 
 def _compared(what: str, found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the relative error of a result. LibraryMismatch if it is too large, or no number."""
+    """Return the relative error of a result. LibraryMismatch if it is too large or not a number."""
     error = ((found.float() - exact.float()).norm() / exact.float().norm()).item()
     if not error < _RELATIVE_ERROR:
         raise LibraryMismatch(f"{what} is off by {error:.3g} of the norm, more than {_RELATIVE_ERROR}")

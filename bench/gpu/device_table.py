@@ -2,9 +2,9 @@
 
     python -m bench.gpu.device_table runs/gpu [--kind V1] [--graphs full] [--name "q17 H100"] [--out FILE]
 
-The table has the milliseconds of a step by verified tokens, and what context and samples add, fitted to the cells
-of one engine. It is a file for `paceline simulate --table`, and laid into services/simulator/measured it is one of
-the devices by name. Printed is how far the fitted table is from what was measured.
+The table has the milliseconds of a step by verified tokens, and the milliseconds that each token of context and
+each sample adds, fitted to the cells of one engine. `paceline simulate --table` reads the file. In
+services/simulator/measured it becomes one of the devices by name. The command prints the error of the fit.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bench.gpu.state import ENVIRONMENT, State
 from services.simulator.device_tables import DeviceFile
 
 _NEAR = 0.05
-"""Steps count as of the same number of rows that differ by at most this share."""
+"""Steps whose numbers of rows differ by at most this share count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step of a cell: samples, verified tokens, tokens of context of all samples, and its median milliseconds."""
+    """A step of a cell: samples, verified tokens, context tokens of all samples, and its median milliseconds."""
 
     samples: int
     rows: int
@@ -38,7 +38,7 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True)
 class FittedTable:
-    """Milliseconds by rows, and what each sample and each token of context adds."""
+    """Milliseconds by rows, and the milliseconds that each sample and each context token adds."""
 
     rows: Sequence[int]
     milliseconds: Sequence[float]
@@ -46,16 +46,16 @@ class FittedTable:
     per_context: float
 
     def predicted(self, step: TimedStep) -> float:
-        """Return the milliseconds of a step, of a number of rows that the table has."""
+        """Return the milliseconds of a step whose number of rows is in the table."""
         place = next(i for i, rows in enumerate(self.rows) if rows >= step.rows)
         return self.milliseconds[place] + self.per_sample * step.samples + self.per_context * step.context
 
 
 def fitted(steps: Sequence[TimedStep]) -> FittedTable:
-    """Fit a table: context by steps that differ in nothing else, then samples, then what is left by rows.
+    """Fit a table: context by steps that differ in nothing else, then samples, then the rest by rows.
 
     Raises:
-        ValueError: there are no two contexts of a batch.
+        ValueError: no batch has two contexts.
     """
     by_batch = defaultdict[tuple[int, int], list[TimedStep]](list)
     for step in steps:
@@ -86,14 +86,14 @@ def fitted(steps: Sequence[TimedStep]) -> FittedTable:
     rows = sorted(rest)
     milliseconds, least = [], 1e-6
     for count in rows:
-        # A step with more rows takes no less time; a smaller median is noise.
+        # A step with more rows does not take less time; a smaller median is noise.
         least = max(least, median(rest[count]))
         milliseconds.append(least)
     return FittedTable(rows, milliseconds, per_sample, per_context)
 
 
 def measured_steps(state: State, kind: EngineKind, graphs: Graphs) -> Iterator[TimedStep]:
-    """Yield the steps of an engine's cells, as they were timed."""
+    """Yield the measured steps of an engine's cells."""
     for name, done in state.done.items():
         result = done["result"]
         if not name.startswith("steps: ") or result.get("engine") != [kind.value, graphs.value]:
@@ -101,16 +101,16 @@ def measured_steps(state: State, kind: EngineKind, graphs: Graphs) -> Iterator[T
         for run in result.get("runs", ()):
             if run["step_ms"]:
                 samples, drafts = result["rows"], run["drafts"]
-                # Half of what the timed steps generate is there in the middle of them.
+                # Half of the tokens that the timed steps generate exist in the middle of them.
                 context = result["context"] + run["tokens_a_step"] * run["steps"] / 2
                 yield TimedStep(samples, samples * (1 + drafts), samples * context, run["step_ms"])
 
 
 def table_of(state: State, kind: EngineKind, graphs: Graphs, name: str) -> tuple[DeviceFile, list[float]]:
-    """Return the table of an engine, and by how much each measured step differs from it, as a share.
+    """Return the table of an engine, and the relative error of each measured step.
 
     Raises:
-        ValueError: its cells were not measured.
+        ValueError: the engine's cells were not measured.
     """
     steps = list(measured_steps(state, kind, graphs))
     if not steps:
@@ -169,7 +169,7 @@ def _parsed(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path, help="folder of a run of bench.gpu")
     parser.add_argument("--kind", choices=tuple(EngineKind), default=EngineKind.V1)
     parser.add_argument("--graphs", choices=tuple(Graphs), default=Graphs.FULL)
-    parser.add_argument("--name", help="of the device, by default of the model and the engine")
+    parser.add_argument("--name", help="name of the device (default: model and engine)")
     parser.add_argument("--out", type=Path, help="file, by default device.json in the run's folder")
     return parser.parse_args(given)
 

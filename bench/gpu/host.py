@@ -1,7 +1,7 @@
-"""Processes that carry out orders, one process at a time: with an engine, with kernels, or with the device alone.
+"""Run the processes that carry out orders, one at a time: with an engine, with kernels, or with the device alone.
 
-A process that fails at an order, or is late, is ended: an engine does not go on after an error, and a device's
-context may be spoiled. The next order gets a new one.
+A process that fails at an order, or is late, is ended: an engine does not continue after an error, and a device's
+context may be corrupted. The next order gets a new process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 
 class OrderFailed(RuntimeError):
-    """The process raised, or is gone; the text is the end of its traceback."""
+    """The process raised an error or ended; the message is the end of its traceback."""
 
 
 class OrderLate(RuntimeError):
@@ -24,15 +24,15 @@ class OrderLate(RuntimeError):
 
 
 class StartFailed(OrderFailed):
-    """The process raised, or was gone, before it took orders."""
+    """The process raised an error or ended before it took orders."""
 
 
 class StartLate(OrderLate):
-    """The process did not come to take orders in time."""
+    """The process was not ready for orders in time."""
 
 
 class WorkerSetup(Protocol):
-    """What a process has; two that are equal can share one. Frozen data that can be pickled."""
+    """Frozen, picklable description of a process. Orders with equal setups can share one process."""
 
     @property
     def start_seconds(self) -> float:
@@ -40,21 +40,21 @@ class WorkerSetup(Protocol):
         ...
 
     def orders(self) -> Any:
-        """Build it, in the process; return the object whose methods are the orders."""
+        """Build the setup in the process; return the object whose methods are the orders."""
         ...
 
 
 class Worker(Protocol):
-    """A process behind a pipe; it sends True once it is built."""
+    """A process behind a pipe, which sends True once it is built."""
 
     pipe: Connection[Any, Any]
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
 
 
 class SpawnedWorker:
-    """A fresh Python, so that vLLM and Triton are imported after what they read is set."""
+    """A fresh Python process, so that vLLM and Triton are imported after the environment that they read is set."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         context = multiprocessing.get_context("spawn")
@@ -64,7 +64,7 @@ class SpawnedWorker:
         theirs.close()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
         self._process.kill()
         self._process.join()
 
@@ -73,7 +73,7 @@ Start = Callable[[Any], Worker]
 
 
 class WorkerHost:
-    """The process of the last order, which stays for the next one with the same setup. A context manager."""
+    """Keep the process of the last order for the next order with the same setup. A context manager."""
 
     def __init__(self, start: Start = SpawnedWorker) -> None:
         self._start = start
@@ -87,17 +87,17 @@ class WorkerHost:
         self.close()
 
     def has(self, setup: WorkerSetup) -> bool:
-        """Return True if the process of this setup is there."""
+        """Return True if a process with this setup is running."""
         return self._worker is not None and self._setup == setup
 
     def ask(
         self, setup: WorkerSetup, order: str, arguments: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
-        """Carry out an order, in a new process if there is none of this setup.
+        """Carry out an order, in a new process if none with this setup is running.
 
         Raises:
-            OrderFailed: the process raised, or is gone; StartFailed: before it took the order.
-            OrderLate: it took longer than `seconds`, with the start of the process; StartLate: the start did.
+            OrderFailed: the process raised an error or ended; StartFailed: it did so before it took the order.
+            OrderLate: the order and the start of its process took longer than `seconds`; StartLate: the start did.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -129,17 +129,17 @@ class WorkerHost:
         assert self._worker is not None
         try:
             if not self._worker.pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise OrderLate("it took too long, and was ended")
+                raise OrderLate("the order took too long and was ended")
             answer = self._worker.pipe.recv()
         except (EOFError, OSError) as error:
-            raise OrderFailed("its process is gone; what it said is above") from error
+            raise OrderFailed("the process has ended; its output is above") from error
         if isinstance(answer, str):
             raise OrderFailed(answer)
         return answer
 
 
 def serve(pipe: Connection[Any, Any], setup: WorkerSetup) -> None:
-    """Build what a setup asks for, say so, and carry out orders until the pipe closes or one fails."""
+    """Build a setup, report it, and carry out orders until the pipe closes or an order fails."""
     try:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         orders = setup.orders()

@@ -1,4 +1,4 @@
-"""Rows and figures of Markdown tables."""
+"""Format rows and figures of Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 
 def figure(value: Any) -> str:
-    """Return a float with three significant digits, a dash for None, and anything else as it is."""
+    """Return a float with three significant digits, a dash for None, and any other value as text."""
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def row(*cells: object) -> str:
-    """Return a row."""
+    """Return a table row."""
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
-    """Yield a table."""
+    """Yield the lines of a table."""
     named = tuple(heads)
     yield row(*named)
     yield row(*["---"] * len(named))
@@ -27,5 +27,5 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[st
 
 
 def listed(result: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an item for each figure of a result."""
+    """Yield a list item for each figure of a result."""
     yield from (f"- {name}: {figure(value)}" for name, value in (result or {}).items())

@@ -1,7 +1,7 @@
-"""The steps of a run, in the order of what they are worth: answers, then times, then the rest.
+"""Order the steps of a run by their value: answers, then times, then the rest.
 
-An engine is built once for all of its steps that stand together, and that takes the longest. A brief run has the
-first steps of each kind only.
+Building an engine takes the longest, so each is built once for its consecutive steps. A brief run has only the
+first steps of each kind.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _FLOAT32 = "float32"
 
 @dataclass(frozen=True, slots=True)
 class GpuSubject:
-    """What a run is about.
+    """Model, device and settings of a run.
 
-    `model`: folder, and `load_format` of its weights; `dtype` of its engines; `device`: "cuda" or "cpu"; `graphs`
-    of the engines that come first; `prefill`: tokens a second that a prefill is estimated by.
+    `model` is a folder, and `load_format` the format of its weights. `dtype` applies to the engines. `device` is
+    "cuda" or "cpu". `graphs` applies to the engines that come first. `prefill` is the estimated prefill speed in
+    tokens a second.
     """
 
     model: Path
@@ -87,9 +88,9 @@ def plan(subject: GpuSubject) -> list[GpuStep]:
 
 
 def chosen(steps: Sequence[GpuStep], *, brief: bool, only: Sequence[str]) -> list[GpuStep]:
-    """Return the steps of a brief run, or all; of these, those whose name one of the patterns matches, if any.
+    """Return the steps of a brief run, or all; with `only`, the steps among them whose names match a pattern.
 
-    The environment is always among them, and so is what a chosen step needs the result of.
+    The environment is always included, and so are steps whose results a chosen step needs.
 
     Raises:
         ValueError: a pattern matches nothing.
@@ -109,7 +110,7 @@ def chosen(steps: Sequence[GpuStep], *, brief: bool, only: Sequence[str]) -> lis
 
 
 def cell_name(kind: EngineKind, cell: GpuCell, graphs: Graphs | None = None) -> str:
-    """Return the name of the step that times one cell; graphs are named where they are not the run's own."""
+    """Return the name of the step that times one cell; it names graphs that differ from the run's own."""
     return f"steps: {kind}{f', {graphs} graphs' if graphs else ''}, {cell.rows} x {cell.context}"
 
 
@@ -140,7 +141,7 @@ def _device(subject: GpuSubject) -> DeviceSetup:
 def _device_first(subject: GpuSubject) -> Iterator[GpuStep]:
     alone = _device(subject)
     yield GpuStep(ENVIRONMENT, alone, "environment", 2, brief=True)
-    # Loading vLLM's main library is most of it.
+    # Most of the estimate is loading vLLM's main library.
     yield GpuStep("libraries: RMSNorm", alone, "norm", 10, brief=True)
     yield GpuStep("libraries: attention", alone, "flash_attention", 3, brief=True)
 
@@ -151,7 +152,7 @@ def _device_last(subject: GpuSubject) -> Iterator[GpuStep]:
 
 
 def _first_minutes(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
-    """Yield tokens of an engine, and its first cells."""
+    """Yield the token steps of an engine, and its first cells."""
     brief = kind in (EngineKind.V1, EngineKind.STOCK)
     if kind not in STOCK:
         yield from (replace(step, brief=brief) for step in _tokens(subject, _setup(subject, kind)))
@@ -162,7 +163,7 @@ def _first_minutes(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
 def _tokens(subject: GpuSubject, setup: EngineSetup) -> Iterator[GpuStep]:
     """Yield the steps that generate the same samples plainly and with drafts, of which some are wrong.
 
-    An engine for trees does so with trees, too. The engine's own plain tokens are the truth.
+    An engine for trees also generates them with trees. The engine's own plain tokens are the truth.
     """
     sizes, truth = subject.sizes, tokens_name(setup, "plain")
     common: Arguments = {"count": sizes.exact, "tokens": sizes.tokens, "wrong": max(sizes.wrong)}
@@ -189,7 +190,7 @@ def _cells(
 
 
 def _the_rest(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
-    """Yield all other cells and drafts, and what is asked of an engine once."""
+    """Yield all other cells and drafts, and the measurements that an engine needs once."""
     sizes = subject.sizes
     for cell in sizes.cells:
         first = cell in sizes.brief_cells
@@ -222,7 +223,7 @@ def _cell(
 ) -> GpuStep:
     steps = subject.sizes.steps
     arguments = {**asdict(cell), "steps": steps, "drafts": [(draft.length, draft.wrong) for draft in drafts]}
-    # The plain run gives the truth of the longest drafts; 30 ms a step, of either kind.
+    # The plain run gives the truth of the longest drafts. Both kinds of steps are estimated at 30 ms.
     decoded = steps * (1 + max((draft.length for draft in drafts), default=0)) + steps * len(drafts)
     seconds = 0.5 + cell.rows * cell.context / subject.prefill + 0.03 * decoded
     return GpuStep(name, _setup(subject, kind, graphs), "cell", seconds, arguments)
@@ -253,7 +254,7 @@ def _kernels(subject: GpuSubject) -> Iterator[GpuStep]:
         }
 
     for step in known:
-        # The table of the defaults is measured with them, also where sweeps have been done before.
+        # The table of the defaults is measured with the defaults, even if sweeps have been done before.
         defaults = step.name.startswith((f"{KERNELS}exact: ", f"{KERNELS}defaults: "))
         own = (lambda state: {**more(state), "values": {}}) if defaults else more
         yield GpuStep(step.name, setup, "step", step.seconds, {"name": step.name}, own, step.brief)

@@ -1,4 +1,4 @@
-"""A run as Markdown: the device, what failed, and the tables of engines and kernels."""
+"""Render a run as Markdown: the device, failures, and the tables of engines and kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.gpu.state import ENVIRONMENT, GpuStep, State
 
 
 def write(state: State, steps: Sequence[GpuStep]) -> None:
-    """Write report.md beside the state."""
+    """Write report.md next to the state file."""
     (state.path.parent / "report.md").write_text("\n".join(lines(state, steps)) + "\n")
 
 
@@ -28,7 +28,7 @@ def lines(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
 
 
 def summary(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
-    """Yield what a run says at its end: how much is done, what failed, and the main tables."""
+    """Yield the summary of a run: how much is done, what failed, and the main tables."""
     over = sum(state.over(step.name) for step in steps)
     yield f"\n{over} of {len(steps)} steps are done, {len(state.failed)} failed."
     if state.failed:

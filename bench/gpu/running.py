@@ -1,4 +1,4 @@
-"""A run, in calls that go on where the last one stopped."""
+"""Run the steps in calls that resume an interrupted run."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from bench.gpu.host import OrderFailed, OrderLate, StartFailed, StartLate, Worke
 from bench.gpu.state import GpuStep, State, estimated, left, sources
 
 DONE, FAILED, REFUSED, MORE = 0, 1, 2, 3
-"""Exit statuses: all is done; all is done, and steps failed; nothing was run; the time is over, call again."""
+"""Exit statuses: all steps are done; all are done and some failed; nothing was run; out of time, call again."""
 SLOWEST = 4.0
-"""A step is ended that takes this many times its estimate, and a minute."""
+"""A step is ended after this many times its estimate plus a minute."""
 GRACE_SECONDS = 20
-"""A step that is not over so long after the call's time is ended, too, and is done again by the next call."""
+"""Seconds after the end of the call's time at which an unfinished step is ended; the next call repeats it."""
 _ROOT = Path(__file__).parents[2]
 SOURCES = tuple(_ROOT / part for part in ("kernels", "services/generation", "bench/gpu"))
-"""A change of these begins a run anew."""
+"""Sources whose changes start a new run."""
 Report = Callable[[State], None]
 
 
 def run(
     steps: Sequence[GpuStep], host: WorkerHost, path: Path, until: float, model: str, report: Report
 ) -> int:
-    """Run what is left of some steps.
+    """Run the remaining steps.
 
     Args:
-        steps: the first one is the environment.
-        host: of the processes that do them.
-        path: of the state.
-        until: when the call is to end, by the monotonic clock in seconds.
-        model: name of the model, by which runs are told apart.
+        steps: the steps; the first one is the environment.
+        host: runs the processes that carry out the steps.
+        path: file of the state.
+        until: end of the call, in seconds of the monotonic clock.
+        model: name of the model, by which runs are distinguished.
         report: called after every step.
 
     Returns:
         The exit status.
 
     Raises:
-        OtherRun: the state is another run's.
-        OrderFailed, OrderLate: there is no environment.
+        OtherRun: the state belongs to another run.
+        OrderFailed, OrderLate: the environment step failed.
     """
     first = steps[0]
     began = time.monotonic()
@@ -55,9 +55,9 @@ def run(
         if state.over(step.name):
             continue
         begin, starts = time.monotonic(), not host.has(step.setup)
-        # One step at least, or a run whose steps are longer than its calls would never end.
+        # Run at least one step, or a run whose steps are longer than its calls would never end.
         if ran and begin + estimated(step, starts=starts) > until:
-            # A later one may be shorter.
+            # A later step may be shorter.
             continue
         _say(f"[{number}/{len(steps)}] {step.name} ...")
         limit = _limit(step, starts=starts)
@@ -80,7 +80,7 @@ def _limit(step: GpuStep, *, starts: bool) -> float:
 def _run(
     step: GpuStep, steps: Sequence[GpuStep], host: WorkerHost, state: State, seconds: float, limit: float
 ) -> bool:
-    """Run a step and record it; return False for one that the end of the call cut off."""
+    """Run a step and record it; return False if the end of the call interrupted it."""
     state.begin(step.name)
     result, error, started = None, None, True
     try:
@@ -105,7 +105,7 @@ def _run(
 
 
 def last_line(error: str) -> str:
-    """Return the last line of a traceback, which says what went wrong."""
+    """Return the last line of a traceback, which has the error."""
     return error.strip().rpartition("\n")[2]
 
 

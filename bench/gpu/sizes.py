@@ -1,4 +1,4 @@
-"""What a run measures: numbers of samples, contexts and drafts, and the shapes of the models."""
+"""Define what a run measures: numbers of samples, contexts and drafts, and the engines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from enum import StrEnum
 class EngineKind(StrEnum):
     """Engines that are compared. STOCK is vLLM with its own defaults, STOCK_EAGLE3 with its own speculation.
 
-    TREES is V1 with draft trees, for which attention is our kernel's. INVARIANT is V1 in vLLM's batch-invariant
-    mode. EAGLE3 and QUANTIZED are V1 with a draft model: a head of random weights, and the quantized copy.
-    Of what heads of random weights draft, next to nothing is accepted: they show what drafting costs.
+    TREES is V1 with draft trees, with our attention kernel. INVARIANT is V1 in vLLM's batch-invariant mode. EAGLE3
+    and QUANTIZED are V1 with a draft model: a head of random weights, and the quantized copy. Almost no drafts of a
+    head of random weights are accepted, so these engines only show what drafting costs.
     """
 
     STOCK = "stock vLLM"
@@ -35,7 +35,7 @@ class Graphs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuDraft:
-    """Draft tokens for each sample and step, and the share of them that is wrong."""
+    """Draft tokens for each sample and step, and the share of wrong ones."""
 
     length: int
     wrong: float
@@ -53,9 +53,9 @@ class GpuCell:
 class GpuSizes:
     """Settings of a run. Every cell of rows x contexts is measured plainly and with each draft.
 
-    `brief_cells` come first, with `brief_drafts` alone. `steps` are timed of each setting. The runs that compare
-    tokens have `exact` samples of `tokens` tokens. `draft_window` is the most draft tokens of a sample for which
-    there are graphs, as instances have it.
+    `brief_cells` come first, with `brief_drafts` alone. Each setting has `steps` timed steps. The runs that compare
+    tokens have `exact` samples of `tokens` tokens. `draft_window` is the maximum draft tokens of a sample for which
+    graphs are captured, as in instances.
     """
 
     rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256)
@@ -88,12 +88,12 @@ class GpuSizes:
 
     @property
     def cells(self) -> tuple[GpuCell, ...]:
-        """All cells, those that need less KV first."""
+        """All cells, in ascending order of their KV."""
         return tuple(GpuCell(rows, context) for context in self.contexts for rows in self.rows)
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum tokens of a sequence."""
         drafted = (self.steps + 16) * (max(self.lengths) + 1)
         return max(max(self.contexts) + drafted + 64, self.tokens + 256)
 
@@ -106,4 +106,4 @@ TINY = GpuSizes(
         EngineKind.QUANTIZED, EngineKind.TREES,
     ),
 )  # fmt: skip
-"""For a CPU, where the other kinds are these or cannot be."""
+"""Sizes for a CPU, where the other kinds are equal to these or not available."""

@@ -1,6 +1,6 @@
-"""Steps of a run, how long they take, and the record of those done.
+"""Define the steps of a run and their estimated times, and record the finished ones.
 
-The record is a JSON file that is replaced whole after every step, and a line for each.
+The record is a JSON file, replaced as a whole after every step, and a file with a line for each step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from bench.gpu.host import WorkerSetup
 
 LINES = "results.jsonl"
-"""Name of the file with a line for each step, in the order in which they ended."""
+"""Name of the file with a line for each step, in the order in which the steps ended."""
 
 
 class OtherRun(ValueError):
@@ -26,9 +26,9 @@ class OtherRun(ValueError):
 
 @dataclass(slots=True)
 class State:
-    """A run: what it runs on, and for each step its result, or why it failed or was left out.
+    """State of a run: its environment, and for each step its result, or the reason why it failed or was left out.
 
-    `running` is the step that is being done, with the time when it began (seconds since the epoch).
+    `running` is the step in progress, with the time when it began (seconds since the epoch).
     """
 
     path: Path
@@ -39,7 +39,7 @@ class State:
 
     @classmethod
     def load(cls, path: Path) -> State | None:
-        """Return what is in the file; None if there is none."""
+        """Return the state in the file; None if there is no file."""
         if not path.exists():
             return None
         data = json.loads(path.read_text())
@@ -48,7 +48,7 @@ class State:
 
     @classmethod
     def resume(cls, path: Path, about: dict[str, Any]) -> State:
-        """Return the state in the file, or a new one. OtherRun if it is not this run's."""
+        """Return the state in the file, or a new one. OtherRun if it belongs to another run."""
         state = cls.load(path)
         if state is None:
             return cls(path, about)
@@ -75,14 +75,14 @@ class State:
         self.save()
 
     def drop(self) -> None:
-        """Forget that a step runs: it is to be done again."""
+        """Remove the record of the running step, which is to be repeated."""
         self.running = None
         self.save()
 
     def finish(self, step: str, result: dict[str, Any] | None, error: str | None) -> float:
-        """Record how a step ended; return its seconds.
+        """Record the end of a step; return its seconds.
 
-        Entries of `failed` in a result, reasons by name, are recorded as failures of their own.
+        Entries of `failed` in a result, reasons by name, are recorded as separate failures.
         """
         began = self.running[1] if self.running else time.time()
         seconds = time.time() - began
@@ -100,7 +100,7 @@ class State:
         return seconds
 
     def over(self, step: str) -> bool:
-        """Return whether a step has been run, well or not."""
+        """Return whether a step has been run, successfully or not."""
         return step in self.done or step in self.failed
 
     def result(self, step: str) -> dict[str, Any] | None:
@@ -121,15 +121,16 @@ def sources(folders: Iterable[Path]) -> str:
 Arguments = dict[str, Any]
 ENVIRONMENT = "environment"
 KERNELS = "kernels: "
-"""Before the names of the kernels' steps."""
+"""Prefix of the names of the kernel steps."""
 CEILINGS, SWEEP, TUNED_CHECKS = f"{KERNELS}ceilings", f"{KERNELS}sweep: ", f"{KERNELS}exact, tuned: "
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """A step: the process that does it, the order, and about how many seconds it takes.
+    """A step: the process that does it, the order, and its approximate seconds.
 
-    `arguments` are the order's; `more` adds those that come of earlier steps. LookupError: one of these failed.
+    `arguments` are the order's arguments. `more` adds arguments from the results of earlier steps, and raises
+    LookupError if one of these failed.
     """
 
     name: str
@@ -142,12 +143,12 @@ class GpuStep:
 
 
 def estimated(step: GpuStep, *, starts: bool) -> float:
-    """Return the seconds that a step is estimated to take, with the start of its process if it `starts`."""
+    """Return the estimated seconds of a step, including the start of its process if it `starts`."""
     return step.seconds + (step.setup.start_seconds if starts else 0)
 
 
 def left(state: State, steps: Sequence[GpuStep]) -> float:
-    """Return the estimated seconds of the steps that are left, corrected by how long the others took."""
+    """Return the estimated seconds of the remaining steps, corrected by the times of the finished ones."""
     seconds = _by_name(steps)
     took = sum(state.done[name]["seconds"] for name in seconds if name in state.done)
     planned = sum(own for name, own in seconds.items() if name in state.done)

@@ -1,1 +1,1 @@
-"""Drafters that are trained while the policy is, against one that is not (ReSpec, Figures 4, 10 and 15)."""
+"""Compare drafters that train along with the policy with a frozen one (ReSpec, Figures 4, 10 and 15)."""

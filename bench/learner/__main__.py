@@ -1,18 +1,18 @@
-"""Drafters that are trained while the policy is, against one that is not (ReSpec, Figures 4, 10 and 15).
+"""Compare drafters that train along with the policy with a frozen one (ReSpec, Figures 4, 10 and 15).
 
-A real GRPO run is recorded on a plain platform, and samples of its first policy beside. A head is warmed up on
-these, and then follows the run in several ways (bench/learner/following.py): frozen, synchronously, at intervals of
-1, 3 and 5 steps, by plain distillation, from top-k targets, with samples weighted by reward, and with as much more
-training on samples of the first policy: a head that was warmed up for a short time is far from what it can be, and
-then part of what following gains over the frozen one is mere training. Measured acceptance and training seconds
-are replayed through the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py). With several seeds
-all of this is done with a run of each, for means and spreads.
+A real GRPO run is recorded on a plain platform, together with samples of its first policy. A head is warmed up on
+these samples and then follows the run in several ways (bench/learner/following.py): frozen, synchronously, at
+intervals of 1, 3 and 5 steps, by plain distillation, from top-k targets, and with samples weighted by reward. One
+more follower trains as much on samples of the first policy. A head after a short warm-up is far from its
+optimum, so that part of a follower's gain over the frozen head comes from longer training alone. Measured
+acceptance and training seconds are replayed through the table of step times of Qwen3-8B on an H100
+(bench/learner/replay.py). With several seeds this is repeated with a run of each seed, for means and spreads.
 
     python -m bench.learner [--model DIR] [--steps 60] [--seeds 1] [--minutes 8]
 
-Parts are kept under runs/bench/learner; a call goes on where the last one ended. Models add to each other's figures
-in runs/bench/learner.json. Acceptance length is tokens a verification, the policy's own included, with drafts of
---depth tokens.
+Parts are kept under runs/bench/learner, and a call resumes with the first missing part. Each model adds its figures
+to runs/bench/learner.json. Acceptance length is tokens per verification, including the policy's own token, with
+drafts of --depth tokens.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from bench.learner.tables import figures, gain, over_seeds, tables, weighting_ve
 from bench.report import console, format_value, show_rows, write
 
 _BATCHES = (16, 128)
-"""Samples of a simulated instance: ReSpec's, and many."""
+"""Samples of a simulated instance: ReSpec's number, and a large one."""
 
 
 def arguments() -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     return read(__doc__ or "")
 
 
 def main() -> None:
-    """Measure, show and write."""
+    """Measure the followers, then show and write the figures."""
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     session = LearnerSession(arguments())
     try:
         found = _measured(session)
     except OutOfTimeError:
-        console().print("learner: out of time; call it again to go on")
+        console().print("learner: out of time; call again to continue")
         return
     path = Path("runs/bench/learner.json")
     models = json.loads(path.read_text()).get("models", {}) if path.exists() else {}
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _measured(session: LearnerSession) -> dict[str, Any]:
-    """Return all figures of the model. OutOfTimeError: a later call must go on."""
+    """Return all figures of the model. OutOfTimeError if a later call must continue."""
     given = session.given
     followers = [each for each in FOLLOWERS if each.name in given.followers]
     subjects: list[LearnerSubject] = []
@@ -99,7 +99,7 @@ def _measured(session: LearnerSession) -> dict[str, Any]:
 def _of_seed(
     session: LearnerSession, subject: LearnerSubject, runs: dict[str, FollowerRecord], rate: float
 ) -> dict[str, Any]:
-    """Return the figures of one recorded run; `rate` is that of the machine's products."""
+    """Return the figures of one recorded run; `rate` is the machine's matrix-product rate."""
     steps = subject.trajectory.steps
     return {
         "figures": figures(runs, recorded_steps(subject.trajectory)),
@@ -115,7 +115,7 @@ def _of_seed(
 def _replays(
     session: LearnerSession, subject: LearnerSubject, runs: dict[str, FollowerRecord], rate: float
 ) -> dict[str, Any]:
-    """Return simulated rollouts by samples an instance, and the share of the products' rate that updates reach."""
+    """Return simulated rollouts by samples an instance, and the share of `rate` that the updates reach."""
     depth = session.given.depth
     policy, head = _parameters(subject.model), _parameters(subject.drafter)
     shares = {
@@ -143,7 +143,7 @@ def _replays(
 
 
 def _result(models: dict[str, Any]) -> dict[str, Any]:
-    """Return what is written: of all models, with the figures of the largest in front."""
+    """Return the result to write: all models, with the figures of the largest first."""
     largest = max(models.values(), key=lambda each: each["parameters"])
     replays = [each["replays"][str(_BATCHES[0])] for each in largest["seeds"].values() if "replays" in each]
     followed = bool(replays) and ASYNC_1.name in replays[0]
@@ -166,7 +166,7 @@ def _result(models: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(folder: Path) -> float:
-    """Return the parameters of a checkpoint in float32."""
+    """Return the number of parameters of a float32 checkpoint."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 4
 
 

@@ -1,10 +1,10 @@
-"""Drafters that follow a recorded training run, each in its own way, and what they would have been worth in it.
+"""Train drafters along a recorded run, each in its own way, and measure their acceptance in it.
 
-All begin with the same warmed-up head. For every step of the run a follower is first asked how far its drafts for
-the step's samples are accepted, as it is by then; only then may it learn from them. What an asynchronous follower
-learned from step s is in use from step s + 2 on: its update has all of step s + 1 to run beside. A synchronous one
-uses it in step s + 1, which waits for the update. So every sample that a follower is measured on is one that it has
-never seen, sampled by a policy that it has not learned from.
+All followers begin with the same warmed-up head. At every step of the run, the acceptance of a follower's drafts
+for the step's samples is measured first; only then may it learn from them. An asynchronous follower uses what it
+learned from step s from step s + 2 on, because its update can run during all of step s + 1. A synchronous one uses
+it in step s + 1, which waits for the update. A follower is therefore always measured on samples that it has never
+seen, of a policy that it has not learned from.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from services.drafter.learning.data import LearningSettings, Targets, TrainingSa
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A way to follow: how samples weigh, and that every `interval` steps 1 / `interval` of the buffer is used."""
+    """Way to follow: how samples weigh, and that every `interval` steps 1 / `interval` of the buffer is used."""
 
     name: str
     about: str
     weighting: Weighting | None
-    """None: the drafter stays as it is."""
+    """None: the drafter does not change."""
     interval: int = 1
     targets: Targets = Targets.POLICY
     acceptance_share: float | None = None
-    """None: as the settings have it."""
+    """None: the value of the settings."""
     delay: int = 2
-    """Steps from the one that is learned from to the first that is drafted for with what was learned."""
+    """Steps from the step that is learned from to the first step drafted with the result."""
     first_policy: bool = False
-    """Learn from other samples of the first policy, as much as one that follows."""
+    """Learn from other samples of the first policy, as much as a follower does."""
 
 
 FROZEN = Follower("frozen", "warmed up on the first policy, then left alone (the paper's Eagle-only)", None)
@@ -61,13 +61,13 @@ FOLLOWERS = (FROZEN, ASYNC_1, SYNC, ASYNC_3, ASYNC_5, MORE, DIVERGENCE, REWARD, 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollouts:
-    """A step of the run: its samples, the weights that sampled them, and how long what came after them took."""
+    """A step of the run: its samples, the weights that sampled them, and the time available to an update."""
 
     step: int
     weights: Path
     rollouts: tuple[TrainingSample, ...]
     window_seconds: float
-    """From its last sample to the end of the next step's rollout: what an update can hide behind."""
+    """Seconds from the last sample of the step to the end of the next rollout, which can hide an update."""
 
 
 @dataclass(slots=True)
@@ -76,11 +76,11 @@ class FollowerRecord:
 
     acceptance_length: list[float] = field(default_factory=list)
     by_place: list[list[float]] = field(default_factory=list)
-    """By step, the acceptance of each draft position if all before it were accepted."""
+    """Acceptance of each draft position given that all previous ones were accepted, by step."""
     divergence: list[float] = field(default_factory=list)
     """KL(policy || drafter) per token."""
     update_seconds: list[float] = field(default_factory=list)
-    """Before each step, of the update that made its drafter, on one core; 0 where there was none."""
+    """Seconds on one core of the update that made each step's drafter; 0 where there was none."""
     tokens: int = 0
     """Response tokens learned from."""
     read: int = 0
@@ -92,9 +92,9 @@ class Amounts:
     """Number of samples that a step measures and learns from."""
 
     evaluated: int = 24
-    """Samples that drafts are measured on."""
+    """Samples that acceptance is measured on."""
     learned: int = 32
-    """Samples that an update of Async-1 learns from, as many as the paper's: of a longer interval likewise."""
+    """Samples that an update of Async-1 learns from, as many as the paper's; the same for longer intervals."""
 
 
 def follow(
@@ -107,17 +107,17 @@ def follow(
     amounts: Amounts,
     seed: int = 0,
 ) -> FollowerRecord:
-    """Return one follower along the run, on one core.
+    """Run one follower along the recorded run, on one core, and return its record.
 
     Args:
-        follower: the way.
-        steps: of the run.
+        follower: the way to follow.
+        steps: steps of the run.
         first: other samples of the first policy.
-        head: checkpoint that all begin with.
-        into: folder that gets what this one leads to.
-        settings: of the updates.
-        amounts: of samples.
-        seed: of what it draws to learn from.
+        head: checkpoint that all followers begin with.
+        into: folder for the follower's result.
+        settings: settings of the updates.
+        amounts: numbers of samples.
+        seed: seed of the choice of samples to learn from.
     """
     import torch
     import transformers
@@ -130,7 +130,7 @@ def follow(
     if follower.acceptance_share is not None:
         own = replace(own, acceptance_share=follower.acceptance_share)
     learner = Learner(steps[0].weights, own, head)
-    # Every follower is measured on the same samples, whatever it draws to learn from.
+    # Every follower is measured on the same samples, regardless of the samples that it draws to learn from.
     found, rng, measuring = FollowerRecord(), Random(seed), Random(1)
     for place, step in enumerate(steps):
         past = steps[: max(place + 1 - follower.delay, 0)]
@@ -154,7 +154,7 @@ def learn(
     rng: Random,
     found: FollowerRecord,
 ) -> float:
-    """Do the update that is due behind the last of the `past` steps, if one is; return its seconds."""
+    """Do the update that is due after the last of the `past` steps, if any; return its seconds."""
     if follower.weighting is None or not past or len(past) % follower.interval:
         return 0.0
     buffer = past[-follower.interval :]

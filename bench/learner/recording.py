@@ -1,7 +1,7 @@
-"""A subject of the benchmark on disk: a run, samples of its first policy, and a head that was warmed up on them.
+"""Prepare the subject of the benchmark on disk: a run, samples of its first policy, and a head warmed up on them.
 
-Each part is made once; a call that was ended goes on with the part that is missing. The first policy is the same
-for the runs of all seeds, and so are its samples and the head.
+Each part is made once, and an interrupted call resumes with the missing part. Runs of all seeds share the first
+policy, its samples and the head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from services.drafter.learning.data import LearningSettings, TrainingSample
 from services.local import Platform
 
 _WARM_UP_SEED = 977
-"""Of the problems to warm up on: the run has others."""
+"""Seed of the warm-up problems, which differ from the problems of the run."""
 _PASSES = 100
 
 
@@ -43,7 +43,7 @@ class LearnerSubject:
     head: Path
     """Folder of the head that all followers begin with."""
     followed: Path
-    """Folder of what followers of this run with that head lead to."""
+    """Folder for the results of this run's followers that begin with that head."""
     warmed: dict[str, Any]
 
     @property
@@ -64,19 +64,19 @@ def prepare(
     settings: LearningSettings,
     say: Callable[[str, TrainedStep], None],
 ) -> LearnerSubject:
-    """Return the subject of a run; parts that are missing are made now.
+    """Return the subject of a run, and make the missing parts first.
 
     Args:
         model: the first policy.
-        folder: of the run.
-        first_folder: of samples of the first policy.
+        folder: folder of the run.
+        first_folder: folder of the first policy's samples.
         head: folder of the head.
-        options: of the run.
-        instances: of the platforms.
-        warm_up_prompts: groups of the samples of the first policy.
-        warm_up_seconds: for which the head is trained on these.
-        settings: of the head and its warm-up.
-        say: told each recorded step.
+        options: options of the run.
+        instances: number of instances of a platform.
+        warm_up_prompts: number of groups in the first policy's samples.
+        warm_up_seconds: seconds of training on these samples.
+        settings: settings of the head and its warm-up.
+        say: called with each recorded step.
     """
     run = load_or_record(
         plain_platform(model, instances, folder / "platform"),
@@ -92,7 +92,7 @@ def prepare(
 def _first_samples(
     model: Path, folder: Path, options: Options, instances: int, prompts: int
 ) -> tuple[TrainingSample, ...]:
-    """Return samples of the first policy, of problems that the run does not have."""
+    """Return samples of the first policy, of problems that are not in the run."""
     path = folder / "samples.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def rollout(
     step: int,
     reward: float | None,
 ) -> TrainingSample:
-    """Return a sample of the run as the learner sees it."""
+    """Return a sample of the run in the learner's form."""
     return TrainingSample(
         run_id="trajectory",
         batch_id=str(step),
@@ -185,9 +185,9 @@ def _warm_up(
 
 
 def recorded_steps(trajectory: Trajectory) -> list[RecordedRollouts]:
-    """Return the steps of a run as the followers see them, with the reward of each sample."""
+    """Return the steps of a run in the followers' form, with the reward of each sample."""
     steps = trajectory.steps
-    # An update that is still running when the run ends has nothing more to hide behind.
+    # No rollout follows the last step, so nothing can hide its update.
     following = [after.rollout_seconds for _, after in pairwise(steps)] + [0.0]
     found = []
     for place, (step, next_rollout) in enumerate(zip(steps, following, strict=True)):

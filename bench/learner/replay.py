@@ -1,15 +1,15 @@
-"""Rollout times that followers would have with Qwen3-8B on H100s, by its table of step times.
+"""Simulate the rollout times that followers would have with Qwen3-8B on H100s, by its table of step times.
 
-Measured are, on the small subject, the acceptance of each follower's drafts by position and training step, and the
-processor seconds of its updates. Computed are the step times of the policy and of the head's passes, by data sheets
-(services/simulator/device_tables.py); draft lengths are the planner's own decisions. A training step is simulated
-with the acceptance of its block of recorded steps.
+Two inputs are measured on the small subject: the acceptance of each follower's drafts by position and training
+step, and the processor seconds of its updates. The step times of the policy and of the head's passes are computed
+from data sheets (services/simulator/device_tables.py), and the planner decides the draft lengths. A training step
+is simulated with the acceptance of its block of recorded steps.
 
-The workload is ReSpec's, where it is published (Figure 14): 8 instances of 16 samples, 4,000 tokens on average, at
+The workload is ReSpec's, in its published parts (Figure 14): 8 instances of 16 samples, 4,000 tokens on average, at
 most 8,192. With 128 samples an instance steps are compute-bound for longer.
 
-An update on an H100 takes as many operations as there are in it, at the share of the device's matrix products that
-the measured update reached of this machine's.
+The time of an update on an H100 is its number of operations at a share of the device's matrix-product rate. The
+share is the one that the measured update reached on this machine.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ _POLICY = decoding_table("8B H100", QWEN3_8B, H100)
 _HEAD = decoding_table("EAGLE-3 8B", EAGLE3_8B, H100)
 _INSTANCES, _SAMPLES_OF_A_PROMPT, _MEAN, _SPREAD, _LIMIT = 8, 8, 4000, 0.6, 8192
 UPDATE_TOKENS = 262_144
-"""Most tokens of an update, as the learner's default has it."""
+"""Maximum tokens of an update, the learner's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerReplay:
-    """Seconds of a training run's generation on the simulated cluster, and how it was drafted."""
+    """Seconds of a training run's generation on the simulated cluster, and the lengths of its drafts."""
 
     rollout_seconds: float
     """Mean over the training steps."""
     training_seconds: float
-    """Of an update on one H100; 0 where nothing is learned."""
+    """Seconds of an update on one H100; 0 without learning."""
     waited_seconds: float
-    """Of the update that generation waits for, mean over the training steps."""
+    """Seconds of the update that generation waits for, mean over the training steps."""
     acceptance_length: float
     draft_length: float
     last_rollout_seconds: float
-    """Of the last part of the run."""
+    """Rollout seconds of the last part of the run."""
 
     @property
     def seconds(self) -> float:
-        """Rollout and what generation waits for."""
+        """Rollout seconds and the update seconds that generation waits for."""
         return self.rollout_seconds + self.waited_seconds
 
 
 def replayed(
     runs: Mapping[str, FollowerRecord], samples: int, depth: int, seconds_of_update: Mapping[str, float]
 ) -> dict[str, LearnerReplay]:
-    """Return what each follower, and no drafter, gives with so many samples an instance."""
+    """Return the replay of each follower, and of no drafter, with `samples` samples an instance."""
     plain = _rollout(samples, depth, None)
     found = {NONE: LearnerReplay(plain[0], 0.0, 0.0, 1.0, 0.0, plain[0])}
     for name, run in runs.items():
         each = [_rollout(samples, depth, block) for block in blocks(run.by_place)]
         training = seconds_of_update[name]
-        # An update beside generation that ends before the next one begins costs generation nothing.
+        # An update that runs during generation and ends before the next one begins costs generation nothing.
         rollout = fmean(seconds for seconds, _, _ in each)
         waited = training if name == SYNC.name else max(0.0, training - rollout)
         found[name] = LearnerReplay(
@@ -95,7 +95,7 @@ def blocks(by_place: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
 
 
 def _rollout(samples: int, depth: int, acceptance: tuple[float, ...] | None) -> tuple[float, float, float]:
-    """Return seconds, acceptance length and draft length of a rollout, on average over two."""
+    """Return seconds, acceptance length and draft length of a rollout, averaged over two."""
     lengths = LogNormalLengths(_MEAN / exp(_SPREAD**2 / 2), _SPREAD, _LIMIT)
     prompts = _INSTANCES * samples // _SAMPLES_OF_A_PROMPT
     setup = SimulationSetup(
@@ -121,9 +121,9 @@ def operations(policy: float, head: float, depth: int, read: float, learned: flo
     """Return the operations of an update.
 
     Args:
-        policy: weights of the policy, which runs forwards once.
-        head: weights of the head, which runs forwards and backwards at every draft position.
-        depth: draft positions.
+        policy: number of the policy's weights, which run forwards once.
+        head: number of the head's weights, which run forwards and backwards at every draft position.
+        depth: number of draft positions.
         read: tokens, prompts included.
         learned: tokens that the head drafts.
     """
@@ -136,13 +136,13 @@ def efficiency(run: FollowerRecord, policy: float, head: float, depth: int, rate
 
 
 def h100_update_seconds(share: float, depth: int, tokens: float = UPDATE_TOKENS) -> float:
-    """Return the time of an update with Qwen3-8B on one H100 that reaches such a share of its products' rate."""
+    """Return the time of an update with Qwen3-8B on one H100 at the share `share` of its matrix-product rate."""
     work = operations(QWEN3_8B.weights, EAGLE3_8B.weights, depth, tokens, tokens)
     return work / (share * H100.compute)
 
 
 def update_tokens(interval: int, samples: int) -> float:
-    """Return the tokens of an update, mean over the training steps: a step's share, at most the learner's limit."""
+    """Return the mean tokens of an update over the training steps: a step's share, at most the learner's limit."""
     return min(UPDATE_TOKENS, _INSTANCES * samples * _MEAN) / interval
 
 
@@ -161,9 +161,9 @@ def product_rate() -> float:
 
 
 def against(replays: Sequence[Mapping[str, Mapping[str, float]]], name: str) -> dict[str, float | None]:
-    """Return how a follower's time compares with a frozen head's and with no drafter's, mean over seeds.
+    """Return a follower's time divided by a frozen head's and by the time without a drafter, means over seeds.
 
-    Below 1 it is less. `replays` are those of `replayed` as plain data, by seed.
+    A value below 1 means less time. `replays` has the results of `replayed` as plain data, by seed.
     """
     ratios = [each[name]["seconds"] / each[FROZEN.name]["seconds"] for each in replays]
     last = [

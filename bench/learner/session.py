@@ -1,4 +1,4 @@
-"""A call of the learner's benchmark: its options, what it makes and keeps, and how long the rest will take."""
+"""Manage one call of the learner's benchmark: its options, kept parts, and remaining time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Path("runs/bench/learner")
 
 
 class OutOfTimeError(RuntimeError):
-    """The call's minutes are over; what was measured is kept."""
+    """The call's minutes are over; measured parts are kept."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class LearnerSession:
     """Followers that this call has measured."""
 
     def subject(self, seed: int) -> LearnerSubject:
-        """Return the subject of a seed; parts that are missing are made now."""
+        """Return the subject of a seed, and make its missing parts first."""
         given = self.given
         options = Options(
             steps=given.steps,
@@ -78,7 +78,7 @@ class LearnerSession:
         return replace(self.settings, lr=self.given.drafter_lr)
 
     def follow(self, subject: LearnerSubject, follower: Follower, seed: int, left: int) -> FollowerRecord:
-        """Return a follower's record, measured now where none is kept. OutOfTimeError: it is too late for that."""
+        """Return a follower's record, measured now if none is kept. OutOfTimeError if there is no time left."""
         path = subject.followed / "cells" / f"{follower.name}-{key_of(self.given, FOLLOWING)}.json"
         if path.exists():
             return FollowerRecord(**json.loads(path.read_text()))
@@ -126,25 +126,25 @@ def name_of(model: Path) -> str:
 
 
 def key_of(given: argparse.Namespace, names: tuple[str, ...]) -> str:
-    """Return a short name of the values of some options."""
+    """Return a short name for the values of some options."""
     return hashlib.sha256(json.dumps([str(getattr(given, name)) for name in names]).encode()).hexdigest()[:8]
 
 
 def read(about: str) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a model of tinymath")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=1, help="recorded runs, each of a seed of its own")
-    parser.add_argument("--minutes", type=float, default=1e6, help="after which no follower is begun")
+    parser.add_argument("--minutes", type=float, default=1e6, help="minutes after which no follower is begun")
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--pool", type=int, default=48, help="problems in all; each epoch goes through them")
     parser.add_argument("--max-tokens", type=int, default=320)
-    parser.add_argument("--lr", type=float, default=5e-4, help="of the recorded run")
+    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of the recorded run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=len(cores()), help="of the trainer and of the warm-up")
+    parser.add_argument("--threads", type=int, default=len(cores()), help="threads of trainer and warm-up")
     parser.add_argument("--warm-up-prompts", type=int, default=64)
     parser.add_argument("--warm-up-seconds", type=float, default=90.0)
     names = [each.name for each in FOLLOWERS]
@@ -156,7 +156,10 @@ def read(about: str) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 5])
     parser.add_argument(
-        "--drafter-lr", type=float, default=1.5e-3, help="of following; the warm-up has the learner's own"
+        "--drafter-lr",
+        type=float,
+        default=1.5e-3,
+        help="learning rate of the followers; the warm-up uses the learner's",
     )
     parser.add_argument("--batch-tokens", type=int, default=256)
     parser.add_argument("--acceptance-share", type=float, default=LearningSettings().acceptance_share)

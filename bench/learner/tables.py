@@ -1,4 +1,4 @@
-"""Figures of followers, and the tables that documents show. Pure."""
+"""Compute the figures of followers, and the tables that documents show. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.learner.replay import NONE
 from bench.report import format_value
 
 LAST = 10
-"""Steps at the end of the run, at most half of it, that the gain is the mean of."""
+"""Steps at the end of the run, at most half of it, over which the gain is averaged."""
 
 
 def figures(
@@ -50,7 +50,7 @@ def over_seeds(tables: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; None where a value is missing."""
+    """Return the mean; None if a value is missing."""
     known = [each for each in values if each is not None]
     return fmean(known) if len(known) == len(values) else None
 
@@ -68,8 +68,8 @@ def gain(run: FollowerRecord, other: FollowerRecord) -> float:
 def hidden_share(run: FollowerRecord, steps: Sequence[RecordedRollouts]) -> float | None:
     """Return the share of update seconds that fit between the step's last sample and the end of the next rollout.
 
-    As if the learner had a device of its own: its seconds are measured alone, and the run's are the recorded ones.
-    An update that takes longer than that would be late for the step that it is counted for.
+    This assumes a separate device for the learner: its seconds are measured alone, and the run's seconds are
+    recorded. An update that takes longer would be late for the step that it is counted for.
     """
     total = sum(run.update_seconds)
     pairs = zip(run.update_seconds[2:], steps, strict=False)
@@ -77,9 +77,9 @@ def hidden_share(run: FollowerRecord, steps: Sequence[RecordedRollouts]) -> floa
 
 
 def weighting_verdict(gains: Sequence[float]) -> dict[str, Any]:
-    """Return the gain of reward weighting over seeds, and whether it is at least twice their spread.
+    """Return the gain of reward weighting over seeds, and whether it is at least twice the spread.
 
-    `gains` are those of the weighted follower over the unweighted one with the same samples, by seed.
+    `gains` has the gains of the weighted follower over the unweighted one with the same samples, by seed.
     """
     spread = stdev(gains) if len(gains) > 1 else None
     mean = fmean(gains)
@@ -95,7 +95,7 @@ Table = dict[str, Any]
 
 
 def tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
-    """Return columns and rows of text, by name."""
+    """Return columns and rows of text, by table name."""
     return {"arms": _arms(models), "replay": _replay(models)}
 
 

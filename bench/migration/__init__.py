@@ -1,1 +1,1 @@
-"""Gain and cost of moving running samples."""
+"""Measure gain and cost of moving running samples."""

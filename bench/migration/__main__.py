@@ -1,17 +1,18 @@
-"""Moving running samples: what it brings, what it costs, and what ending and re-reading them would cost.
+"""Measure gain and cost of moving running samples, and compare with ending and resuming them by prefix.
 
-Two instances, each on its own cores, and two loads: RLHFSpec's Figure 5 (24 samples beside 1, all equally long, on
-a model large enough to be compute-bound), and tinymath's long tail (the prompts with the longer responses on one
-instance, as in Figure 14). Each is run as it is, with the reallocator, and with the reallocator's moves made by
-ending the sample and resuming it by its prefix elsewhere. A round runs all three, without moves first in every
-other round and last in the others; ratios are those of a round, their medians with the interval of the true one.
-The reallocator has its default settings. It is one process that is stopped while it is not wanted: it has learned
-what moves cost from the warm-up and from the rounds before, as one that has been up for a while. All tokens are
-compared with those of the samples that were never moved. Writes runs/bench/migration.json.
+There are two instances, each on its own cores, and two loads: RLHFSpec's Figure 5 (24 samples on one instance and 1
+on the other, all equally long, on a model large enough to be compute-bound), and tinymath's long tail (the prompts
+with the longer responses on one instance, as in Figure 14). Each load runs without moves, with the reallocator, and
+with the reallocator's moves made by ending the sample and resuming it by its prefix on the other instance. A round
+runs all three. Without moves comes first in every other round and last in the others. Ratios are computed within a
+round; figures are their medians with confidence intervals. The reallocator has its default settings. Its process is
+stopped while it is not wanted. It has learned the cost of moves from the warm-up and from earlier rounds, as a
+long-running one has. All tokens are compared with the tokens of samples that were never moved. Writes
+runs/bench/migration.json.
 
     python -m bench.migration [--rounds 6] [--tail-rounds 15] [--instances 2] [--by cheaper]
 
-With more instances than cores the tokens are what is worth looking at, not the times.
+With more instances than cores only the tokens are meaningful, not the times.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ GOALS = {
     "overhead_share": 0.0387,
     "tokens_differing_share": 1e-5,
 }
-# Until the reallocator has seen that a round is over.
+# Seconds until the reallocator has noticed the end of a round.
 _SETTLE_SECONDS = 0.3
 _REALLOCATOR = ("--lease-seconds=0.5", "--dtype=float32")
 _COLUMNS = (
@@ -67,7 +68,7 @@ _COLUMNS = (
 
 
 def main() -> None:
-    """Measure, show and write."""
+    """Measure both loads, then show and write the figures."""
     given = _arguments()
     model = make_random_model(
         FOLDER / "model",
@@ -120,7 +121,7 @@ def _figures(
     tables: Mapping[str, Mapping[str, dict[str, Any]]],
     comparison: Comparison,
 ) -> dict[str, Any]:
-    """Return the figures that goals are set for, and counts of moves."""
+    """Return the figures that have goals, and counts of moves."""
     moved, stalls = tables["figure_5"][MOVE], [*figure[MOVE].stall_steps, *tail[MOVE].stall_steps]
     return {
         "worst_ratio_vs_no_moves_upper": min(table[MOVE]["ratio_upper"] for table in tables.values()),
@@ -160,7 +161,7 @@ async def _measure(
     options = (*config.instance_options, "--flush-interval-seconds=0.01")
     with Platform(replace(config, instance_options=options)) as platform:
         async with Driver(_addresses(platform), platform.config.token) as driver:
-            # Warms everything up, tells how long responses are, and lets the reallocator learn.
+            # The first run warms everything up, measures response lengths, and lets the reallocator learn.
             tasks = tasks_of(await driver.run(tasks_of(None)))
             for _ in range(given.warm_up):
                 await driver.run(tasks)
@@ -182,7 +183,7 @@ async def _measure(
                 for system, found in ((MOVE, moved), (PREFIX, by_prefix)):
                     comparison.add(f"{name}, {system}", number, truth, _keyed(found))
                 _say(name, number, plain, moved, by_prefix)
-        # A process that is stopped does not end when it is asked to.
+        # A stopped process does not react to a request to end.
         await _reallocate(platform, wanted=True)
     return runs
 
@@ -190,7 +191,7 @@ async def _measure(
 async def _look(
     platform: Platform, driver: Driver, outcome: LoadResult, runs: MigrationRuns, before: Metrics
 ) -> None:
-    """Keep a round, and what donors and reallocator say of it."""
+    """Keep a round, and the metrics of donors and reallocator."""
     runs.outcomes.append(outcome)
     for move in outcome.moves:
         if move.by == "kv":
@@ -206,7 +207,7 @@ def _addresses(platform: Platform) -> dict[str, str]:
 
 
 async def _reallocate(platform: Platform, *, wanted: bool) -> None:
-    """Let the reallocator go on, or stop it where it is."""
+    """Resume the reallocator's process, or stop it."""
     child = platform.process("reallocator")
     if not wanted:
         await asyncio.sleep(_SETTLE_SECONDS)
@@ -216,7 +217,7 @@ async def _reallocate(platform: Platform, *, wanted: bool) -> None:
 
 
 def _first_moves(moves: Sequence[DrivenMove]) -> list[DrivenMove]:
-    """Return the first move of each sample: one that went on is made once."""
+    """Return the first move of each sample, because a repeated move is made only once by prefix."""
     found: dict[str, DrivenMove] = {}
     for move in moves:
         found.setdefault(move.key, move)
@@ -243,15 +244,15 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=6, help="of Figure 5's load")
-    parser.add_argument("--tail-rounds", type=int, default=15, help="of the long tail")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of Figure 5's load")
+    parser.add_argument("--tail-rounds", type=int, default=15, help="rounds of the long tail")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds of each load before those")
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--by", choices=("cheaper", "kv", "prefix"), default="cheaper")
-    parser.add_argument("--tokens", type=int, default=400, help="of a sample of Figure 5's load")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of a sample of Figure 5's load")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model for it")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=12, help="of tinymath")
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of tinymath")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tail-tokens", type=int, default=800)
     return parser.parse_args()

@@ -1,7 +1,7 @@
-"""Drives instances directly, as a gateway does: work streams, claims, and resuming by prefix.
+"""Drive instances directly, as a gateway does: work streams, claims, and resuming by prefix.
 
-A benchmark of moves wants to say itself where samples begin, and to make the same moves in another way: the gateway
-of the platform is bypassed.
+The benchmark of moves decides itself where samples begin, and repeats the same moves in another way. It therefore
+bypasses the platform's gateway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class DrivenMove:
-    """Migration of a sample after so many response tokens; a move by prefix has no migration id."""
+    """Migration of a sample after `tokens` response tokens; a move by prefix has no migration id."""
 
     key: str
     donor: str
@@ -47,16 +47,15 @@ class DrivenMove:
 
     @property
     def by(self) -> str:
-        """The way that it went: kv or prefix."""
+        """Way of the move: kv or prefix."""
         return "kv" if self.migration_id else "prefix"
 
 
 @dataclass(slots=True, eq=False)
 class Track:
-    """Sample on its way through instances.
+    """State of a sample on its way through instances.
 
-    `gaps` are the seconds from the last token before a move to the first one after it, with the way it
-    went.
+    `gaps` has the seconds from the last token before each move to the first one after it, with the kind of move.
     """
 
     task: Task
@@ -91,7 +90,7 @@ class LoadResult:
         return {key: each.tokens for key, each in self.tracks.items()}
 
     def gaps(self, *ways: str) -> list[float]:
-        """Return the token gaps of all moves that went this way."""
+        """Return the token gaps of all moves of these kinds."""
         return [gap for each in self.tracks.values() for by, gap in each.gaps if by in ways]
 
     @property
@@ -119,10 +118,10 @@ class Driver:
         await self._stack.aclose()
 
     async def run(self, tasks: Iterable[Task], by_prefix: Iterable[DrivenMove] = ()) -> LoadResult:
-        """Run all tasks to their ends.
+        """Run all tasks to completion.
 
-        Moves that the instances make are followed; those of `by_prefix` are made by ending the
-        sample on its instance and resuming it on the other with the tokens that it has.
+        Moves that the instances make are followed. A move in `by_prefix` is made by ending the sample on its
+        instance and resuming it on the other with its current tokens.
         """
         calls: dict[str, Any] = {
             name: generation_pb2_grpc.GenerationServiceStub(channel).Work(metadata=self._metadata)  # type: ignore[no-untyped-call]
@@ -151,7 +150,7 @@ class _Run:
         self._done = asyncio.Event()
 
     async def finish(self) -> LoadResult:
-        """Return the load to its end."""
+        """Run the load to completion and return its result."""
         starts: dict[str, list[pb.WorkItem]] = {name: [] for name in self._calls}
         for task in self._tasks:
             track = Track(task, task.instance_id, next(self._handles))
@@ -226,7 +225,7 @@ class _Run:
             await self._resume(track, move.receiver)
             return
         if aborted and finished.resume_on:
-            # The reallocator has it moved by its prefix.
+            # The reallocator moves it by its prefix.
             move = DrivenMove(track.task.key, track.instance_id, finished.resume_on, len(track.tokens))
             self._moves.append(move)
             await self._resume(track, finished.resume_on)
@@ -237,7 +236,7 @@ class _Run:
             self._done.set()
 
     async def _resume(self, track: Track, instance_id: str) -> None:
-        # As the gateway does: the last token is sampled again.
+        # As in the gateway, the last token is sampled again.
         del track.tokens[-1:]
         track.instance_id, track.handle, track.moved_to = instance_id, next(self._handles), instance_id
         track.moved_by = "prefix"
@@ -264,6 +263,6 @@ def _item(track: Track) -> pb.WorkItem:
         sampling=task.sampling,
         exactness=sample_pb2.Exactness(level=sample_pb2.EXACTNESS_LEVEL_EXACT),
         seed=task.seed,
-        # As they come: gaps are measured, and moves are made, by the tokens that have arrived.
+        # Stream each token, because gaps are measured and moves are made by the tokens that have arrived.
         streamed=True,
     )

@@ -1,4 +1,4 @@
-"""Figures of the benchmark of moves, from its rounds. Pure."""
+"""Compute the figures of the benchmark of moves from its rounds. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MigrationRuns:
     outcomes: list[LoadResult] = field(default_factory=list)
     stall_steps: list[float] = field(default_factory=list)
     stall_seconds: list[float] = field(default_factory=list)
-    # What the reallocator counted meanwhile.
+    # Counters of the reallocator during each round.
     reallocator: list[Metrics] = field(default_factory=list)
 
     @property
@@ -86,7 +86,7 @@ def _row(runs: MigrationRuns, plain: MigrationRuns) -> dict[str, Any]:
 
 
 def _ratio(runs: MigrationRuns, plain: MigrationRuns) -> tuple[float, float, float]:
-    """Return the median ratio of the speeds of a round, between its ends: with few rounds, least and greatest."""
+    """Return the median ratio of speeds within a round, and its bounds: with few rounds, minimum and maximum."""
     ratios = [there.seconds / here.seconds for here, there in zip(runs.outcomes, plain.outcomes, strict=True)]
     try:
         return median_interval(ratios)
@@ -95,10 +95,10 @@ def _ratio(runs: MigrationRuns, plain: MigrationRuns) -> tuple[float, float, flo
 
 
 def _overhead(runs: MigrationRuns) -> float | None:
-    """Return the share of time that deciding and moving take.
+    """Return the share of time that decisions and moves take.
 
-    Seconds of decisions over all seconds, plus the pause of moved samples over the time of all samples;
-    by prefix the pause is the whole gap between two tokens.
+    This is the seconds of decisions over all seconds, plus the pause of moved samples over the time of all samples.
+    By prefix the pause is the whole gap between two tokens.
     """
     if not runs.reallocator:
         return None

@@ -1,4 +1,4 @@
-"""Loads of the benchmark of moves: samples, and the instances that they begin on. Pure."""
+"""Define the loads of the benchmark of moves: samples, and the instances that they begin on. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.v1 import sample_pb2
 from services.contracts.seeds import sample_seed
 
 PROMPT_TOKENS = 24
-"""Of a sample of Figure 5's load."""
+"""Prompt tokens of a sample of Figure 5's load."""
 _SEED = 11
 _FULL = "instance-0"
 
 
 @dataclass(frozen=True, slots=True)
 class TailOptions:
-    """Prompts of tinymath, samples of each, and most tokens of a sample."""
+    """Prompts of tinymath, samples of each, and maximum tokens of a sample."""
 
     prompts: int
     samples: int
@@ -42,7 +42,7 @@ def figure_5(instances: int, tokens: int) -> list[Task]:
 
 
 def long_tail(plain: LoadResult | None, instances: int, options: TailOptions) -> list[Task]:
-    """Return tinymath's prompts, those with longer measured responses on the first half of the instances."""
+    """Return tinymath's prompts; those with longer measured responses begin on the first half of the instances."""
     problems = make_problems(seed=1, n=options.prompts)
     sampling = sample_pb2.SamplingParams(max_tokens=options.tokens)
     lengths: dict[str, int] = defaultdict(int)
@@ -51,7 +51,7 @@ def long_tail(plain: LoadResult | None, instances: int, options: TailOptions) ->
             lengths[track.task.key.partition("/")[0]] += len(track.tokens)
     ranked = sorted((problem.id for problem in problems), key=lambda name: (-lengths[name], name))
     half = max(1, instances // 2)
-    # The long ones in turn on the first half, the short ones on the second.
+    # Deal the long ones to the first half in turn, and the short ones to the second half.
     places = {
         name: place % half + (half if place >= len(ranked) // 2 else 0) for place, name in enumerate(ranked)
     }

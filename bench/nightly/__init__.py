@@ -1,1 +1,1 @@
-"""The quick form of every benchmark in a night, and the documents that its figures stand in."""
+"""Run the quick form of every benchmark in a night, and write the documents that show the figures."""

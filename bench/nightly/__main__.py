@@ -1,13 +1,14 @@
-"""Runs the quick form of every benchmark and writes the documents' tables from their figures.
+"""Run the quick form of every benchmark and write the documents' tables from its figures.
 
-Each benchmark has its minutes (bench/nightly/jobs.py), all together 65 on two cores; one that fails or takes longer
-is ended and keeps the figures that it had. What the documents show is kept in bench/results, a small file for each
-benchmark, which is committed with them. A test fails where a table says something else than these files.
+Each benchmark has a time limit (bench/nightly/jobs.py); all together take 65 minutes on two cores. A benchmark that
+fails or exceeds its limit is ended and keeps its earlier figures. bench/results keeps the figures that the
+documents show, in a small file for each benchmark, which is committed with them. A test fails if a table differs
+from these files.
 
     python -m bench.nightly [--only gateway rollout]
     python -m bench.nightly --publish rollout         # keep a longer run's figures, from runs/bench; run nothing
-    python -m bench.nightly --publish                 # only write the documents anew
-    python -m bench.nightly --transcribe              # keep the tables that no benchmark writes, as they stand
+    python -m bench.nightly --publish                 # only rewrite the documents
+    python -m bench.nightly --transcribe              # keep the tables that no benchmark writes, unchanged
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NAMES = [job.name for job in JOBS]
 
 
 def main() -> None:
-    """Run what was asked for; the exit status is 1 if a benchmark has no new figures."""
+    """Run the command; the exit status is 1 if a benchmark has no new figures."""
     given = arguments()
     failed = list[str]()
     if given.transcribe:
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def run_all(jobs: Sequence[NightlyJob]) -> list[str]:
-    """Run benchmarks one after the other, keep their figures, and return the names of those that gave none."""
+    """Run benchmarks one after the other, keep their figures, and return the names of those without new ones."""
     failed, began = [], time.monotonic()
     for place, job in enumerate(jobs):
         left = sum(each.minutes for each in jobs[place:])
@@ -74,7 +75,7 @@ def run_all(jobs: Sequence[NightlyJob]) -> list[str]:
 
 
 def run(job: NightlyJob) -> str:
-    """Run a benchmark, with its output in runs/bench/nightly; return how it failed, or nothing."""
+    """Run a benchmark with its output in runs/bench/nightly; return the reason for a failure, or ""."""
     log = Path("runs/bench/nightly") / f"{job.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -90,15 +91,15 @@ def run(job: NightlyJob) -> str:
         except subprocess.TimeoutExpired:
             return f"took more than {job.minutes:.0f} minutes; see {log}"
         finally:
-            # What it started may outlive it, by a crash or by this one's end.
+            # Its child processes may outlive it, after a crash or when it is ended here.
             _end(process)
     return f"ended with status {status}; see {log}" if status else ""
 
 
 def _with_arctic() -> dict[str, str]:
-    """Build arctic-inference and return the variables with which it is found; a benchmark says if it is not.
+    """Build arctic-inference and return the variables with which it is found; a benchmark reports if it is missing.
 
-    Its plug-in, which changes vLLM beyond what is compared, stays away.
+    Its plug-in is not loaded, because it changes vLLM beyond what is compared.
     """
     subprocess.run(["scripts/arctic"], stdout=subprocess.DEVNULL, check=False)
     paths = (str(ARCTIC.absolute()), os.environ.get("PYTHONPATH", ""))
@@ -114,18 +115,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_documents() -> None:
-    """Write the generated tables of all documents anew."""
+    """Rewrite the generated tables of all documents."""
     figures = published()
     for path in DOCUMENTS:
         before = path.read_text()
         after = rewritten(before, figures)
         if after != before:
             path.write_text(after)
-            console().print(f"nightly: {path} is written anew", highlight=False)
+            console().print(f"nightly: {path} is rewritten", highlight=False)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES)
     parser.add_argument(

@@ -1,12 +1,12 @@
-"""Tables of documents that are written from figures, and those that are not. Pure.
+"""Render the generated tables of documents from figures, and find the other tables. Pure.
 
-A generated part stands between two comments, which readers do not see:
+A generated part stands between two comments, which are not displayed:
 
     <!-- figures: rollout overview -->
     ...
     <!-- /figures -->
 
-Its first word names the benchmark, the second what is shown of it.
+The first word names the benchmark, the second the view of its figures.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _FIGURE = re.compile(r"\d")
 
 
 class DocumentError(ValueError):
-    """A document names figures that do not exist, or a part of it does not end; the text says which."""
+    """A document names figures that do not exist, or a part of it does not end; the message says which."""
 
 
 def rewritten(text: str, published: Published) -> str:
-    """Return a document with its generated parts written anew. DocumentError for one that cannot be."""
+    """Return a document with its generated parts rewritten. DocumentError if a part cannot be."""
     if text.count("<!-- figures:") != len(_BLOCK.findall(text)):
         raise DocumentError(
             "a part that begins with <!-- figures: NAME WHAT --> does not end with <!-- /figures -->"
@@ -45,7 +45,7 @@ def rewritten(text: str, published: Published) -> str:
 
 
 def written_by_hand(text: str) -> list[list[str]]:
-    """Return the tables outside generated parts that have figures in them, as lines."""
+    """Return the tables with figures outside generated parts, as lines."""
     return [table for table in _tables(_BLOCK.sub("", text)) if any(map(_FIGURE.search, table))]
 
 
@@ -71,7 +71,7 @@ def _rendered(name: str, what: str, published: Published) -> Sequence[str]:
 
 
 def _own(table: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return a table that the benchmark has made itself."""
+    """Return a table that the benchmark has rendered itself."""
     rules = ["---", *("---:" for _ in table["columns"][1:])]
     return [f"| {' | '.join(row)} |" for row in (table["columns"], rules, *table["rows"])]
 
@@ -99,7 +99,7 @@ def _first_subject(result: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _notes(result: Mapping[str, Any], subject: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a reader must know of each system that has a mark."""
+    """Return the note of each system that has a mark."""
     shown = {name for systems in subject["rows"].values() for name in systems}
     notes = {name: each["note"] for name, each in result["systems"].items() if each["note"] and name in shown}
     absent = subject["absent"].items()
@@ -136,7 +136,7 @@ def _summary(result: Mapping[str, Any]) -> list[str]:
 
 
 def _of_all_rounds(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a result with the systems that were measured in every regime, and as often as any other."""
+    """Return a result with only the systems that were measured in every regime in the full number of rounds."""
     subject = _first_subject(result)
     regimes: Rows = subject["rows"]
     found = [

@@ -1,11 +1,11 @@
-"""The quick form of every benchmark, as plain data."""
+"""List the quick form of every benchmark, as plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 NIGHT_MINUTES = 65
-"""Time for all of them together, on two cores."""
+"""Time for all benchmarks together, on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,16 @@ class NightlyJob:
     minutes: float
     options: tuple[str, ...] = ()
     arctic: bool = False
-    """Compares with arctic-inference, which `scripts/arctic` builds."""
+    """Compare with arctic-inference, which `scripts/arctic` builds."""
 
     @property
     def command(self) -> str:
-        """Return the command with which a reader gets the same."""
+        """Return the command with which a reader gets the same figures."""
         return " ".join(("python -m", self.module, *self.options))
 
 
 LONGER = ("axes.recorded", "rollout.smollm2", "device_clock")
-"""Benchmarks that a night has no time for: they are run and published by hand."""
+"""Benchmarks that do not fit in a night; they are run and published by hand."""
 JOBS = (
     NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),
     NightlyJob("gateway", "bench.gateway", 2.0, ("--rounds", "7")),

@@ -1,7 +1,7 @@
-"""Figures that are committed: of each benchmark what the documents show, without the measurements behind it.
+"""Keep committed figures: of each benchmark those that the documents show, without the raw measurements.
 
-bench/results/NAME.json       of the benchmark NAME
-bench/results/earlier.json    tables of runs whose results were not kept, as they stand in the documents
+bench/results/NAME.json       figures of the benchmark NAME
+bench/results/earlier.json    tables of runs whose results were not kept, as in the documents
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 RESULTS = Path("bench/results")
 EARLIER = "earlier"
 _KEPT = ("goals", "machine", "measured_at", "systems", "regimes", "options", "tables")
-"""What is kept beside single figures."""
+"""Keys that are kept in addition to single figures."""
 _SUBJECT = ("figures", "goals", "rows", "absent")
-"""What is kept of a subject of the benchmark of the whole."""
+"""Keys that are kept of a subject of the rollout benchmark."""
 
 
 def reduced(result: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """Return what is committed of a result: single figures, goals, the machine, and rows of the whole's table."""
+    """Return the committed part of a result: single figures, goals, the machine, and rows of the rollout table."""
     figures = {name: value for name, value in result.items() if is_figure(value) and name not in _KEPT}
     kept = {name: result[name] for name in _KEPT if name in result}
     subjects = {
@@ -31,16 +31,16 @@ def reduced(result: Mapping[str, Any], command: str) -> dict[str, Any]:
 
 
 def is_figure(value: Any) -> bool:
-    """Return True for a number, and for none where there should be one."""
+    """Return True for a number, and for None in the place of one."""
     return value is None or isinstance(value, int | float)
 
 
 def publish(
     name: str, command: str | None = None, results: Path = RESULTS, runs: Path = Path("runs/bench")
 ) -> None:
-    """Commit the figures of a benchmark's last run. OSError if it has written none.
+    """Publish the figures of a benchmark's last run to `results`. OSError if it has written none.
 
-    `command` is what gave them; None: `make bench` with the rounds that the run had.
+    `command` produced the figures; None stands for `make bench` with the rounds of the run.
     """
     result = json.loads((runs / f"{name}.json").read_text())
     results.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def publish(
 
 
 def command_of(name: str, result: Mapping[str, Any]) -> str:
-    """Return the `make bench` that gives such a result again; a result NAME.SUBJECT is of that subject."""
+    """Return the `make bench` command that reproduces a result; NAME.SUBJECT is a result of that subject."""
     rounds = result.get("options", {}).get("rounds", 1)
     subjects = result.get("subjects", {})
     benchmark, _, subject = name.rpartition(".")

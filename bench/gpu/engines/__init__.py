@@ -1,8 +1,8 @@
-"""The engines: tokens, step times, idle time, graphs, waits, and what drafts cost.
+"""Measure the engines: tokens, step times, idle time, graphs, waits, and the cost of drafts.
 
-- setup.py: the engines, to be built in processes of their own
-- model.py: models of random weights
-- driving.py: samples through an engine, and marks on the device around each of its steps
-- orders.py: what is measured
+- setup.py: the engines, each built in a separate process
+- model.py: models with random weights
+- driving.py: runs samples through an engine, with marks on the device around each of its steps
+- orders.py: the measurements
 - tables.py: the tables
 """

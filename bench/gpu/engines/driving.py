@@ -1,4 +1,4 @@
-"""Samples through an engine of this process, ours or stock, step by step."""
+"""Run samples through an engine of this process, ours or stock vLLM, step by step."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Truth = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StockStepped:
-    """Tokens that a step gave to a sample."""
+    """Tokens that a sample got in a step."""
 
     sample_id: str
     token_ids: list[int]
 
 
 class StockVllm:
-    """vLLM as its users have it, in this process: its own runner, scheduler and sampler, with log-probabilities."""
+    """Stock vLLM in this process: its own runner, scheduler and sampler, with log-probabilities."""
 
     def __init__(self, **arguments: Any) -> None:
-        """Build the engine with vLLM's defaults, but for some of its own arguments."""
+        """Build the engine with vLLM's defaults, overridden by the given engine arguments."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -46,12 +46,12 @@ class StockVllm:
 
     @property
     def kv_capacity(self) -> int:
-        """Tokens whose KV fits."""
+        """Number of tokens whose KV fits."""
         cache = self._core.vllm_config.cache_config
         return int(cache.num_gpu_blocks) * int(cache.block_size)
 
     def add(self, sample_id: str, prompt: list[int], tokens: int) -> None:
-        """Queue a sample that is to have `tokens` tokens."""
+        """Queue a sample that generates `tokens` tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -66,13 +66,13 @@ class StockVllm:
         self._engine.add_request(sample_id, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> list[StockStepped]:
-        """Run a step; return its tokens, or those of the one before."""
+        """Run a step; return its tokens, or with asynchronous scheduling the tokens of the previous step."""
         found: list[Any] = self._engine.step()
         return [StockStepped(each.request_id, list(each.outputs[0].token_ids)) for each in found]
 
     @property
     def has_work(self) -> bool:
-        """True if a step would do anything."""
+        """Return True if a step would do anything."""
         return self._engine.has_unfinished_requests()
 
     def abort(self, sample_ids: list[str]) -> None:
@@ -82,7 +82,7 @@ class StockVllm:
 
 @dataclass(frozen=True, slots=True)
 class DraftGiving:
-    """Drafts that samples are given: `length` tokens, out of `truth`, of which a share is `wrong`."""
+    """Drafts for each sample: `length` tokens from `truth`, a share `wrong` of which is wrong."""
 
     length: int = 0
     wrong: float = 0.0
@@ -100,7 +100,7 @@ class DrivenBatch:
 
 @dataclass(slots=True)
 class Driven:
-    """Steps in which all samples decoded: seconds of each, their tokens, and the host's part for drafts."""
+    """Steps in which all samples decoded: seconds of each, their tokens, and the host's time for drafts."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -109,7 +109,7 @@ class Driven:
 
 
 class BatchDriver:
-    """One batch in an engine. Ids are new in every run: vLLM must never meet the same one twice."""
+    """One batch in an engine. Every run has new ids, because vLLM must never get the same id twice."""
 
     def __init__(self, engine: Any, batch: DrivenBatch, drafts: DraftGiving) -> None:
         self._engine, self._batch, self._drafts = engine, batch, drafts
@@ -139,11 +139,11 @@ class BatchDriver:
             self._step()
 
     def run(self, steps: int) -> Driven:
-        """Run steps that are timed, as long as every sample gets tokens in each of them."""
+        """Run timed steps while every sample gets tokens in each of them."""
         return self.run_with(self._put if self._drafts.length else _nothing, steps)
 
     def run_with(self, put: Callable[[], object], steps: int) -> Driven:
-        """Run steps as above, before each of which `put` hands over its drafts."""
+        """Run timed steps as `run` does, and call `put` before each step to hand over its drafts."""
         self._before = put
         for _ in range(steps):
             began = time.perf_counter()
@@ -157,13 +157,13 @@ class BatchDriver:
         return self._found
 
     def leave(self) -> None:
-        """End the samples, and let the worker know."""
+        """End the samples, and run a step that lets the worker remove them."""
         self._engine.abort(self._names)
         while self._engine.has_work:
             self._engine.step()
 
     def _step(self) -> tuple[float, int]:
-        """Run a step; returns the seconds that the drafts took, and the number of samples with tokens."""
+        """Run a step; return the seconds of its drafts, and the number of samples that got tokens."""
         began = time.perf_counter()
         self._before()
         drafting = time.perf_counter() - began
@@ -176,13 +176,13 @@ class BatchDriver:
         self._engine.put_drafts(self._given())
 
     def _given(self) -> dict[str, list[int]]:
-        """Return the drafts of a step; they reach over the tokens that are in flight."""
+        """Return the drafts of a step, which also cover the tokens that are in flight."""
         requests, found = self._engine._scheduler.requests, {}
         for state in self._engine.decoding():
             ahead = requests[state.sample_id].num_output_placeholders
             here = len(state.response)
             truth = self._drafts.truth[self._places[state.sample_id]]
-            # Room is for tokens behind those that are known.
+            # `room` counts the tokens after the last known one.
             reach = min(ahead + self._drafts.length, state.room)
             tokens = [
                 token if self._random.random() >= self._drafts.wrong else (token + 1) % self._vocab
@@ -198,13 +198,13 @@ def _nothing() -> None:
 
 
 class HostMark:
-    """Moment on the host, with the interface of a CUDA event."""
+    """A point in time on the host, with the interface of a CUDA event."""
 
     def __init__(self) -> None:
         self._at = 0.0
 
     def record(self) -> None:
-        """Take the time."""
+        """Record the time."""
         self._at = time.perf_counter()
 
     def elapsed_time(self, later: HostMark) -> float:
@@ -213,10 +213,10 @@ class HostMark:
 
 
 class StepWatch:
-    """Watch over one worker's runner. `begin`, then steps, then `figures`."""
+    """Measure one worker's runner. Call `begin`, run steps, then call `figures`."""
 
     def __init__(self, worker: Any) -> None:
-        """Put the marks into the runner of a worker of this process."""
+        """Install the marks in the runner of a worker of this process."""
         self._runner = worker.model_runner
         self._cuda = self._runner.device.type == "cuda"
         self._begun: list[Any] = []
@@ -238,14 +238,14 @@ class StepWatch:
         self._watch_graphs()
 
     def begin(self) -> None:
-        """Forget the marks so far; those of steps from now on count."""
+        """Discard all marks so far; only later steps count."""
         self._begun.clear()
         self._ended.clear()
         self._graphs.clear()
         self._on = True
 
     def figures(self) -> dict[str, Any]:
-        """Stop; return the medians of busy and idle milliseconds a step, and the steps by their kind of graph."""
+        """Stop; return the medians of busy and idle milliseconds a step, and the steps by kind of graph."""
         self._on = False
         if self._cuda:
             torch.cuda.synchronize()
@@ -264,7 +264,7 @@ class StepWatch:
             marks[-1].record()
 
     def _watch_graphs(self) -> None:
-        """Count what vLLM's choice of a graph comes to: V1 returns the mode, V2 a description of the batch."""
+        """Count the graphs that vLLM chooses: V1 returns the mode, V2 a description of the batch."""
         for name in ("cudagraph_dispatcher", "cudagraph_manager"):
             owner = getattr(self._runner, name, None)
             if owner is not None:

@@ -1,7 +1,7 @@
-"""Models of random weights that an engine draws on its own device: nothing is written, sent or read but a config.
+"""Create models with random weights that an engine draws on its own device; only a config file is written.
 
-vLLM's own dummy weights are within a thousandth of zero, norms included, and give nearly flat logits: tokens would
-not tell a wrong computation from a right one.
+vLLM's own dummy weights are within a thousandth of zero, norms included, and give nearly flat logits. Tokens would
+then not distinguish a wrong computation from a right one.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "dtype": "float32",
     },
 }
-"""Configs by name: those of Qwen3-1.7B and Qwen3-8B, and one for a CPU."""
+"""Configs by name: Qwen3-1.7B, Qwen3-8B, and a tiny model for a CPU."""
 PREFILL = {"q17": 60_000, "q8": 20_000, "tiny": 10_000}
-"""Tokens a second by which a prefill is estimated; that of another folder is estimated as that of q8."""
+"""Estimated prefill speed in tokens a second; other models use the value of q8."""
 
 
 def model_folder(given: str, made: Path) -> tuple[Path, str]:
-    """Return the folder of a model, and how vLLM is to load it.
+    """Return the folder of a model, and the load format that vLLM is to use.
 
     Args:
-        given: a name in `SHAPES`, or a folder with a config.json; with weights beside it they are loaded, else
-            random ones are drawn.
-        made: where the config of a named shape is written.
+        given: a name in `SHAPES`, or a folder with a config.json. If the folder also has weights, they are loaded,
+            otherwise random ones are drawn.
+        made: folder for the config of a named shape.
 
     Raises:
         ValueError: it is neither.
@@ -88,27 +88,29 @@ def model_folder(given: str, made: Path) -> tuple[Path, str]:
         return made, LOAD_FORMAT
     folder = Path(given)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"--model {given}: no folder with a config.json, and none of {', '.join(SHAPES)}")
+        raise ValueError(
+            f"--model {given}: must be a folder with a config.json, or one of {', '.join(SHAPES)}"
+        )
     return folder, "auto" if any(folder.glob("*.safetensors")) else LOAD_FORMAT
 
 
 def register_random_weights() -> None:
-    """Teach vLLM of this process the load format of random weights. Imports vLLM."""
+    """Register the load format of random weights in this process's vLLM. Imports vLLM."""
     import torch
     from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
 
     class RandomWeights(BaseModelLoader):
-        """Draws every matrix from a seed of its own, alike in every engine; norms are 1, biases 0."""
+        """Draw every matrix from a fixed seed per matrix, equal in all engines. Norms are 1, biases 0."""
 
         def download_model(self, model_config: Any) -> None:
-            """Do nothing: there is nothing to download."""
+            """Do nothing, because there is nothing to download."""
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             """Fill the parameters in place."""
             for seed, (name, parameter) in enumerate(sorted(model.named_parameters())):
                 fill(name, parameter.data, seed)
             if hasattr(model, "has_own_lm_head"):
-                # Without it vLLM would use the model's, which is four times as wide.
+                # Otherwise vLLM would use the model's, which is four times as wide.
                 model.has_own_lm_head = True  # type: ignore[assignment]
 
     def fill(name: str, values: torch.Tensor, seed: int) -> None:
@@ -124,10 +126,10 @@ def register_random_weights() -> None:
 
 
 def random_head(target: Mapping[str, Any], folder: Path) -> Path:
-    """Return a checkpoint of an EAGLE-3 head of random weights for a model of this config; one that fits is kept.
+    """Return a checkpoint of an EAGLE-3 head with random weights for a model of this config; reuse one that fits.
 
-    It costs what a trained one does, and next to nothing of what it drafts is accepted. It has the first 32,000
-    tokens of the vocabulary.
+    It costs as much as a trained head, and almost none of its drafts are accepted. It has the first 32,000 tokens
+    of the vocabulary.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Orders to a process that has an engine. Each returns what goes into the state, as JSON has it."""
+"""Carry out orders in a process that has an engine. Each order returns JSON data for the state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest
 
 _SPARE = 8
-"""Tokens beyond those of the timed steps: of the first steps, and of those in flight at the end."""
+"""Extra tokens around the timed steps: for the first steps, and for steps in flight at the end."""
 _PROFILED = 5
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
@@ -38,10 +38,10 @@ _LONGEST_PROMPT = 200
 
 
 class EngineOrders:
-    """An engine, and the watch over its worker."""
+    """An engine and the watch over its worker."""
 
     def __init__(self, engine: Any, named: tuple[EngineKind, Graphs]) -> None:
-        """Watch over an engine, whose kind and graphs are `named` in what is measured."""
+        """Watch an engine; `named` has the kind and the graphs that results are labelled with."""
         self._engine, self._named = engine, named
         self._watch: StepWatch = watched(engine._core)
 
@@ -54,10 +54,11 @@ class EngineOrders:
         truth: dict[str, list[int]] | None,
         trees: bool = False,
     ) -> dict[str, Any]:
-        """Generate samples of several samplings; returns tokens and log-probabilities by the sample's number.
+        """Generate samples with several samplings; return tokens and log-probabilities by the sample's number.
 
-        With `drafts` they verify that many tokens a step of the truth, of which a share is wrong; with `trees` on a
-        branch beside a wrong token. RuntimeError if the engine refuses trees.
+        With `drafts` they verify that many tokens of the truth in each step, a share `wrong` of which is wrong.
+        With `trees` the drafts are trees in which each draft has a wrong token as a sibling branch. RuntimeError if
+        the engine refuses trees.
         """
         engine, random = self._engine, Random(7)
         if trees and not engine.trees:
@@ -88,9 +89,9 @@ class EngineOrders:
     def cell(
         self, rows: int, context: int, steps: int, drafts: Sequence[tuple[int, float]]
     ) -> dict[str, Any]:
-        """Time steps of `rows` samples: plainly, and for each (length, share of wrong ones) with drafts.
+        """Time steps of `rows` samples: plainly, and with drafts for each (length, share of wrong ones).
 
-        All runs have the same prompts, whose KV the first one leaves to the others.
+        All runs have the same prompts, and later runs reuse the KV of the first.
         """
         about = {"engine": list(self._named), "rows": rows, "context": context}
         longest = max((length for length, _ in drafts), default=0)
@@ -121,7 +122,7 @@ class EngineOrders:
             driver.enter()
             names = [state.sample_id for state in self._engine.decoding()]
             for tokens in (1, drafts.most_tokens):
-                # The first call catches up with what was decoded without it.
+                # The first call processes the tokens that were decoded without it.
                 taken = [self._drafting(drafts, names, tokens) for _ in range(1 + _PROFILED)][1:]
                 found.append({"rows": count, "tokens": tokens, "ms": _ms(taken)})
             driver.leave()
@@ -129,7 +130,7 @@ class EngineOrders:
         return {"bytes": drafts.nbytes, "passes": found}
 
     def waits(self, rows: int, context: int, length: int) -> dict[str, Any]:
-        """Count what a step makes the host wait for, by the place in the source, and the copies of a step."""
+        """Count the host's waits in a step, by the place in the source, and the copies of a step."""
         batch = DrivenBatch(rows, context, 16 * (length + 1) * _SPARE)
         truth = {} if not length else self._driven(batch, DraftGiving(), batch.tokens)[0].responses
         driver = BatchDriver(self._engine, batch, DraftGiving(length, 0.0, truth))
@@ -141,7 +142,7 @@ class EngineOrders:
         return {"drafts": length, "waits": places, "copies": copies}
 
     def deciding(self, rows: int, context: int, length: int) -> dict[str, Any]:
-        """Time what an instance does on the host for the drafts of a step: states, proposals, plan, hand-over."""
+        """Time an instance's work on the host for the drafts of a step: states, proposals, plan, hand-over."""
         from services.generation.drafters.reference.drafter import ReferenceDrafter
         from services.generation.speculation.drafter import DraftContext
         from services.generation.speculation.plan import FixedLengthPlanner
@@ -162,7 +163,7 @@ class EngineOrders:
         return {"rows": rows, "decision_ms": _ms(found.drafting), "step_ms": _ms(found.seconds)}
 
     def memory(self) -> dict[str, Any]:
-        """Return memory in bytes, and what was captured."""
+        """Return memory in bytes, and the captured graphs."""
         from vllm.compilation.counter import compilation_counter
 
         engine = self._engine
@@ -214,13 +215,13 @@ class EngineOrders:
 
 
 class _Unread:
-    """Metrics of drafts that nobody reads."""
+    """Ignore draft metrics."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None:
         """Do nothing."""
 
     def fault(self, drafter: str) -> None:
-        """Raise: a drafter that fails must not look quick."""
+        """Raise an error, because a drafter that fails must not look fast."""
         raise RuntimeError(f"drafter {drafter} failed")
 
 
@@ -238,7 +239,7 @@ def _given(
 
 
 def _forked(engine: Any, drafts: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Return trees of a wrong token and, beside it, a draft; and their parents. Drafts without room stay chains."""
+    """Return trees of a draft and a wrong sibling token, and their parents. Drafts without room stay chains."""
     vocab, rooms = engine.limits.vocab_size, {each.sample_id: each.room for each in engine.decoding()}
     forked = {name: draft for name, draft in drafts.items() if len(draft) < rooms[name]}
     trees = {name: [(draft[0] + 1) % vocab, *draft] for name, draft in forked.items()}
@@ -247,7 +248,7 @@ def _forked(engine: Any, drafts: dict[str, list[int]]) -> tuple[dict[str, list[i
 
 
 def _waits(driver: BatchDriver) -> dict[str, float]:
-    """Return how often a step waits, by file and line; without a device nothing does."""
+    """Return the number of waits in a step, by file and line; none without a device."""
     if not torch.cuda.is_available():
         driver.run(_PROFILED)
         return {}
@@ -265,7 +266,7 @@ def _waits(driver: BatchDriver) -> dict[str, float]:
 
 
 def _copies(driver: BatchDriver) -> dict[str, float]:
-    """Return copies and kernels of a step by their kind, from the profiler; on a CPU its calls of copy_."""
+    """Return copies and kernels of a step by kind, from the profiler; on a CPU its calls of copy_."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = torch.cuda.is_available()

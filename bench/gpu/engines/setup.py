@@ -1,4 +1,4 @@
-"""The engines that are compared, each to be built in a process of its own."""
+"""Build the engines that are compared, each in a separate process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from services.generation.engine.types import Eagle3Options, EngineOptions, W4Opt
 from services.step_time.machine import on_cpu
 
 _START_SECONDS = {Graphs.FULL: 50.0, Graphs.DEFAULT: 90.0, Graphs.NONE: 30.0}
-"""Until an engine is built and its graphs are captured."""
+"""Estimated seconds until an engine is built and its graphs are captured."""
 _MOST_DRAFTED = 8
 _STOCK_DRAFTED = 3
-"""Draft tokens of a step, as vLLM's documentation has it for EAGLE-3."""
+"""Draft tokens of a step, as in vLLM's documentation of EAGLE-3."""
 STOCK = (EngineKind.STOCK, EngineKind.STOCK_EAGLE3)
 
 
@@ -26,7 +26,8 @@ STOCK = (EngineKind.STOCK, EngineKind.STOCK_EAGLE3)
 class EngineSetup:
     """Engine, the model that it serves, its number type ("auto": the model's), graphs, and its limits.
 
-    `load_format` is vLLM's, or that of random weights (model.py). Heads are written to the folder `made`.
+    `load_format` is one of vLLM's, or the format of random weights (model.py). Heads are written to the folder
+    `made`.
     """
 
     kind: EngineKind
@@ -42,7 +43,7 @@ class EngineSetup:
 
     @property
     def on_v2(self) -> bool:
-        """True if vLLM's V2 runner has to be chosen before vLLM is imported."""
+        """Return True if vLLM's V2 runner must be chosen before vLLM is imported."""
         return self.kind in (EngineKind.V2, EngineKind.AHEAD)
 
     @property
@@ -51,7 +52,7 @@ class EngineSetup:
         return _START_SECONDS[self.graphs]
 
     def orders(self) -> Any:
-        """Build the engine in this process, where nothing of vLLM may have been imported; return its orders."""
+        """Build the engine in this process, which must not have imported vLLM yet; return its orders."""
         if self.kind not in STOCK:
             choose_invariance(self.kind is EngineKind.INVARIANT)
             choose_runner("v2" if self.on_v2 else "v1")
@@ -66,7 +67,7 @@ class EngineSetup:
 
 
 def compilation(graphs: Graphs) -> dict[str, Any] | None:
-    """Return vLLM's compilation_config for some graphs; None: its own choice."""
+    """Return vLLM's compilation_config for a choice of graphs; None for vLLM's default."""
     if graphs is Graphs.FULL:
         return {"mode": 0, "cudagraph_mode": "FULL"}
     return {"mode": 0, "cudagraph_mode": "NONE"} if graphs is Graphs.NONE else None
@@ -76,7 +77,7 @@ def _stock(setup: EngineSetup) -> Any:
     from bench.gpu.engines.driving import StockVllm
 
     if find_spec("flashinfer") is None:
-        # By default vLLM's sampler would import it, and no engine could be built.
+        # vLLM's sampler would import it by default, and no engine could be built.
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     chosen: dict[str, Any] = {
         "kv_cache_memory_bytes": setup.kv_bytes,
@@ -95,7 +96,7 @@ def _stock(setup: EngineSetup) -> Any:
         dtype=setup.dtype,
         max_num_seqs=setup.max_num_seqs,
         max_model_len=setup.max_model_len,
-        # Elsewhere it would compile for minutes.
+        # Otherwise it would compile for minutes.
         enforce_eager=on_cpu(),
         **{name: value for name, value in chosen.items() if value is not None},
     )
@@ -128,7 +129,7 @@ def _ours(setup: EngineSetup) -> Any:
 
 
 def _head(setup: EngineSetup) -> Path:
-    """Return an EAGLE-3 head of random weights for the model of a setup."""
+    """Return an EAGLE-3 head with random weights for the model of a setup."""
     from bench.gpu.engines.model import random_head
 
     config = json.loads((setup.model / "config.json").read_text())

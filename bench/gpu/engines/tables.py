@@ -1,6 +1,6 @@
-"""Tables of the engines: tokens, plain decoding, drafts, waits.
+"""Build the tables of the engines: tokens, plain decoding, drafts, waits.
 
-A figure that is missing has the reason in its place.
+A missing figure is replaced by the reason.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from bench.gpu.sizes import EngineKind
 from bench.gpu.state import GpuStep, State, tokens_name
 
 Column = tuple[EngineKind, str]
-"""An engine, and its graphs."""
+"""An engine and its graphs."""
 Runs = Mapping[str, Any]
 
 
 def main_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
-    """Yield what is asked first: tokens, step times, drafts."""
+    """Yield the main tables: tokens, step times, drafts."""
     yield from _tokens(state, steps)
     yield from _plain(state, steps)
     yield from _drafted(state, steps)
@@ -27,7 +27,7 @@ def main_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
 
 
 def other_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
-    """Yield waits, deciding and memory."""
+    """Yield the tables of waits, decisions and memory."""
     yield from _waits(state, steps)
     for step in steps:
         if step.order in ("deciding", "memory") and (result := state.result(step.name)) is not None:
@@ -38,9 +38,9 @@ def other_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
 def differences(
     truth: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
 ) -> tuple[int, int, int]:
-    """Return tokens with the same prefix on both sides, samples that differ, and the first place of one that does.
+    """Return the numbers of tokens with equal prefixes and of differing samples, and the first differing position.
 
-    The place is -1 where none differs.
+    The position is -1 if no sample differs.
     """
     compared, places = 0, list[int]()
     for sample, expected in truth.items():
@@ -89,7 +89,7 @@ def _plain(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
     for step in steps:
         if step.order == "cell" and state.over(step.name):
             cells = found.setdefault(_place(step), {})
-            # The plain run of a second measurement is for its drafts.
+            # The plain run of a second measurement only serves its drafts.
             cells.setdefault(_column(step), _plain_run(state, step.name))
     if not found:
         return
@@ -171,7 +171,7 @@ def _place(step: GpuStep) -> str:
 
 
 def _plain_run(state: State, name: str) -> Runs | str:
-    """Return the run without drafts of a step, or why there is none."""
+    """Return a step's run without drafts, or the reason why there is none."""
     result = state.result(name)
     if result is None:
         return "failed"

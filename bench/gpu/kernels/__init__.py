@@ -1,13 +1,13 @@
-"""The kernels on the device: answers to the bit, ceilings, sweeps, and times beside those of other libraries.
+"""Measure the kernels on the device: exact answers, ceilings, sweeps, and times compared with other libraries.
 
-- setup.py: the process that does the steps
-- steps.py: the steps, in the order of what depends on what
-- exact.py, graphs.py: whether results are right on the device, and compiled code is what was expected
-- engine_step.py, philox.py: all that an engine's step runs around its model, and nothing but noise
+- setup.py: the process that carries out the steps
+- steps.py: the steps, in order of their dependencies
+- exact.py, graphs.py: checks that results are right on the device, and that compiled code is as expected
+- engine_step.py, philox.py: all kernels that an engine's step runs around its model, and noise alone
 - sweeps.py: the fastest launch parameters
-- cases.py, measure.py: kernels in their settings, what a user would have otherwise, and times
+- cases.py, measure.py: kernels in their settings, the alternatives of a user, and times
 - tables.py: the tables
-- compiled.py: what the code takes on devices that are not there, a program of its own
+- compiled.py: a separate program that reports the resources of compiled code on devices that are not available
 
-It needs torch and Triton, and neither vLLM nor numba; libraries that are not installed are named as such.
+It needs torch and Triton, and neither vLLM nor numba. The report names libraries that are not installed.
 """

@@ -1,4 +1,4 @@
-"""Cases to measure: each kernel in its intended setting, with the least bytes and operations that it needs."""
+"""Define the cases to measure: each kernel in its intended setting, with its minimum of bytes and operations."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Ways of doing one thing by name, ours first; a maker is called when its turn comes, and may fail.
+    """Alternative implementations by name, ours first. A maker is called when its turn comes, and may fail.
 
-    `moved` bytes must be read or written once, `flops` done, `words` of noise drawn: the bound is the slowest of
-    them at the ceilings.
+    At least `moved` bytes must be read or written, `flops` operations done and `words` of noise drawn. The bound is
+    the slowest of these at the ceilings.
     """
 
     kernel: str
@@ -40,12 +40,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The settings; the defaults are those that are reported.
+    """The settings; the report uses the defaults.
 
     Attention: BubbleSpec's Table 1 (batch 128 at 8k context, 32 requests with 4 drafts) with Qwen3-1.7B's heads,
     and skewed lengths: one of `long` positions among requests of a quarter of `context`. Sampler and loss:
-    Qwen3's vocabulary. Rounding: a matrix of an 8B model. KV: a request of 8,000 tokens of Qwen3-8B, its last
-    block partial.
+    Qwen3's vocabulary. Rounding: a matrix of an 8B model. KV: a request of 8,000 tokens of Qwen3-8B, whose last
+    block is partial.
     """
 
     requests: int = 128
@@ -72,7 +72,7 @@ class Sizes:
 
     @property
     def step(self) -> AttentionShape:
-        """Heads and lengths of the steps of attention."""
+        """Heads and lengths of the attention steps."""
         return AttentionShape(
             self.heads, self.kv_heads, self.head_size, self.context, self.long, self.block, self.drafts
         )
@@ -84,7 +84,7 @@ def just(function: Callable[..., Any], *arguments: Any, **options: Any) -> Calla
 
 
 def attention(device: torch.device, sizes: Sizes) -> Iterator[Case]:
-    """Even and skewed batches, drafts, both orders of KV, batch sizes, groups, and query lengths."""
+    """Yield cases of attention: even and skewed batches, drafts, KV orders, batch sizes, groups, query lengths."""
     batch = sizes.requests
     shapes: list[tuple[str, int, dict[str, Any]]] = [
         ("even", batch, {}),
@@ -121,12 +121,12 @@ def attention(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
 
 def logits_of(device: torch.device, sizes: Sizes, rows: int, spread: float) -> torch.Tensor:
-    """Return random logits [rows, V], normal with this standard deviation."""
+    """Return random logits [rows, V], normal with standard deviation `spread`."""
     return (torch.randn(rows, sizes.vocabulary, device=device) * spread).to(BF16)
 
 
 def sampling(logits: torch.Tensor, top_p: float | None) -> Run:
-    """Return our sampling of a token a row, all inputs on the device."""
+    """Return our sampling of one token per row, with all inputs on the device."""
     rows, device = len(logits), logits.device
     seeds, ones = torch.arange(rows, device=device), torch.ones(rows, device=device)
     return partial(
@@ -136,7 +136,7 @@ def sampling(logits: torch.Tensor, top_p: float | None) -> Run:
 
 
 def sampling_from_host(logits: torch.Tensor, top_p: float | None) -> Callable[[], Sampled]:
-    """Return the same with what the engine has in host memory there, a draft for every row but the last."""
+    """Return our sampling with the engine's host inputs in host memory, and a draft for every row but the last."""
     rows = len(logits)
     seeds = torch.arange(1)
     p = None if top_p is None else torch.full((1,), top_p, device=logits.device)
@@ -162,7 +162,7 @@ def sampler(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
 
 def _torch_sampling(logits: torch.Tensor, top_p: float | None) -> torch.Tensor:
-    """With noise, and the sorted row, in memory, as vLLM's sampler does it in PyTorch."""
+    """Sample with the noise and the sorted row in memory, as vLLM's sampler does in PyTorch."""
     probabilities = logits.float().softmax(dim=-1)
     if top_p is None:
         return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
@@ -172,7 +172,7 @@ def _torch_sampling(logits: torch.Tensor, top_p: float | None) -> torch.Tensor:
 
 
 def _flashinfer_sampling(logits: torch.Tensor, top_p: float | None) -> Run:
-    """FlashInfer's sampling, one token a row, by no seed of a sample's own; top-p as vLLM calls it."""
+    """Return FlashInfer's sampling of one token per row, without seeds per sample; top-p as vLLM calls it."""
     sampling = import_module("flashinfer.sampling")
     if top_p is None:
         return lambda: sampling.sampling_from_logits(logits.float())
@@ -192,7 +192,7 @@ def rounding(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
 
 def copies(device: torch.device, sizes: Sizes, backend: str) -> dict[str, Run]:
-    """Packing a request's blocks, and unpacking them."""
+    """Return runs that pack a request's blocks and unpack them."""
     shape = (sizes.blocks, 2, sizes.block, sizes.kv_heads, sizes.head_size)
     caches = [torch.randn(shape, dtype=BF16, device=device) for _ in range(sizes.layers)]
     blocks = torch.randperm(sizes.blocks)[: -(-sizes.packed_tokens // sizes.block)]
@@ -215,7 +215,7 @@ def kv_pack(device: torch.device, sizes: Sizes) -> Iterator[Case]:
 
 
 def losses(device: torch.device, sizes: Sizes, backend: str = "triton") -> tuple[Run, Run]:
-    """Distillation over the vocabulary: forwards, and forwards and backwards."""
+    """Return the distillation loss over the vocabulary: the forward pass, and both passes."""
     shape = (sizes.tokens, sizes.vocabulary)
     teacher = torch.randn(shape, dtype=BF16, device=device)
     student = torch.randn(shape, dtype=BF16, device=device).requires_grad_()

@@ -1,14 +1,14 @@
-"""Compile what the entry functions launch for devices that are not there, and say what the code takes.
+"""Compile the launches of the entry functions for devices that are not available, and report their resources.
 
     python -m bench.gpu.kernels.compiled                      # for compute capabilities 8.0, 8.9, 9.0 and 10.0
     python -m bench.gpu.kernels.compiled --arch 90 --json codes.json
 
-For each kernel and variant: registers a thread, bytes spilled, shared memory, the widest load, the bytes of each
-asynchronous copy, and instructions of the machine code; then whether that is within the limits. The status is 1 if
-anything is not, or does not compile. It runs with the Triton that is installed: `scripts/compiled-kernels` runs it
-with others.
+For each kernel and variant it prints registers a thread, bytes spilled, shared memory, the widest load, the bytes
+of each asynchronous copy, and the number of machine instructions, and whether they are within the limits. The
+status is 1 if anything is outside them or does not compile. It runs with the installed Triton;
+`scripts/compiled-kernels` runs it with other versions.
 
-The launches are of tensors without contents: nothing here may run on a device, for memory is not initialised.
+The launches use tensors without contents. Nothing here may run on a device, because memory is not initialised.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -81,7 +81,7 @@ def attention_step(
     tree: bool = False,
     longest: int = 5,
 ) -> AttentionStep:
-    """Return a step of requests with so many query tokens."""
+    """Return a step of requests; `queries` lists the query tokens of each."""
     cu = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
     cache = torch.zeros(9, 16, kv_heads, 2 * size, dtype=torch.bfloat16)
     keys, values = cache.split(size, dim=-1)
@@ -101,7 +101,7 @@ def attention_step(
 
 
 def attending(group: int, longest: int) -> None:
-    """Attend with groups of so many heads, and queries up to so many tokens."""
+    """Attend with `group` heads in each group, and up to `longest` query tokens."""
     from kernels.short_query_attention.triton_attend import attend_triton
 
     attend_triton(attention_step([longest] * 4, group, longest=longest))
@@ -164,7 +164,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """PTX, and what the machine code takes: registers a thread, bytes spilled, bytes of shared memory."""
+    """PTX, and the resources of the machine code: registers a thread, bytes spilled, bytes of shared memory."""
 
     ptx: str
     registers: int
@@ -173,12 +173,12 @@ class Code:
     instructions: int
 
     def count(self, pattern: str) -> int:
-        """Return how often a pattern is in the PTX."""
+        """Return the number of matches of a pattern in the PTX."""
         return len(re.findall(pattern, self.ptx))
 
     @property
     def bytes_ahead(self) -> set[int]:
-        """Bytes of each asynchronous copy: what a loop loads before it is needed."""
+        """Bytes of each asynchronous copy, which a loop starts ahead of use."""
         pattern = r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+|\d+)"
         return {int(size, 0) for size in re.findall(pattern, self.ptx)}
 
@@ -190,7 +190,7 @@ class Code:
 
 
 def specialised(kernel: Any, values: dict[str, Any]) -> Special:
-    """Return signature, constants and alignments, by which Triton tells variants of a kernel apart."""
+    """Return signature, constants and alignments, by which Triton distinguishes variants of a kernel."""
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
     aligned: dict[Any, Any] = {}
@@ -212,7 +212,7 @@ def specialised(kernel: Any, values: dict[str, Any]) -> Special:
 
 @contextmanager
 def intercepted(take: Take) -> Iterator[None]:
-    """Give launches to `take` (name, kernel, specialisation, options) instead of making them, on any device."""
+    """Pass launches to `take` (name, kernel, specialisation, options) instead of making them, on any device."""
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
@@ -228,7 +228,7 @@ def intercepted(take: Take) -> Iterator[None]:
 
 
 def compile_for(capability: int, kernel: Any, special: Special, options: dict[str, Any]) -> Code:
-    """Compile for a compute capability, 90 for 9.0; raises if any stage down to machine code fails."""
+    """Compile for a compute capability, 90 for 9.0. Raises if any stage down to machine code fails."""
     result = triton.compile(
         ASTSource(kernel, *special), target=GPUTarget("cuda", capability, 32), options=options
     )
@@ -255,7 +255,7 @@ def compile_for(capability: int, kernel: Any, special: Special, options: dict[st
 
 
 def codes(capability: int) -> Iterator[tuple[str, str, Code | Exception]]:
-    """Compile every kernel in every setting; yields (setting, kernel, code or what went wrong)."""
+    """Compile every kernel in every setting; yield (setting, kernel, code or error)."""
     seen: set[str] = set()
     for setting, launch in LAUNCHES.items():
         pending: list[tuple[str, Any, Special, dict[str, Any]]] = []
@@ -273,13 +273,13 @@ def codes(capability: int) -> Iterator[tuple[str, str, Code | Exception]]:
 
 
 def most_registers(kernel: str, setting: str, capability: int) -> int:
-    """Return the most registers a thread that a kernel may take.
+    """Return the maximum registers a thread for a kernel.
 
-    scan: 64 of a multiprocessor's 65,536 for eight programs of 128 threads. For 8.0 and 8.9 ptxas takes up to 66 by
-    itself; told to keep to 64 (`--maxrregcount`) it does, and spills nothing, so it is its taste and no need of the
-    code. It costs one program of eight, on devices that nothing here is tuned for. With proposals the scan sums
-    64-bit masses, and five programs must do: such rows are few. Attention: two programs. The rest must only not
-    spill.
+    Scan: 64, since a multiprocessor has 65,536 for eight programs of 128 threads. For 8.0 and 8.9 ptxas uses up to
+    66 by itself. With `--maxrregcount` 64 it keeps to the limit and spills nothing, so the code does not need more.
+    This costs one program of eight, on devices that nothing here is tuned for. With proposals the scan sums 64-bit
+    masses, and five programs must suffice, because such rows are few. Attention: two programs. All others only must
+    not spill.
     """
     if kernel == "_attend":
         return 256
@@ -291,7 +291,7 @@ def most_registers(kernel: str, setting: str, capability: int) -> int:
 
 
 def faults(kernel: str, setting: str, capability: int, code: Code) -> list[str]:
-    """Return in what the code of a kernel is outside its limits."""
+    """Return how the code of a kernel exceeds its limits."""
     most = most_registers(kernel, setting, capability)
     found = []
     if code.registers > most:
@@ -304,7 +304,7 @@ def faults(kernel: str, setting: str, capability: int, code: Code) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table for each architecture; returns 1 if anything is outside its limits."""
+    """Print the table for each architecture; return 1 if anything is outside its limits."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.kernels.compiled", description=__doc__)
     parser.add_argument(
         "--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities, 90 for 9.0"

@@ -1,9 +1,9 @@
-"""Kernels of an engine's step around its model, on a machine without vLLM: a large product stands for the model.
+"""Run the kernels of an engine's step around its model, without vLLM; a large product stands for the model.
 
-One packed copy up, segments into the table of guesses, drafts out of it, the product, sampling and verification,
-one packed copy down. They must pick the specification's tokens, be captured in a CUDA graph as a whole, and never
-make the host wait for the device. Then the time is measured that they add to a product of about 7 ms, the step of a
-model of 8 billion parameters.
+A step has one packed copy to the device, segments written into the table of guesses, drafts read from it, the
+product, sampling and verification, and one packed copy back. It must pick the specification's tokens, be capturable
+in a CUDA graph as a whole, and never make the host wait for the device. Then the time is measured that the kernels
+add to a product of about 7 ms, the step of a model of 8 billion parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepSizes:
 
     @classmethod
     def of(cls, sizes: cases.Sizes) -> StepSizes:
-        """Return those of the settings, of which as many samples decode as rows are sampled otherwise."""
+        """Return the step sizes for settings; as many samples decode as rows are sampled otherwise."""
         return cls(max(2, sizes.rows // (sizes.drafts + 1)), sizes.drafts, max(sizes.long, 4 * sizes.drafts))
 
     @property
@@ -57,10 +57,10 @@ class StepSizes:
 
 
 class EngineStep:
-    """One step, whose inputs are written into memory that stays where it is; a graph can replay `run`."""
+    """One step whose inputs are written into fixed memory, so that a graph can replay `run`."""
 
     def __init__(self, device: torch.device, sizes: cases.Sizes, product: Callable[[], object]) -> None:
-        """Take random logits and empty rows of guesses. `product` stands for the model."""
+        """Create random logits and empty rows of guesses. `product` stands for the model."""
         self.sizes = StepSizes.of(sizes)
         self._device, self._product = device, product
         n, rows = self.sizes.samples, self.sizes.rows
@@ -69,7 +69,7 @@ class EngineStep:
         )  # On the host first: every device has the same.
         self._there = self.logits.to(device)
         self._table = DraftTable(n, self.sizes.length, device)
-        # Two drafts more than a step verifies: the table is written further than it is read.
+        # Write two more drafts than a step verifies, so that the table has more entries than are read.
         segments = n * (self.sizes.drafts + 2)
         names = ("seeds", "positions", "behind", "slots", "starts", "counts")
         integers = {name: (n, torch.int64) for name in names}
@@ -89,7 +89,7 @@ class EngineStep:
         self._down = torch.empty(out_size, dtype=torch.uint8, pin_memory=pinned)
 
     def prepare(self, positions: Array, guesses: Array) -> None:
-        """Write the inputs of the next run, in host memory: response positions [n], and guesses [n, drafts + 2]."""
+        """Write the inputs of the next run in host memory: response positions [n], and guesses [n, drafts + 2]."""
         n, each = self.sizes.samples, self.sizes.drafts + 1
         there = views(self._up, self._layout)
         rows = torch.arange(n * each)
@@ -115,7 +115,7 @@ class EngineStep:
         self._inputs.copy_(self._up, non_blocking=True)
         there = views(self._inputs, self._layout)
         self._table.write(Segments(**{name: there[name] for name in ("slots", "starts", "counts", "tokens")}))
-        # Rows of the table are slots, and samples are in another order than those that were written.
+        # Rows of the table are slots. The samples of the step have another order than the written rows.
         rows = torch.arange(self.sizes.samples, device=self._device)
         drafts = self._table.gather(rows, there["behind"], self.sizes.drafts)
         self._product()
@@ -125,7 +125,7 @@ class EngineStep:
         self._down.copy_(self._results, non_blocking=True)
 
     def results(self) -> dict[str, Array]:
-        """Wait for the device; returns tokens [rows] and counts [n]."""
+        """Wait for the device; return tokens [rows] and counts [n]."""
         wait(self._device)
         return {name: part.numpy() for name, part in views(self._down, self._outputs).items()}
 
@@ -141,9 +141,9 @@ class EngineStep:
 
 
 def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
-    """Capture a step in a CUDA graph and replay it with other inputs, under an error for whatever waits.
+    """Capture a step in a CUDA graph and replay it with other inputs; anything that waits raises an error.
 
-    Drafts are right up to a place that differs from sample to sample. KernelMismatch for any other token or count.
+    Drafts are right up to a position that differs between samples. KernelMismatch for any other token or count.
     """
     step = EngineStep(device, sizes, product(device, 1))
     n, k = step.sizes.samples, step.sizes.drafts
@@ -158,7 +158,7 @@ def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
         guesses[wrong] = (guesses[wrong] + 1) % sizes.vocabulary
         step.prepare(positions, guesses)
         if replay is None:
-            # Compiles, and fills what is kept for the device.
+            # This compiles, and fills the buffers that are kept for the device.
             step.run()
             wait(device)
             replay = captured(device, partial(_unwaited_run, device, step))
@@ -170,7 +170,7 @@ def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
 
 
 def unwaited(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
-    """Call the entry functions as an engine does, without a graph: none may wait, up to the copy of the result."""
+    """Call the entry functions as an engine does, without a graph: none may wait before the copy of the result."""
     step = StepSizes.of(sizes)
     logits = cases.logits_of(device, sizes, step.rows, 4.0)
     table = DraftTable(step.samples, step.length, device)
@@ -196,7 +196,7 @@ def unwaited(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
 def beside_product(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
     """Measure the time that the step's kernels add to a product of about 7 ms, in a graph and launched one by one.
 
-    One by one the host is ahead of the device as long as launching takes less than the product.
+    Launched one by one, the host is ahead of the device while launching takes less time than the product.
     """
     times = _products(device)
     alone, step = product(device, times), EngineStep(device, sizes, product(device, times))
@@ -215,7 +215,7 @@ def beside_product(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
 
 
 def product(device: torch.device, times: int) -> Callable[[], object]:
-    """Return a large product in bfloat16, made so many times."""
+    """Return a run of `times` large products in bfloat16."""
     side = 4096 if device.type == "cuda" else 16
     a, b = torch.randn(2, side, side, device=device).bfloat16()
     out = torch.empty_like(a)
@@ -229,7 +229,7 @@ def product(device: torch.device, times: int) -> Callable[[], object]:
 
 @contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
-    """Let whatever makes the host wait for the device raise, in this context; nothing does on a CPU."""
+    """Raise an error in this context if anything makes the host wait for the device. No effect on a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -247,14 +247,14 @@ def wait(device: torch.device) -> None:
 
 
 def _products(device: torch.device) -> int:
-    """Return how many products take about as long as a model's step."""
+    """Return the number of products that take about as long as a model's step."""
     if device.type != "cuda":
         return 1
     return max(1, round(_STEP_SECONDS / _each(device, product(device, 1))))
 
 
 def _each(device: torch.device, run: Callable[[], object]) -> float:
-    """Return the seconds of a run, of many without a pause between them."""
+    """Return the mean seconds of a run, over many without a pause between them."""
     run()
     wait(device)
     begin = time.perf_counter()

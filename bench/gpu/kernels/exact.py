@@ -1,7 +1,7 @@
-"""Checks of results on the device: to the bit for whatever decides a token, else within rounding.
+"""Check results on the device: bit for bit if they decide a token, otherwise within rounding.
 
-Everything here is compared with plain numpy and torch. A check returns nothing; it raises `KernelMismatch`, or what
-a kernel that does not compile or run raises.
+All checks compare with plain numpy and torch. A check returns nothing. It raises `KernelMismatch`, or the error of
+a kernel that does not compile or run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.selfcheck import check_attention, check_kv_pack, check_sampler, che
 Check = Callable[[torch.device, cases.Sizes], None]
 _SEED, _POSITION = 0x0123456789ABCDEF, 7
 _NEAR_TIES = 1024
-"""Columns of a row whose scores all but tie; there are as many rows as there are tokens to get right."""
+"""Columns of a row whose scores nearly tie; the number of rows is the number of tokens to check."""
 
 
 def noise(device: torch.device, sizes: cases.Sizes) -> None:
@@ -41,7 +41,7 @@ def noise(device: torch.device, sizes: cases.Sizes) -> None:
 
 
 def masks(device: torch.device, sizes: cases.Sizes) -> None:
-    """Compare thresholds of whole rows with the specification's to the bit, ties and masked entries included."""
+    """Compare thresholds of whole rows with the specification's bit for bit, ties and masked entries included."""
     from kernels.coupled_sampler.triton_sample import LogitPart, thresholds
 
     rng = np.random.default_rng(1)
@@ -71,7 +71,7 @@ def masks(device: torch.device, sizes: cases.Sizes) -> None:
 
 
 def near_ties(device: torch.device, sizes: cases.Sizes) -> None:
-    """Compare tokens of rows whose scores all but tie: one operation rounded otherwise gives another token."""
+    """Compare tokens of rows whose scores nearly tie: one operation rounded otherwise gives another token."""
     rows = max(4, sizes.noise // _NEAR_TIES // 16)
     positions = torch.arange(rows)
     drawn = np.stack([gumbel(_SEED, position, _NEAR_TIES) for position in range(rows)])
@@ -95,7 +95,7 @@ def near_ties(device: torch.device, sizes: cases.Sizes) -> None:
 
 
 def engine_checks(device: torch.device, sizes: cases.Sizes) -> None:
-    """Make the checks that an engine makes before it serves, in the interpreter the quick ones."""
+    """Run the checks that an engine runs before it serves; in the interpreter only the quick ones."""
     if device.type == "cuda":
         check_sampler(device)
     check_w4a16(device)
@@ -129,7 +129,7 @@ def _attention(heads: int, kv_heads: int, size: int, *dtypes: torch.dtype) -> Ch
 
 
 def checks(device: torch.device) -> tuple[tuple[str, float, Check], ...]:
-    """Return name, seconds on a device, and the check itself; in the interpreter one small shape of attention."""
+    """Return name, device seconds and function of each check; in the interpreter one small attention shape."""
     shapes, dtypes = [(2, 1, 16)], [torch.float32]
     if device.type == "cuda":
         shapes, dtypes = [(32, 8, 128), (64, 8, 128), (16, 8, 128)], [torch.bfloat16, torch.float16]

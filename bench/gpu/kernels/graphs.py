@@ -1,4 +1,4 @@
-"""Compiled code on the device: registers, spills, captures in CUDA graphs, and what is compiled while serving."""
+"""Check compiled code on the device: registers, spills, captures in CUDA graphs, and compilation while serving."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
 
 
 def resources(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
-    """Launch every kernel, and return what their compiled code takes."""
+    """Launch every kernel, and return the resources of the compiled code."""
     if device.type != "cuda":
         return NOT_HERE
     for queries in sizes.queries:
@@ -60,7 +60,7 @@ def resources(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
 def recompiles(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
     """Sample batches of many sizes, and return which of them had to wait for the compiler.
 
-    KernelMismatch if any but the first did: serving would stop for seconds, again and again.
+    KernelMismatch if any but the first did, because serving would then stop for seconds, again and again.
     """
     if device.type != "cuda":
         cases.sampling(cases.logits_of(device, sizes, sizes.rows, 4.0), 0.95)()
@@ -84,9 +84,9 @@ def recompiles(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
 
 
 def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
-    """Capture attention in a CUDA graph, and replay it with other lengths and other tables of blocks.
+    """Capture attention in a CUDA graph, and replay it with other lengths and other block tables.
 
-    KernelMismatch if a replay gives what the reference does not.
+    KernelMismatch if a replay differs from the reference.
     """
     from kernels.short_query_attention.triton_attend import attend_triton, prepare
 
@@ -100,7 +100,7 @@ def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
     graph = captured(device, lambda: attend_triton(step, out=out, scratch=scratch))
     worst = 0.0
     for turn in range(3):
-        # The batch turns round: every request gets another one's context.
+        # Rotate the batch: every request gets the context of another one.
         step.lengths.copy_(step.lengths.roll(turn))
         step.block_table.copy_(step.block_table.roll(turn, 0))
         graph()
@@ -113,7 +113,7 @@ def replayed(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
 
 
 def captured(device: torch.device, run: Any) -> Any:
-    """Return what replays `run`; without a device, `run` itself."""
+    """Return a function that replays `run`; without a device, `run` itself."""
     if device.type != "cuda":
         return run
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Times on the device and on the host, what bounds them, and the ceilings that bounds are made of."""
+"""Measure times on the device and on the host, and the ceilings that bounds are computed from."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HOST_RUNS = 30
 class Taken:
     """Seconds of a run on the device, and of the host until it has launched it.
 
-    `in_graph`: the run was captured, so nothing of the host is in `seconds`. Otherwise a short run takes as long
-    as its launches.
+    With `in_graph` the run was captured, so `seconds` contains no host time. Otherwise a short run takes as long as
+    its launches.
     """
 
     seconds: float
@@ -35,7 +35,7 @@ TakenBy = Callable[[Run], Taken]
 
 
 def taker(device: torch.device, milliseconds: int) -> TakenBy:
-    """Return what measures a run: on the device for about `milliseconds`, as a CUDA graph where it can be one."""
+    """Return a function that times a run on the device for about `milliseconds`, in a CUDA graph where possible."""
     timed = timer(device, milliseconds)
 
     def taken(run: Run) -> Taken:
@@ -46,7 +46,7 @@ def taker(device: torch.device, milliseconds: int) -> TakenBy:
         try:
             replay = captured(device, run)
         except RuntimeError:
-            # A run that waits for the device, or copies what the host has not pinned, cannot be captured.
+            # A run that waits for the device, or copies memory that the host has not pinned, cannot be captured.
             torch.cuda.synchronize(device)
             return Taken(timed(run), host, in_graph=False)
         return Taken(timed(replay), host, in_graph=True)
@@ -55,7 +55,7 @@ def taker(device: torch.device, milliseconds: int) -> TakenBy:
 
 
 def launching(device: torch.device, run: Run) -> float:
-    """Return the seconds until the host has launched a run, the median of many."""
+    """Return the median seconds until the host has launched a run."""
     found = []
     for _ in range(_HOST_RUNS):
         torch.cuda.synchronize(device)
@@ -66,10 +66,10 @@ def launching(device: torch.device, run: Run) -> float:
 
 
 def ceilings(device: torch.device, sizes: cases.Sizes) -> dict[str, float]:
-    """Measure what the device can do.
+    """Measure the ceilings of the device.
 
-    Bytes a second of a large copy (read and written), operations a second of a large bfloat16 product, and words a
-    second of nothing but Philox, the bound of a sampler that draws noise for every token.
+    They are bytes a second of a large copy (read and written), operations a second of a large bfloat16 product, and
+    words a second of Philox alone, the bound of a sampler that draws noise for every token.
     """
     from bench.gpu.kernels.philox import draw_words
 
@@ -121,7 +121,7 @@ def measured(case: cases.Case, ceilings: dict[str, float], taken: TakenBy) -> It
 
 
 def host_time(device: torch.device, sizes: cases.Sizes) -> dict[str, Any]:
-    """Measure how long the host takes to launch a sampling of what it has, and until it has the result."""
+    """Measure how long the host takes to launch a sampling of host inputs, and until it has the result."""
     logits = cases.logits_of(device, sizes, sizes.rows, 4.0)
     runs = _HOST_RUNS if device.type == "cuda" else 2
     result = {}

@@ -1,7 +1,7 @@
-"""Nothing but Philox: how many words a second the device draws, which bounds a sampler that needs them all."""
+"""Measure Philox alone: the words a second that the device draws, which bounds a sampler that needs them all."""
 
 # mypy: disable-error-code="no-untyped-def,import-untyped"
-# Triton's functions carry types that annotations cannot say.
+# The types of Triton's functions cannot be expressed as annotations.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that runs steps of the kernels."""
+"""Set up the process that runs the kernel steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KernelSetup:
-    """The device, "cuda" or "cpu", and the folder that tuned parameters are written to."""
+    """The device, "cuda" or "cpu", and the folder for tuned parameters."""
 
     device: str
     tuned: Path
@@ -36,7 +36,7 @@ class KernelSetup:
 
 
 class KernelOrders:
-    """Steps by name."""
+    """Kernel steps by name."""
 
     def __init__(self, setup: KernelSetup, steps: Sequence[KernelStep]) -> None:
         self._setup = setup
@@ -48,8 +48,8 @@ class KernelOrders:
         """Run a step.
 
         Args:
-            name: of the step.
-            ceilings: result of the step of that name; None: it has not been run, or failed.
+            name: name of the step.
+            ceilings: result of the ceilings step; None if it has not been run, or failed.
             values: launch parameters that were swept so far.
             wrong: checks with these parameters that have not passed.
         """
@@ -67,6 +67,6 @@ class KernelOrders:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            # An error of a kernel that was launched shows here, and is this step's.
+            # An error of a launched kernel appears here, and belongs to this step.
             torch.cuda.synchronize()
         return found

@@ -1,4 +1,4 @@
-"""The steps of the kernels, each behind what it needs: answers, ceilings, times, sweeps, times again."""
+"""Define the kernel steps in order of their dependencies: answers, ceilings, times, sweeps, times again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CANDIDATES_WITHOUT_DEVICE = 2
 
 @dataclass(frozen=True, slots=True)
 class KernelBench:
-    """Inputs of a step: the device, where parameters go, and what other steps have found (`KernelOrders.step`)."""
+    """Inputs of a step: the device, the folder for parameters, and results of other steps (`KernelOrders.step`)."""
 
     device: torch.device
     tuned: Path
@@ -48,7 +48,7 @@ class KernelBench:
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """One step: about how many seconds it takes on a device, and what it does. A brief run has it if `brief`."""
+    """One step: its approximate seconds on a device, and its function. `brief` steps are part of a brief run."""
 
     name: str
     seconds: float
@@ -59,7 +59,7 @@ class KernelStep:
 def kernel_steps(device: str) -> list[KernelStep]:
     """Return the steps for a device, "cuda" or "cpu"."""
     checks = exact.checks(torch.device(device))
-    # What an engine checks at its start is left to it.
+    # The checks that an engine runs at its start are left to it.
     brief = {"noise", "masks", "near ties"}
     plan = [
         KernelStep(f"{KERNELS}exact: {name}", seconds, partial(_exact, run), name in brief)
@@ -74,7 +74,7 @@ def kernel_steps(device: str) -> list[KernelStep]:
             (f"{KERNELS}engine step: beside a product", 8, engine_step.beside_product),
         )
     ]
-    # Before the sweeps, too: should the time be over after them, there is a table.
+    # Also before the sweeps, so that there is a table if the time is over after them.
     plan += [
         KernelStep(f"{KERNELS}defaults: {name}", 15, partial(_table, name), name in ("attention", "sampler"))
         for name in cases.CASES
@@ -112,9 +112,9 @@ def _on_device(
 
 
 def _table(name: str, bench: KernelBench) -> dict[str, Any]:
-    """Measure the cases of one kernel beside its rivals, of which most need CUDA.
+    """Measure the cases of one kernel and its rivals, most of which need CUDA.
 
-    A setting that ours fails in is a failure of the run, and the other settings are measured all the same.
+    If ours fails in a setting, the run has a failure, but the other settings are still measured.
     """
     ceilings = bench.ceilings
     rows: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def _table(name: str, bench: KernelBench) -> dict[str, Any]:
 
 
 def _sweep(sweep: sweeps.Sweep, bench: KernelBench) -> dict[str, Any]:
-    """Try each value of one parameter with what is chosen so far, and keep the fastest."""
+    """Try each value of one parameter with the values chosen so far, and keep the fastest."""
     runs = sweep.runs(bench.device, bench.sizes)
     if bench.device.type != "cuda":
         sweep = replace(sweep, candidates=sweep.candidates[:CANDIDATES_WITHOUT_DEVICE])

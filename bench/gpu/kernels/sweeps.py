@@ -1,4 +1,4 @@
-"""Sweeps: one launch parameter after the other, each with the best of those before it."""
+"""Sweep one launch parameter after the other, each with the best values of the earlier ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.tuning import Run, Tuning, using
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A parameter of `Tuning`, the values to try, and what is timed with each: runs by name."""
+    """A parameter of `Tuning`, the values to try, and the runs by name that are timed with each."""
 
     parameter: str
     candidates: tuple[int | bool, ...]
@@ -29,8 +29,8 @@ def swept(
 ) -> dict[str, Any]:
     """Time all runs with every candidate; the best has the smallest geometric mean of times.
 
-    A candidate that one of the runs fails with (too much shared memory, say) is out, with the error in its place.
-    ValueError if all are.
+    A candidate with which a run fails (too much shared memory, say) is rejected, with the error in its place.
+    ValueError if all are rejected.
     """
     tried: list[dict[str, Any]] = []
     for candidate in sweep.candidates:
@@ -40,7 +40,7 @@ def swept(
             with using(replace(chosen, **changed)):
                 row["seconds"] = {name: timed(run) for name, run in runs.items()}
             row["mean"] = _mean(list(row["seconds"].values()))
-        except Exception as error:  # A compiler's errors are of many kinds.
+        except Exception as error:  # Compilers raise many kinds of errors.
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
             _raise_if_spoiled()
         tried.append(row)
@@ -51,7 +51,7 @@ def swept(
 
 
 def _raise_if_spoiled() -> None:
-    """Raise if nothing works on the device any more: what failed was no matter of one candidate."""
+    """Raise if the device does not work any more, because the failure then does not concern one candidate."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -61,7 +61,7 @@ def _mean(times: Sequence[float]) -> float:
 
 
 def _attention(device: torch.device, sizes: cases.Sizes) -> dict[str, Run]:
-    """Even and skewed batches, one request alone, verification, and a large group with long drafts."""
+    """Return runs: even and skewed batches, one request, verification, and a large group with long drafts."""
     alone, even, group = (1,), (sizes.requests,), (sizes.groups[-1],)
     wanted = {
         "even": random_step(device, sizes.step, "even", even[0]),

@@ -1,4 +1,4 @@
-"""Tables of the kernels: times beside other libraries', sweeps, compiled code."""
+"""Build the tables of the kernels: times compared with other libraries, sweeps, compiled code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADS = (
     "kernel", "setting", "by", "device us", "host us", "GB/s", "TFLOP/s", "bound", "of bound", "ours is",
 )  # fmt: skip
 _LISTED = ("compiled code", "recompiles", "CUDA graphs", "host time of sampling", "tuned parameters")
-"""Steps whose figures are listed as they are."""
+"""Steps whose figures are listed unchanged."""
 
 
 def kernel_tables(state: State) -> Iterator[str]:
@@ -42,7 +42,7 @@ def kernel_tables(state: State) -> Iterator[str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the rows of `measure.measured` as a Markdown table, errors below it."""
+    """Yield the rows of `measure.measured` as a Markdown table, with errors below it."""
     yield from markdown.table(HEADS, map(_cells, rows))
     failed = [f"- {each['by']} ({each['setting']}): {each['error']}" for each in rows if "error" in each]
     if failed:

@@ -1,1 +1,1 @@
-"""vLLM with its CUDA kernels, made small enough to be brought to a GPU machine that has no network."""
+"""Pack vLLM with its CUDA kernels, small enough for a GPU machine without network."""

@@ -1,16 +1,16 @@
-"""Pack what a GPU machine lacks, to be brought there: vLLM with its CUDA kernels, its packages, and this code.
+"""Pack what a GPU machine without network lacks: vLLM with its CUDA kernels, its packages, and this code.
 
-    scripts/gpu-pack                 # build .pack/, or bring it up to date
+    scripts/gpu-pack                 # build .pack/, or update it
     scripts/gpu-pack --lock          # take versions from requirements/cuda.lock and hashes from the registry
 
-The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, an H100 or H200, and no network. There,
-in the folder that holds `.pack`:
+The machine has Python 3.12, torch 2.11 for CUDA 13, Triton 3.6, an H100 or H200, and no network. On it, in the
+folder that holds `.pack`, run:
 
     . .pack/start.sh && python3 -m bench.gpu --brief
 
-git ignores `.pack`. Of the wheels it has what a Hopper GPU loads (bench/gpu/pack/contents.py), of their
-libraries the device code for sm_90 (bench/gpu/pack/fatbin.py). Wheels are kept in runs/gpu-pack; a second
-build downloads nothing.
+git ignores `.pack`. The pack has the files of the wheels that a Hopper GPU loads (bench/gpu/pack/contents.py), and
+of their libraries the device code for sm_90 (bench/gpu/pack/fatbin.py). Wheels are kept in runs/gpu-pack, and a
+second build downloads nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.report import console, show_rows
 
 
 def main() -> None:
-    """Do what was asked for; the exit status is 1 if there is no pack that can be carried."""
+    """Run the command; the exit status is 1 if there is no usable pack."""
     given = arguments()
     began = time.monotonic()
     try:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def show(listing: Listing, out: Path, seconds: float) -> None:
-    """Print what a pack holds and weighs."""
+    """Print the contents and the size of a pack."""
     show_rows(
         "Libraries with device code, MB",
         ("library", "file", "kept for sm_90", "dropped"),
@@ -76,7 +76,7 @@ def _mib(size: int) -> str:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(".pack"), help="folder of the pack")
     parser.add_argument("--lock", action="store_true", help="build nothing; write requirements/gpu-pack.lock")

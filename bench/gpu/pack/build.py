@@ -20,7 +20,7 @@ from bench.gpu.pack.contents import Library, Member
 from bench.gpu.pack.wheels import PackError
 
 LIMIT = 45 * 2**20
-"""Bytes that the pack may have: a run carries 64 MiB, and the checkout is part of them."""
+"""Maximum size of the pack in bytes: a run carries 64 MiB, and the checkout is part of them."""
 PACKAGES = ("bench", "kernels", "paceline", "services")
 _PARTS = 4
 _CARRIED = Path(__file__).parent / "carried"
@@ -29,9 +29,9 @@ _LISTING = "contents.json"
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a pack holds: wheels by name and version, libraries, bytes left out by reason, and bytes of each file.
+    """Contents of a pack: wheels by name and version, libraries, bytes left out by reason, and bytes of each file.
 
-    `keys` name what the parts were made of, by part; `unpacked` and `files` are of the packages.
+    `keys` identify the inputs of each part. `unpacked` and `files` count the packages.
     """
 
     keys: dict[str, str]
@@ -49,7 +49,7 @@ class Listing:
 
 
 def build(found: Sequence[Path], root: Path, out: Path) -> Listing:
-    """Write a pack of wheels and of the code of a checkout; packages that are there already are left as they are.
+    """Write a pack of wheels and of the code of a checkout; keep packages that are already there.
 
     Raises:
         PackError: the pack is heavier than its limit, or a wheel or the checkout is not as expected.
@@ -59,7 +59,7 @@ def build(found: Sequence[Path], root: Path, out: Path) -> Listing:
     key = _site_key(found)
     listing = _earlier(out, key)
     if listing is None:
-        # Whoever is interrupted here leaves no pack that looks whole.
+        # An interrupted build must not leave a pack that looks complete.
         (out / _LISTING).unlink(missing_ok=True)
         for path in out.glob("site-*"):
             path.unlink()
@@ -81,7 +81,7 @@ def build(found: Sequence[Path], root: Path, out: Path) -> Listing:
 
 
 def read(out: Path) -> Listing:
-    """Return what the pack in a folder holds."""
+    """Return the listing of the pack in a folder."""
     said: dict[str, Any] = json.loads((out / _LISTING).read_text())
     libraries = [
         Library(each["target"], each["size"], fatbin.Pruned(**each["code"])) for each in said["libraries"]
@@ -90,7 +90,7 @@ def read(out: Path) -> Listing:
 
 
 def _site_key(found: Sequence[Path]) -> str:
-    """Return what the packages of a pack follow from: the wheels, and the modules that choose and shrink files."""
+    """Return the key of a pack's packages: a hash of the wheels and of the modules that choose and shrink files."""
     digest = hashlib.sha256()
     for path in sorted(found):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -100,7 +100,7 @@ def _site_key(found: Sequence[Path]) -> str:
 
 
 def _earlier(out: Path, key: str) -> Listing | None:
-    """Return what an earlier call left in a folder, if its packages are those of the key, and whole."""
+    """Return the listing of an earlier call, if its packages have this key and are complete."""
     try:
         listing = read(out)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
@@ -115,7 +115,7 @@ def _write_site(found: Sequence[Path], key: str, out: Path) -> Listing:
     carried = sorted((each for each in every if not each.reason), key=lambda each: each.target)
     parts = archive.split(carried, _PARTS, lambda each: each.size)
     names = [out / f"site-{number}.tar.xz" for number in range(len(parts))]
-    # Compressing releases the interpreter's lock. The threads do the rest, of which there is little, in turns.
+    # Compressing releases the interpreter's lock. The threads take turns for the little work that does not.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         libraries = [each for made in pool.map(_write_part, names, parts) for each in made]
     left_out: dict[str, int] = {}
@@ -130,7 +130,7 @@ def _write_site(found: Sequence[Path], key: str, out: Path) -> Listing:
 def _write_part(path: Path, part: Sequence[Member]) -> list[Library]:
     libraries = list[Library]()
     with ExitStack() as opened:
-        # Each is opened once: to open one is to read its list of files, thousands in vLLM's.
+        # Open each wheel once, because opening reads its list of files, thousands for vLLM.
         zips = {wheel: opened.enter_context(ZipFile(wheel)) for wheel in {each.wheel for each in part}}
 
         def files() -> Iterator[tuple[str, bytes]]:
@@ -147,8 +147,8 @@ def _write_part(path: Path, part: Sequence[Member]) -> list[Library]:
 def _write_code(root: Path, out: Path) -> str:
     """Write the code of a checkout and return its key.
 
-    It is the working tree: uncommitted edits go along, and new files that git does not ignore. A run that carries
-    the checkout uses that (start.sh); the copy, a MiB, serves a machine that gets the pack alone.
+    The code is the working tree, with uncommitted edits and new files that git does not ignore. A run that carries
+    the checkout uses the checkout (start.sh); the copy, about 1 MiB, serves a machine that gets the pack alone.
     """
     listed = subprocess.run(
         ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PACKAGES],
@@ -166,5 +166,5 @@ def _write_code(root: Path, out: Path) -> str:
 
 
 def collect(lock: Path = wheels.LOCK) -> list[Path]:
-    """Return the wheels of the lock, downloaded where they are not at hand."""
+    """Return the wheels of the lock; download missing ones."""
     return wheels.collect(wheels.read(lock), wheels.CACHE)

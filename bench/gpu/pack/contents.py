@@ -1,8 +1,8 @@
-"""What the pack takes of each wheel, and how it shrinks what it takes.
+"""Choose the files that the pack takes from each wheel, and shrink them.
 
-It keeps what one Hopper GPU loads to serve dense models of head size 128 in bfloat16, with an engine that is
-started from Python. The rest is left out by the table below, each with the reason why an engine comes up
-without it. Kernels with PTX alone, such as Marlin's for 4-bit weights, are left out too.
+It keeps the files that one Hopper GPU loads to serve dense models of head size 128 in bfloat16, with an engine that
+is started from Python. The table below leaves out the rest, each entry with the reason why an engine starts without
+it. Kernels with PTX alone, such as Marlin's for 4-bit weights, are left out too.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ LEFT_OUT = {
     "mistral_common/tokens/tokenizers/data": "tokenizers",
     "pycountry/locales": "translations",
 }
-"""Prefix of a path -> why it is not needed."""
+"""Path prefix -> reason why the files are not needed."""
 _SOURCES = (".pyi", ".hpp", ".cuh", ".cu")
 _OTHER_GPUS = re.compile(
     r"vllm/(model_executor|kernels)/.*configs/.*(?:device_name=(?!NVIDIA_H[12]00)|nvidia_(?!h[12]00)).*\.json$"
 )
-"""Launch parameters that were tuned on other GPUs; the names have the GPU."""
+"""Launch parameters that were tuned on other GPUs; the file names contain the GPU."""
 _TILE = (
     r"CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, "
     r"cute::tuple<cute::C<\d+>, cute::C<\d+>, cute::C<128> >, 128, cutlass::bfloat16_t"
 )
 _KERNELS = {"_vllm_fa3_C": re.compile(rf"{_TILE}|FlashAttnFwdCombine|prepare_varlen")}
-"""Library -> the translation units that stay, by the names of their kernels: of FlashAttention 3 those for head
-size 128 in bfloat16 (paged, split and packed or not), and those that every forward pass needs."""
+"""Library -> the translation units that stay, by the names of their kernels. FlashAttention 3 keeps kernels for
+head size 128 in bfloat16 (paged, split and packed or not), and kernels that every forward pass needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file of a wheel: its name there, its path in the pack, its size, and why it is left out ("": it is not)."""
+    """A file of a wheel: its name there, its path in the pack, its size, and why it is left out ("": kept)."""
 
     wheel: Path
     name: str
@@ -71,7 +71,7 @@ class Library:
 
 
 def members(wheels: Iterable[Path]) -> Iterator[Member]:
-    """Yield the files of wheels, those left out included, in the order of their paths in each."""
+    """Yield the files of wheels, excluded ones too, in the order of their paths in each wheel."""
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             for info in sorted(archive.infolist(), key=lambda each: each.filename):
@@ -103,7 +103,7 @@ def _left_out(target: str) -> str:
 
 
 def shrunk(target: str, data: bytes) -> tuple[bytes, Library | None]:
-    """Return what the pack has of a file, and what was done to it if it is a library with device code.
+    """Return the contents of a file in the pack, and its library record if it is a library with device code.
 
     Raises:
         FatbinError: a library of vLLM that cannot be read.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 SECTION = ".nv_fatbin"
 ELSEWHERE = 120
-"""Architecture that removed entries are given: newer than the one kept, so that neither cubin nor PTX fits it."""
+"""Architecture of removed entries: newer than the kept one, so that neither cubin nor PTX fits it."""
 CUBIN, PTX = 2, 1
 _MAGIC = 0xBA55ED50
 _ALIGNED = 8
@@ -43,7 +43,7 @@ class FatbinError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Device code for one architecture: where its header begins, and where its payload is."""
+    """Device code for one architecture: the offset of its header, and of its payload."""
 
     header: int
     kind: int
@@ -66,7 +66,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Bytes of device code that stayed, and that became zeros."""
+    """Bytes of device code that were kept, and that were zeroed."""
 
     kept: int = 0
     dropped: int = 0
@@ -98,7 +98,7 @@ def containers(data: Data) -> list[Container]:
     """Return the containers of a library, none if it has no device code.
 
     Raises:
-        FatbinError: the section has something else than containers and zeros between them.
+        FatbinError: the section has something other than containers and zeros between them.
     """
     place = section(data, SECTION)
     if place is None:
@@ -165,7 +165,7 @@ def prune(
                 continue
             dropped += size
             data[entry.begin : entry.end] = bytes(size)
-            # Entries for later GPUs are none that this one would load; they keep what they say.
+            # This GPU would not load entries for later GPUs; they stay unchanged.
             if entry.architecture <= architecture:
                 struct.pack_into("<I", data, entry.header + _ARCHITECTURE, ELSEWHERE)
     return Pruned(kept, dropped)

@@ -1,8 +1,8 @@
-"""Wheels of requirements/gpu-pack.lock, for CPython 3.12 on x86-64, whatever runs here.
+"""Collect the wheels of requirements/gpu-pack.lock, for CPython 3.12 on x86-64, on any machine.
 
-The lock has one wheel for each package that the GPU machine lacks, and its hash. Versions are those of
-requirements/cuda.lock, so that the pack runs what the CUDA images ship; `relock` takes them from there. To add a
-package, write its name into the lock and run `scripts/gpu-pack --lock`.
+The lock has one wheel for each package that the GPU machine lacks, and its hash. Its versions are the versions in
+requirements/cuda.lock, so that the pack runs the same packages as the CUDA images; `relock` takes them from there.
+To add a package, write its name into the lock and run `scripts/gpu-pack --lock`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCK = Path("requirements/gpu-pack.lock")
 VERSIONS = Path("requirements/cuda.lock")
 CACHE = Path("runs/gpu-pack/wheels")
 PIP = Path(".venv.uv/bin/python")
-"""Python of the environment that scripts/setup makes first; uv itself downloads no wheels."""
+"""Python of the environment that scripts/setup creates first; uv itself does not download wheels."""
 _HEAD = """\
 # Wheels that scripts/gpu-pack brings to a GPU machine without network. Names are chosen by hand: vLLM, and what it
 # and the services import that the machine lacks (requirements/gpu-machine.txt is what it has). scripts/gpu-pack
@@ -29,7 +29,7 @@ _PIN = re.compile(r"([A-Za-z0-9._-]+)(?:==([^\s\\]+)(?: --hash=sha256:([0-9a-f]{
 
 
 class PackError(Exception):
-    """A pack that cannot be built; the message says why and what to do."""
+    """A pack that cannot be built; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def read(path: Path) -> list[Pin]:
 
 
 def collect(pins: Sequence[Pin], folder: Path) -> list[Path]:
-    """Return the wheels of a lock, in its order; downloads those that are not in the folder.
+    """Return the wheels of a lock, in its order; download wheels that are not in the folder.
 
     Raises:
         PackError: a pin without hash, or a wheel that the registry does not have.
@@ -74,7 +74,7 @@ def collect(pins: Sequence[Pin], folder: Path) -> list[Path]:
 
 
 def relock(pins: Iterable[Pin], versions: Mapping[str, str], folder: Path) -> str:
-    """Return the text of a lock with the same names: versions as given, hashes of what the registry has."""
+    """Return the text of a lock with the same names, the given versions, and the registry's hashes."""
     names = sorted(pin.name for pin in pins)
     if unknown := [name for name in names if name not in versions]:
         raise PackError(f"{VERSIONS}: has no {', '.join(unknown)}")
@@ -87,7 +87,7 @@ def relock(pins: Iterable[Pin], versions: Mapping[str, str], folder: Path) -> st
 
 
 def versions_of(path: Path) -> dict[str, str]:
-    """Return the versions that a lock has by name."""
+    """Return the versions in a lock by name."""
     return dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", path.read_text(), re.MULTILINE))
 
 
@@ -109,7 +109,7 @@ def _download(pins: Sequence[Pin], folder: Path) -> None:
 
 
 def _platforms() -> list[str]:
-    # pip takes a platform literally: manylinux_2_28 does not include those before it.
+    # pip takes a platform literally: manylinux_2_28 does not include earlier ones.
     tags = ["linux", "manylinux1", "manylinux2010", "manylinux2014"]
     tags += [f"manylinux_2_{minor}" for minor in range(5, 40)]
     return [f"--platform={tag}_x86_64" for tag in tags]

@@ -1,8 +1,8 @@
 """Unpack a part of .pack and print the folder: `python3 .pack/unpack.py site HOME`.
 
-The part `site` is the packages, `code` is Paceline. The folder's name has the key of the pack, so that
-one which was unpacked before is used again, and never an older one. Needs nothing but Python 3.12; runs
-where nothing is installed.
+The part `site` has the packages, `code` has Paceline. The folder's name contains the key of the pack, so that an
+unpacked folder is reused, and never one of an older pack. Needs nothing but Python 3.12, because it runs before
+anything is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACK = Path(__file__).parent
 
 
 def main() -> None:
-    """Unpack what is not there yet; times go to the error output, where they disturb nobody."""
+    """Unpack the part if it is missing. Times go to stderr, because stdout has the folder."""
     part, home = sys.argv[1], Path(sys.argv[2])
     key = json.loads((PACK / "contents.json").read_text())["keys"][part]
     folder = home / f"{part}-{key}"
@@ -28,7 +28,7 @@ def main() -> None:
         began = time.monotonic()
         archives = sorted(PACK.glob(f"{part}-*.tar.xz"))
         home.mkdir(parents=True, exist_ok=True)
-        # Only a whole folder gets the name: the run may be ended while it unpacks.
+        # Only a complete folder gets the name, because the run may be ended while it unpacks.
         making = tempfile.mkdtemp(prefix=f"{part}-", dir=home)
         with ProcessPoolExecutor(len(archives)) as pool:
             for _ in pool.map(extract, archives, [making] * len(archives)):
@@ -39,10 +39,10 @@ def main() -> None:
 
 
 def extract(archive: Path, folder: str) -> None:
-    """Unpack an archive into a folder, which others are unpacked into at the same time."""
+    """Unpack an archive into a folder, into which other archives are unpacked at the same time."""
     with tarfile.open(archive) as packed:
         for member in packed:
-            # tarfile fails where another process has made the folder in the same moment.
+            # tarfile fails if another process creates the folder at the same moment.
             Path(folder, member.name).parent.mkdir(parents=True, exist_ok=True)
             packed.extract(member, folder, filter="data")
 
