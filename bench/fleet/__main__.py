@@ -238,7 +238,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--gateways", type=int, default=1, help="shards of each fleet: gateways, each with a Redis of its own"
     )
-    parser.add_argument("--samples", type=int, default=100, help="of each instance")
+    parser.add_argument("--samples", type=int, default=100, help="samples of each instance")
     parser.add_argument("--batch-samples", type=int, default=512, help="samples of one submission")
     parser.add_argument("--reporting", choices=("checkpoints", "stream"), default="checkpoints")
     parser.add_argument("--speed", type=float, default=50.0, help="tokens a second of each sample")

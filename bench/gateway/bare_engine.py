@@ -19,7 +19,7 @@ KV_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`samples` responses to each of `prompts` (token ids by prompt id), at most `max_tokens` long, temperature 1."""
+    """`samples` responses to each of `prompts` (token ids by id), at most `max_tokens` long, at temperature 1."""
 
     prompts: dict[str, list[int]]
     samples: int

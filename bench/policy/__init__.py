@@ -1,1 +1,1 @@
-"""Modes of speculation on a real engine, compared in paired rounds."""
+"""Compare the modes of speculation on a real engine, in paired rounds."""

@@ -1,14 +1,15 @@
-"""The step-time estimator and the modes of speculation on a real engine.
+"""Measure the step-time estimator and the modes of speculation on a real engine.
 
-Measures the engine as an instance does when it starts; then decodes batches whose drafts are the true responses
-with a share of wrong tokens: plainly, with the best fixed draft lengths, with 8 tokens when the toggle says so, at
-the adaptive length, as the solver's table has it, and as planned. The models are tinymath and a small random
-mixture of experts.
+The engine is measured as an instance does when it starts. It then decodes batches whose drafts are the true
+responses with a share of wrong tokens. The modes are: plain decoding, the best fixed draft lengths, 8 tokens when
+the toggle says so, the adaptive length, the solver's table, and the planner. The models are tinymath and a small
+random mixture of experts.
 
 One engine serves all cells of a model. A cell is a batch size and a share of wrong tokens. First the fixed lengths
-that cannot win are sifted out and the other modes run 32 steps, as an instance that is not new; then all modes take
-turns in short rounds, must give the same tokens, and are compared within each round. Time is the process's own
-processor time, so that others on the machine take little part in it. Writes runs/bench/policy.json.
+that cannot win are sifted out, and the other modes run 32 steps, so that they start as on an instance that is not
+new. Then all modes take turns in short rounds, must give the same tokens, and are compared within each round. Time
+is the process's own processor time, so that other processes on the machine have little effect on it. Writes
+runs/bench/policy.json.
 
     python -m bench.policy [--rounds 15] [--samples 8,32,128] [--wrong 0.02,0.15,0.4,0.95] [--model DIR]
 """
@@ -32,9 +33,9 @@ _FOLDER = Path("runs/bench/policy")
 _MODEL = Path("examples/tinymath/model")
 _SAMPLES = (8, 32, 128)
 _WRONG = (0.02, 0.15, 0.4, 0.95)
-# Of the mixture of experts, where other cells would say little more.
+# Cells of the mixture of experts; its other cells would add little information.
 _EXPERTS_SAMPLES, _EXPERTS_WRONG = (32,), (0.02, 0.4, 0.95)
-# A median of fewer rounds has no interval.
+# The median of fewer rounds has no interval.
 _LEAST_ROUNDS = 6
 _AT_LEAST = {"planner_vs_best_fixed_min": 0.97, "worst_ratio_vs_plain": 0.98, "planner_worst_vs_plain": 0.98}
 _AT_MOST = {"step_time_error_median": 0.08, "step_time_error_p90": 0.25, "planner_us_256": 150}
@@ -50,7 +51,7 @@ _NOTE = (
 
 
 def main() -> None:
-    """Measure, show and write."""
+    """Measure both models, then show and write the figures."""
     arguments = _arguments()
     given = _given(arguments)
     progress = BenchProgress(sum(len(each.samples) * len(each.wrong) for each in given))
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 def _apart(function: Callable[..., MeasuredModel], *given: Any) -> MeasuredModel:
-    """Call a function in a process of its own: vLLM allows one engine in each."""
+    """Call a function in a separate process, because vLLM allows one engine in each."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *given).result()
 
@@ -127,7 +128,7 @@ def _shown(ratio: MedianInterval) -> str:
 
 
 def _goal(name: str, figures: Figures) -> tuple[str, str]:
-    """Return the goal of a figure and what became of it."""
+    """Return the goal of a figure and whether it is met."""
     value = figures[name]
     if name in _AT_LEAST:
         goal = _AT_LEAST[name]

@@ -1,4 +1,4 @@
-"""Cells of one model: its engine lives through all of them, and modes take turns on it."""
+"""Measure the cells of one model: its engine runs through all of them, and modes take turns on it."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 MOST = 128
 """Samples of the largest batch."""
 _LENGTHS = (1, 2, 4, 8, 12, 16)
-# Lengths that the toggle is tried with.
+# Draft lengths of the toggle.
 _TOGGLED = (8,)
-# Processor seconds of a plain round, within these numbers of tokens a sample.
+# Processor seconds of a plain round, within these limits of tokens a sample.
 _ROUND_SECONDS, _TOKENS = 0.18, (40, 80)
-# Rounds in which the fixed lengths are sifted. In each those stay that are not far slower than the best, and of
-# these at last the best, and the second where it is about as fast.
+# Rounds that sift the fixed lengths. Each round keeps the lengths that are not far slower than the best. In the end
+# the best stays, and the second if it is about as fast.
 _SIFTED, _FAR, _CONTENDERS, _CLOSE = 3, 1.5, 2, 1.15
 # Steps after which a mode should know its machine.
 _LEARNING_STEPS = 32
@@ -78,7 +78,7 @@ class GivenCells:
 
 @dataclass(slots=True)
 class BenchProgress:
-    """Says after each part how long the others will take."""
+    """Report after each part how long the others will take."""
 
     parts: int
     began: float = field(default_factory=time.monotonic)
@@ -112,7 +112,7 @@ def measure_model(given: GivenCells, progress: BenchProgress) -> MeasuredModel:
 
         sweep = measure_steps(engine, clock=time.process_time)
         decision, cells = decision_microseconds(sweep), list[MeasuredCell]()
-        # Sizes take turns, so that the time of the cells so far says what the others will take.
+        # Alternate between batch sizes, so that the finished cells predict the time of the others.
         for wrong in given.wrong:
             for samples in given.samples:
                 cells.append(_Turns(engine, sweep, given.name, samples, wrong).measure(given.rounds))
@@ -132,7 +132,7 @@ def _engine(folder: Path) -> Iterator[Engine]:
             max_num_seqs=MOST,
             max_model_len=1024,
             kv_cache_memory_bytes=1 << 30,
-            # A round must not find the prompts of the one before.
+            # A round must not reuse the prompts of the previous one.
             enable_prefix_caching=False,
         )
     )
@@ -170,7 +170,7 @@ class _Turns:
             f"{FIXED} {length}": fixed(length, self._vocab) for length in self._contenders()
         }
         cold = {mode: self._learn(mode) for mode in self._learners}
-        # Of the rounds only.
+        # Count errors in the rounds only.
         self._errors.errors.clear()
         modes = {PLAIN: None, **fixed_modes, **self._learners}
         seconds: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -200,7 +200,7 @@ class _Turns:
         return first.seconds
 
     def _round(self, speculation: Speculation | None, turn: int) -> MeasuredRound:
-        """Decode the batch with the drafts of this turn; those before the first that counts are negative."""
+        """Decode the batch with the drafts of this turn; turns before the first counted one are negative."""
         self._origin.step += 1
         requests = with_drafts(self._requests, self._truth, self._wrong, self._vocab, turn)
         found = run_round(self._engine, requests, speculation)
@@ -210,7 +210,7 @@ class _Turns:
 
 
 def round_tokens(plain: float) -> int:
-    """Return the tokens of the longest response of a round, by the seconds of a plain step; a multiple of 8."""
+    """Return the tokens of a round's longest response for plain steps of `plain` seconds; a multiple of 8."""
     least, most = _TOKENS
     return min(max(round(_ROUND_SECONDS / plain / 8) * 8, least), most)
 
@@ -228,7 +228,7 @@ def decision_microseconds(sweep: Sequence[MeasuredStep], repeats: int = 200) -> 
     plan = planner_of(sweep, "planner", WINDOW, RoundOrigin())
     taken = []
     for i in range(repeats):
-        # As in an instance: every step is measured, so the estimator is solved again.
+        # As in an instance, every step is measured, so the estimator is solved again.
         plan.stepped(StepShape(_TIMED, _TIMED * (1 + i % WINDOW), 300 * _TIMED), 0.02 + 1e-5 * (i % 7))
         began = time.perf_counter()
         plan.choose(samples, proposals)

@@ -1,8 +1,8 @@
-"""Figures of paired rounds: every mode decoded the same tokens in every round. Pure.
+"""Compute the figures of paired rounds, in which every mode decoded the same tokens. Pure.
 
-Rounds are short and a machine's speed changes, so a mode is compared with another within each round, and the median
-of these ratios counts. A goal is missed only where the whole 95 % interval of that median lies below it. The best
-fixed length is picked in other rounds than those in which a mode is compared with it: the fastest of several looks
+Rounds are short and a machine's speed changes. Two modes are therefore compared within each round, and the figure
+is the median of these ratios. A goal is missed only if the whole 95 % interval of that median lies below it. The
+best fixed length is picked in other rounds than it is compared in, because the fastest of several modes looks
 faster than it is in the rounds that it is picked by.
 """
 
@@ -19,7 +19,7 @@ from bench.intervals import MedianInterval, median_interval
 
 PLAIN, ADAPTIVE, SOLVER, PLANNER = "plain", "adaptive", "solver", "planner"
 FIXED, TOGGLE = "fixed", "toggle"
-"""What the names of fixed and of toggled lengths begin with."""
+"""Prefixes of the names of fixed and of toggled lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,21 @@ class MeasuredCell:
     samples: int
     wrong: float
     tokens: int
-    """Of a round."""
+    """Tokens of a round."""
     seconds: Mapping[str, Sequence[float]]
-    """By mode; those of the same place in the sequences are of the same round."""
+    """Seconds by mode; equal indices belong to the same round."""
     cold: Mapping[str, float]
     """Seconds of the first round of the modes that learn."""
     errors: Sequence[float]
     """Relative errors of the step times that the planner predicted."""
 
     def ratio(self, mode: str, other: str) -> MedianInterval:
-        """Return how much faster a mode is than another."""
+        """Return how many times as fast as `other` the mode is."""
         pairs = zip(self.seconds[mode], self.seconds[other], strict=True)
         return median_interval([theirs / ours for ours, theirs in pairs])
 
     def ratio_to_best(self, mode: str) -> MedianInterval:
-        """Return how much faster a mode is than the best fixed length, or plain decoding where none pays.
+        """Return how many times as fast a mode is as the best fixed length, or plain decoding where no length pays.
 
         The best is picked in the odd rounds for the even ones, and in the even rounds for the odd ones.
         """
@@ -64,17 +64,17 @@ class MeasuredCell:
 
     @property
     def best(self) -> str:
-        """The best fixed length over all rounds, or plain decoding where none pays."""
+        """The best fixed length over all rounds, or plain decoding where no length pays."""
         return self._least([PLAIN, *self.fixed])
 
     @property
     def toggles(self) -> dict[str, MedianInterval]:
-        """The toggled lengths against plain decoding."""
+        """The ratios of the toggled lengths to plain decoding."""
         return {mode: self.ratio(mode, PLAIN) for mode in self._kind(TOGGLE)}
 
     @property
     def intervals(self) -> dict[str, MedianInterval]:
-        """The ratios of the cell; of the toggled lengths the one that came off worst."""
+        """The ratios of the cell; of the toggled lengths only the worst."""
         return {
             "best_fixed_vs_plain": self.ratio(self.best_fixed, PLAIN),
             "planner_vs_plain": self.ratio(PLANNER, PLAIN),
@@ -112,7 +112,7 @@ class MeasuredCell:
 
 
 def figures_of(cells: Sequence[MeasuredCell]) -> dict[str, float]:
-    """Return the worst of all cells, and with `_upper` the least upper end of the intervals of all cells."""
+    """Return the worst value of all cells, and as `_upper` the least upper interval bound of all cells."""
     planned = [cell.intervals["planner_vs_best_fixed"] for cell in cells]
     planner = [cell.intervals["planner_vs_plain"] for cell in cells]
     toggled = [each for cell in cells for each in cell.toggles.values()]
@@ -134,19 +134,19 @@ def _worst(name: str, ratios: Sequence[MedianInterval]) -> dict[str, float]:
 
 
 def verdict(value: float, upper: float, goal: float) -> str:
-    """Return whether a figure that should be at least `goal` is there; below it within its error is no miss."""
+    """Return whether a figure reaches `goal`; below the goal but within its error it is not missed."""
     if value >= goal:
         return "met"
     return "missed" if upper < goal else "within error"
 
 
 def promising(seconds: Mapping[int, Sequence[float]], most: int, within: float) -> list[int]:
-    """Return the draft lengths worth more rounds, rising: at most so many, none far slower than the best.
+    """Return at most `most` draft lengths worth more rounds, in ascending order, none far slower than the best.
 
     Args:
-        seconds: of the rounds of each length so far.
-        most: lengths to return.
-        within: times the seconds of the best.
+        seconds: seconds of the rounds so far, by length.
+        most: maximum number of lengths.
+        within: maximum time as a multiple of the best one.
     """
     typical = {length: median(each) for length, each in seconds.items()}
     ranked = sorted(typical, key=lambda length: (typical[length], length))

@@ -1,4 +1,4 @@
-"""Rounds of a live engine: the loop of an instance without its streams, timed."""
+"""Run timed rounds on a live engine: the loop of an instance without its streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WINDOW, _MARGIN = 16, 0.02
 _PROMPT = 8
-# Samples that verify as many rows together as a large batch.
+# Number of samples that together verify as many rows as a large batch.
 _SHARED = 4
 
 
@@ -42,7 +42,7 @@ class MeasuredRound:
 
 @dataclass(slots=True)
 class RoundOrigin:
-    """Origin of the samples of a round, which is a step of a run to the modes."""
+    """Origin of the samples of a round, which modes see as a step of a run."""
 
     step: int = 0
 
@@ -53,31 +53,31 @@ class RoundOrigin:
 
 @dataclass(slots=True)
 class StepErrors:
-    """Relative errors of predicted step times; in the place of a planner's metrics, which take time as well."""
+    """Relative errors of predicted step times. Replaces a planner's metrics, which would take time as well."""
 
     errors: list[float] = field(default_factory=list)
 
     def planned(self, decision: PlanDecision) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def predicted(self, predicted: float, measured: float) -> None:
-        """Note the error of a step."""
+        """Record the error of a step."""
         self.errors.append(abs(predicted / measured - 1))
 
 
 class IgnoredVerifications:
-    """Draft metrics that nobody reads."""
+    """Ignore draft metrics."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def fault(self, drafter: str) -> None:
-        """Raise: a benchmark must not continue with a broken drafter."""
+        """Raise an error, because a benchmark must not continue with a broken drafter."""
         raise RuntimeError(f"drafter {drafter} failed")
 
 
 def requests_of(samples: int, tokens: int, vocab: int) -> list[EngineRequest]:
-    """Return a batch of random prompts whose responses end one after the other, as those of a real step do.
+    """Return a batch of random prompts whose responses end one after the other, as in a real step.
 
     The longest have `tokens` tokens, the shortest half as many.
     """
@@ -103,7 +103,8 @@ def with_drafts(
 ) -> list[EngineRequest]:
     """Return the requests with their true responses as references, of which a share of the tokens is wrong.
 
-    Others are in each turn: which draft length needs the fewest steps for the same few wrong tokens is chance.
+    Each turn has other wrong tokens, because it is chance which draft length needs the fewest steps for the same
+    few.
     """
     random = Random(f"{len(requests)} {turn}")
     return [
@@ -112,21 +113,21 @@ def with_drafts(
 
 
 def spoilt(tokens: Sequence[int], wrong: float, vocab: int, random: Random) -> tuple[int, ...]:
-    """Return a response with a share of other tokens in it."""
+    """Return a response in which a share of the tokens is replaced."""
     return tuple(
         (token + random.randrange(1, vocab)) % vocab if random.random() < wrong else token for token in tokens
     )
 
 
 def fixed(length: int, vocab: int) -> Speculation:
-    """Return speculation that always drafts so many tokens."""
+    """Return speculation that always drafts `length` tokens."""
     return _speculation(FixedLengthPlanner(length), vocab)
 
 
 def steered(
     sweep: Sequence[MeasuredStep], mode: Any, cap: int, vocab: int, origin_of: OriginOf, metrics: Any = None
 ) -> Speculation:
-    """Return the speculation of an instance whose knobs say so."""
+    """Return the speculation of an instance with these knobs."""
     return _speculation(planner_of(sweep, mode, cap, origin_of, metrics), vocab)
 
 
@@ -143,10 +144,10 @@ def _speculation(plan: DraftPlanner, vocab: int) -> Speculation:
 
 
 def make_kernels(engine: Engine, samples: int) -> None:
-    """Run one step for each number of verified tokens that plans of so many samples use.
+    """Run one step for each number of verified tokens that plans of `samples` samples use.
 
-    A CPU's kernels are made for a number of rows when it first comes, which takes as long as some steps. That is of
-    the process, once, and says nothing of plans.
+    A CPU's kernels are built when a number of rows first occurs, which takes as long as several steps. This happens
+    once in a process and must not count for a plan.
     """
     sampling = Sampling(max_tokens=engine.limits.max_model_len - 1, ignore_eos=True)
     names = [f"rows-{i}" for i in range(_SHARED)]

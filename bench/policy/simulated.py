@@ -1,10 +1,10 @@
-"""Simulation of decisions on devices of known step times: no cost of deciding, and the same figures every time.
+"""Simulate decisions on devices with known step times: decisions cost nothing, and figures are reproducible.
 
-Every known device (services/simulator/device_tables.py), batches of 1 to 512 samples with contexts of 1k to 64k
-tokens as far as their KV fits, and drafts of which 2, 15, 40 or 95 % of the tokens are wrong: a cell. In each, the
-modes of an instance begin with a sweep of the device and nothing else. They are compared with plain decoding and
-with every fixed draft length, over the first 32 steps and over those after them; see `simulation`. A cell says
-whether its device's times are measured or from a data sheet. Writes runs/bench/policy.simulated.json.
+A cell is a known device (services/simulator/device_tables.py), a batch of 1 to 512 samples with contexts of 1k to
+64k tokens whose KV fits, and drafts of which 2, 15, 40 or 95 % of the tokens are wrong. In each cell the modes of
+an instance begin with a sweep of the device and nothing else. They are compared with plain decoding and with every
+fixed draft length, over the first 32 steps and over the later ones; see `simulation`. A cell reports whether its
+device's times are measured or from a data sheet. Writes runs/bench/policy.simulated.json.
 
     python -m bench.policy.simulated [--devices H100,B200] [--modes planner,toggle] [--seed 0] [--late 2]
 """
@@ -35,7 +35,7 @@ _LONGEST_ON_CPU = 4096
 
 
 def main() -> None:
-    """Simulate, show and write."""
+    """Simulate the cells, then show and write the figures."""
     arguments = _arguments()
     warm_up()
     rows = [
@@ -95,7 +95,7 @@ def cells(
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the planner's figures with goals, and of every other mode the worst cell and the middle one."""
+    """Return the planner's figures with goals, and the worst and the median cell of every other mode."""
     planned = [row for row in rows if row["mode"] == "planner"]
     figures = {}
     if planned:
@@ -120,7 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--devices", type=_names, default=[], help="parts of their names; all by default")
     parser.add_argument("--modes", type=_names, default=["planner", "toggle", "solver", "adaptive"])
-    parser.add_argument("--seed", type=int, default=0, help="of the noise and of what is accepted")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise and of the accepted tokens")
     parser.add_argument(
         "--late",
         type=int,

@@ -1,12 +1,11 @@
-"""Simulated decoding on a device of known step times: a batch that draws tokens with given drafts. Deterministic.
+"""Simulate decoding on a device with known step times: a batch draws tokens with given drafts. Deterministic.
 
-The modes of an instance decide as they do there, with their real code, on the estimator's own prior: a sweep of the
-simulated device. Every token of a draft is wrong with the same probability, and how likely tokens are accepted is
-learned as the drafter of references learns it; a small batch is the tail of a larger one that it has learned from.
-Samples do not end, and their context stays as long as in the cell,
-so that a cell is one question. What is asked of the drafters and what is planned takes no time here.
+The modes decide with their real code, on the estimator's own prior: a sweep of the simulated device. Every token of
+a draft is wrong with the same probability. Acceptance is learned as the reference drafter learns it; a small batch
+is the tail of a larger one that it has learned from. Samples do not end and their context does not grow, so that a
+cell is a single question. Drafting and planning take no time here.
 
-A way of decoding is rated by the tokens that its drafts bring on average, not by those that happened to be
+A way of decoding is rated by the tokens that its drafts bring on average, not by the tokens that happened to be
 accepted.
 """
 
@@ -33,20 +32,20 @@ from services.step_time.sweep import MeasuredStep
 WINDOW = 16
 FIXED = (1, 2, 4, 8, 12, 16)
 FIRST, LATER = 32, 64
-"""Steps of a cold start, and those after them that are rated."""
+"""Steps of a cold start, and the later steps that are rated."""
 _MARGIN = 0.02
-# As the drafter of references begins.
+# The reference drafter's initial table.
 _BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 1 << 30)
 _PRIORS = (0.35, 0.55, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.96, 0.96, 0.96)
 _RAMP = np.array([bisect_right(_BUCKETS, k) - 1 for k in range(64)], np.int64)
-# A batch of fewer samples is the tail of a larger one: the drafter has seen so many tokens.
+# A batch of fewer than `_ALONE` samples is the tail of a larger one: the drafter has seen `_SEEN` tokens.
 _ALONE, _SEEN = 16, 512
 _TOKENS = np.ones((512, WINDOW), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A device, a batch of so many samples of so many tokens, and the share of wrong tokens in its drafts."""
+    """A device, `samples` samples of `context` tokens, and the share of wrong tokens in their drafts."""
 
     device: DeviceTable
     samples: int
@@ -61,21 +60,21 @@ class Cell:
         return device.seconds(self.samples, rows, self.samples * self.context)
 
     def tokens(self, lengths: NDArray[np.int64]) -> float:
-        """Return the tokens that drafts of these lengths [n] bring on average, one for each sample included."""
+        """Return the mean tokens that drafts of these lengths [n] bring, including one token for each sample."""
         right = 1.0 - self.wrong
         return float((np.sum(1 - right ** (1.0 + lengths))) / self.wrong)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens a second in the first steps, in the later ones, and in the first steps after those of a cold start."""
+    """Tokens a second in the first steps and in the later steps."""
 
     first: float
     later: float
 
 
 def fixed_rates(cell: Cell, length: int) -> Rates:
-    """Return the rates with drafts of the same length in every step, as far as fit in it; 0 is plain decoding."""
+    """Return the rates with drafts of the same length in every step, limited by the step; 0 is plain decoding."""
     length = min(length, cell.device.most_rows // cell.samples - 1)
     tokens = cell.tokens(np.full(cell.samples, length))
     rows = cell.samples * (1 + length)
@@ -90,7 +89,7 @@ class SimulatedBatch:
     mode: Any
     sweep: Sequence[MeasuredStep]
     late: int = 0
-    """Steps by which measurements and outcomes come later than the next decision."""
+    """Steps by which measurements and outcomes lag behind the next decision."""
     seed: int = 0
     planner: KnobDrivenPlanner = field(init=False)
     lengths: list[float] = field(init=False, default_factory=list)
@@ -105,7 +104,7 @@ class SimulatedBatch:
         self._random = np.random.default_rng(self.cell.samples + self.cell.context + (self.seed << 32))
 
     def rates(self, steps: int = FIRST + LATER) -> Rates:
-        """Decode so many steps, and return the rates of the first ones and of the later ones."""
+        """Decode `steps` steps, and return the rates of the first ones and of the later ones."""
         cell, table = self.cell, AcceptanceTable(_PRIORS)
         n = cell.samples
         states = [
@@ -127,10 +126,10 @@ class SimulatedBatch:
             made.append(cell.tokens(lengths))
             took.append(seconds)
             self.lengths.append(int(lengths.sum()) / n)
-            # Tokens that agree with the response before the next one that does not.
+            # Tokens that agree with the response before the next disagreement.
             agreed = np.minimum(self._random.geometric(cell.wrong, n) - 1, 1 << 20)
             accepted = np.minimum(agreed, lengths)
-            # A reference is compared with the whole response, the token after the draft included.
+            # A reference is compared with the whole response, including the token after the draft.
             compared = accepted + 1
             kept = np.minimum(agreed, compared)
             streak = _compare(table, streak, compared, kept)
@@ -140,7 +139,7 @@ class SimulatedBatch:
             if len(due) > self.late:
                 self._report(*due.pop(0))
         first = sum(made[:FIRST]) / sum(took[:FIRST])
-        # After a device has changed, the first steps count as the steps of a cold start do: they are not rated.
+        # The first steps after a device has changed are not rated, like the steps of a cold start.
         begin = 2 * FIRST if cell.device.slowed is not None else FIRST
         return Rates(first, sum(made[begin:]) / sum(took[begin:]))
 

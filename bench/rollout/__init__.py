@@ -1,1 +1,1 @@
-"""The whole: one recorded training run, replayed by plain vLLM, vLLM's own methods, papers and Paceline."""
+"""Replay one recorded training run with plain vLLM, vLLM's own methods, the papers' systems and Paceline."""

@@ -1,13 +1,13 @@
-"""The whole, measured: one table against plain vLLM, its own methods, and each paper.
+"""Measure complete rollouts in one table: plain vLLM, its own methods, each paper's system, and Paceline.
 
-A GRPO run of tinymath is recorded once: 12 steps of 16 prompts x 8 samples, over a pool of 64 prompts that come
-back after four steps. Every system then replays it with the same weights and prompts and gives the same responses:
-Paceline by its seeds, vLLM because its sampler is told what to draw (bench/rollout/told_tokens.py). The trainer's
-update is a wait, a quarter of plain decoding's step, the same seconds for all.
+A GRPO run of tinymath is recorded once: 12 steps of 16 prompts x 8 samples, over a pool of 64 prompts that recur
+after four steps. Every system then replays it with the same weights and prompts and gives the same responses:
+Paceline by its seeds, vLLM because its sampler is made to draw the recorded tokens (bench/rollout/told_tokens.py).
+The trainer's update is a wait. It takes a quarter of plain decoding's step, and the same time for all systems.
 
-The table is made of cells (system, regime, round), each kept under runs/bench/rollout with the hash of the code and
-the run that it depends on: a later call measures what is missing. Writes runs/bench/rollout.json and .md, or
-rollout.SUBJECT.json and .md where another subject than tinymath is the first.
+The table is made of cells (system, regime, round). Each is kept under runs/bench/rollout with the hash of the code
+and the run that it depends on, and a later call measures the missing ones. Writes runs/bench/rollout.json and .md,
+or rollout.SUBJECT.json and .md if the first subject is not tinymath.
 
     python -m bench.rollout [--systems quick] [--rounds 1] [--minutes 25]
     python -m bench.rollout --systems without --regimes "long tail"            # each mechanism left out
@@ -37,13 +37,13 @@ QUICK, ALL, WITHOUT = "quick", "all", "without"
 
 
 def main() -> None:
-    """Measure what is missing, show and write the table."""
+    """Measure missing cells, then show and write the table."""
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     given = arguments()
     results, left, began = {}, 0, time.monotonic()
     for name in given.subjects:
         subject = SUBJECTS[name]
-        # The larger subject is for the systems that everybody looks at.
+        # The other subjects only run the quick systems.
         systems = chosen(given.systems if name == given.subjects[0] else [QUICK])
         regimes = [each for each in subject.regimes if each in given.regimes]
         minutes = given.minutes - (time.monotonic() - began) / 60
@@ -54,12 +54,12 @@ def main() -> None:
     write_all(first, results, options=vars(given))
     if left:
         console().print(
-            f"rollout: {left} cells are left; the same command goes on with them", highlight=False
+            f"rollout: {left} cells are left; run the same command again to measure them", highlight=False
         )
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Return systems by name, or those of the quick form, or those that leave something out, or all."""
+    """Return systems by name, or the quick form's systems, or all `without` systems, or all."""
     if QUICK in names:
         return [name for name, system in SYSTEMS.items() if system.quick]
     if WITHOUT in names:
@@ -91,7 +91,7 @@ def result_of(cells: Sequence[TableCell]) -> dict[str, Any]:
 def write_all(
     first: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> None:
-    """Show the first subject's figures and write JSON and Markdown of all."""
+    """Show the first subject's figures and write JSON and Markdown of all subjects."""
     goals = first["goals"]
     show_rows(
         "rollout",
@@ -127,7 +127,7 @@ def result_name(subject: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return ratios as mappings, and everything else as it is."""
+    """Return ratios as mappings, and all other values unchanged."""
     if isinstance(value, PairedRatio):
         return {**asdict(value), "interval": value.is_interval}
     if isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def _plain(value: Any) -> Any:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--systems", nargs="+", choices=[QUICK, ALL, WITHOUT, *SYSTEMS], default=[QUICK], metavar="NAME"
@@ -147,7 +147,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS)[:1])
     parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=25.0, help="after which no cell is begun")
+    parser.add_argument("--minutes", type=float, default=25.0, help="minutes after which no cell is begun")
     return parser.parse_args(given)
 
 

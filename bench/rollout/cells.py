@@ -1,6 +1,7 @@
-"""Cells of the benchmark: a system in a regime in a round.
+"""Define the cells of the benchmark: a system in a regime in a round.
 
-Figures of steps, the files that keep them, the order of cells, and how long those that are left will take.
+This module has the figures of steps, the files that keep them, the order of cells, and the estimated remaining
+time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class CellName(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The name of its file."""
+        """Return the name of the cell's file."""
         return f"{self.system}-{self.regime}-{self.round}.json".replace(" ", "_")
 
 
@@ -38,9 +39,9 @@ class InstanceLoad(NamedTuple):
     steps: int
     """Engine steps."""
     rows: int
-    """Tokens that they computed: of prompts, draft tokens, and the newest one of each sample."""
+    """Tokens computed by these steps: of prompts, draft tokens, and the newest one of each sample."""
     seconds: float
-    """From the begin of its first sample to the end of its last one."""
+    """Seconds from the begin of its first sample to the end of its last one."""
 
 
 class AbsentReason(StrEnum):
@@ -52,7 +53,7 @@ class AbsentReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of one training step. Times in seconds; None where a system has nothing of the kind."""
+    """Figures of one training step. Times are in seconds; None if a system has no such figure."""
 
     step: int
     rollout_seconds: float
@@ -68,7 +69,7 @@ class StepFigures:
     covered: int | None
     """Tokens that were pre-generated when the step began."""
     bubble_seconds_mean: float
-    """Time in which an instance had nothing of the step left, until the step ended."""
+    """Time in which an instance had no work of the step left, until the step ended."""
     bubble_seconds_max: float
     moved_bytes: float
     """KV of samples that moved between instances."""
@@ -76,29 +77,29 @@ class StepFigures:
     compared: int
     """Tokens with the same prefix as the recorded response."""
     differing: int
-    """Samples that are not the recorded ones."""
+    """Samples that differ from the recorded ones."""
     planned: Mapping[str, float]
-    """Engine steps by what the plan of their drafts says; empty where nothing plans."""
+    """Engine steps by the outcome of draft planning; empty without a planner."""
     last_steps: int
     """Decode steps of the sample that ended last: the critical path."""
     last_seconds: float
-    """Its time, from its submission to its end."""
+    """Time of the last sample, from its submission to its end."""
     modelled: Mapping[str, ModelledStep]
     """Times that its engine steps would take on other devices, by device."""
     loads: tuple[InstanceLoad, ...] = ()
-    """Of each instance that had samples of the step."""
+    """Load of each instance that had samples of the step."""
     samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A cell as it was measured, or the reason for which it was not."""
+    """A measured cell, or the reason why it was not measured."""
 
     name: CellName
     key: str
-    """Hash of what its figures depend on."""
+    """Hash of the inputs that its figures depend on."""
     update_seconds: float
-    """The trainer's update: the same for all systems of a regime."""
+    """Seconds of the trainer's update, the same for all systems of a regime."""
     seconds: float
     """Wall time of the whole cell."""
     steps: tuple[StepFigures, ...] = ()
@@ -131,25 +132,25 @@ def _step_of(data: Mapping[str, Any]) -> StepFigures:
 
 
 class CellFolder:
-    """Cells on disk, one file each; a file appears whole or not at all."""
+    """Cells on disk, one file each; a file is written atomically."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def find(self, name: CellName) -> TableCell | None:
-        """Return a cell, whatever its key; None where there is none, or none that can be read."""
+        """Return a cell with any key; None if there is none, or it cannot be read."""
         try:
             return TableCell.from_json(json.loads((self._folder / name.file).read_text()))
         except (OSError, KeyError, TypeError, ValueError):
             return None
 
     def keep(self, cell: TableCell) -> None:
-        """Write a cell in the place of an earlier one."""
+        """Write a cell, replacing an earlier one."""
         keep(self._folder / cell.name.file, cell.to_json(), indent=1)
 
 
 def code_hash(sources: Iterable[Path], without: Iterable[Path] = ()) -> str:
-    """Return the hash of Python files: those named, and all in the folders named."""
+    """Return the hash of the named Python files, and of all Python files in the named folders."""
     digest, left_out = hashlib.sha256(), set(without)
     for source in sources:
         for path in sorted(source.rglob("*.py")) if source.is_dir() else (source,):
@@ -159,19 +160,19 @@ def code_hash(sources: Iterable[Path], without: Iterable[Path] = ()) -> str:
 
 
 def cell_key(*parts: object) -> str:
-    """Return the hash of what a cell's figures depend on; parts are distinguished by their `repr`."""
+    """Return the hash of the inputs of a cell's figures; parts are distinguished by their `repr`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 _FIRST_GUESS = 90.0
-"""Seconds of a cell, where none of its kind was measured."""
+"""Estimated seconds of a cell while none of its kind has been measured."""
 
 
 def planned(systems: Sequence[str], regimes: Sequence[str], rounds: int) -> list[CellName]:
     """Return the cells in their order: all systems of a regime in a row, so that a round is paired in time.
 
-    Plain decoding leads the first round, since the trainer's time is taken from it; every other round goes through
-    the systems backwards.
+    Plain decoding leads the first round, because the trainer's time is derived from it. Every other round runs the
+    systems in reverse order.
     """
     others = [name for name in systems if name != PLAIN]
     order = [PLAIN, *others]
@@ -184,7 +185,7 @@ def planned(systems: Sequence[str], regimes: Sequence[str], rounds: int) -> list
 
 
 def seconds_left(left: Iterable[CellName], known: Mapping[CellName, float]) -> float:
-    """Return how long cells will take: as their like in another round, or else as the others did."""
+    """Return the estimated time of cells, by the same cell of another round, or else by the other cells."""
     like: dict[tuple[str, str], float] = {(name.system, name.regime): took for name, took in known.items()}
     typical = fmean(known.values()) if known else _FIRST_GUESS
     return sum(like.get((name.system, name.regime), typical) for name in left)

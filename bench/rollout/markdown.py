@@ -1,4 +1,4 @@
-"""The table as Markdown and on the terminal. Pure."""
+"""Render the table as Markdown and on the terminal. Pure."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ COLUMNS = (
     ("last sample, steps", "last_sample_steps"),
     ("seconds", "last_sample_seconds"),
 )
-"""Heads and the columns under them; "of plain" is how many times as fast as plain vLLM."""
+"""Headers and keys of columns. The header "of plain" is the speed as a multiple of plain vLLM's."""
 MODELLED = (
     ("modelled rollout", "rollout_seconds"),
     ("of plain", "speedup_vs_plain"),
     ("ahead, of its time", "ahead_share"),
 )
-"""The same of each modelled device, by whose name they begin."""
+"""Columns of each modelled device; the device's name precedes the header."""
 
 
 def shown(value: Any) -> str:
-    """Return a value as it stands in a table; a ratio, also one that was plain data meanwhile, with its ends."""
+    """Return a value as table text; a ratio, also one read from plain data, with its bounds."""
     if isinstance(value, Mapping):
         value = PairedRatio(*(value[name] for name in ("low", "median", "high", "rounds")))
     if isinstance(value, PairedRatio):
@@ -56,7 +56,7 @@ def shown(value: Any) -> str:
 def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str]) -> list[str]:
     """Return the lines of a regime's table: a row for each system."""
     devices = _devices({"": systems})
-    # Results from before a column was there go without it.
+    # Older results may lack a column.
     columns = [each for each in COLUMNS if any(each[1] in figures for figures in systems.values())]
     heads = ["", *(head for head, _ in columns)]
     heads += [f"{device}, {head}" for device in devices for head, _ in MODELLED]
@@ -69,7 +69,7 @@ def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, s
 
 
 def overview(rows: Rows, marks: Mapping[str, str]) -> list[str]:
-    """Return the lines of the table for readers in a hurry: rollout speed against plain vLLM, by regime."""
+    """Return the lines of the short table: rollout speed compared with plain vLLM, by regime."""
     regimes = list(rows)
     names = list(dict.fromkeys(name for systems in rows.values() for name in systems))
     heads = ["rollouts, times as fast as plain vLLM", *regimes, "samples that differ"]
@@ -101,7 +101,7 @@ def summary(rows: Rows) -> list[str]:
 
 
 def modelled_table(rows: Rows, marks: Mapping[str, str]) -> list[str]:
-    """Return the lines of the overview's modelled sibling: speed against plain vLLM, by device and regime."""
+    """Return the lines of the overview's modelled counterpart: speed over plain vLLM, by device and regime."""
     places = [(device, regime) for device in _devices(rows) for regime in rows]
     names = list(dict.fromkeys(name for systems in rows.values() for name in systems))
     heads = [
@@ -117,7 +117,7 @@ def modelled_table(rows: Rows, marks: Mapping[str, str]) -> list[str]:
 
 
 def _devices(rows: Rows) -> list[str]:
-    """Return the devices that any row was modelled on; results from before devices were have none."""
+    """Return the devices that any row was modelled on; old results have none."""
     found = (
         device
         for systems in rows.values()
@@ -144,7 +144,7 @@ def goal_table(figures: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[
 def document(
     rows: Rows, figures: Mapping[str, Any], verdicts: Mapping[str, str], notes: Mapping[str, str]
 ) -> str:
-    """Return the whole table: overview, goals, every regime, and the notes that marks stand for."""
+    """Return the whole document: overview, goals, every regime, and the notes of marked systems."""
     marks = {name: f" [{place}]" for place, name in enumerate(notes, 1)}
     parts: list[Sequence[str]] = [
         overview(rows, marks),

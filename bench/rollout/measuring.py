@@ -1,4 +1,4 @@
-"""Measures a cell: a system replays a regime's part of the recorded run, on stock engines or on the platform."""
+"""Measure a cell: a system replays a regime's part of the recorded run, on stock engines or on the platform."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def measure(
     """Replay the trajectory and return the figures of its steps.
 
     Args:
-        update_seconds: of the trainer, in which the platform may go on. Stock engines have nothing to do meanwhile.
-        folder: of the platform's logs and stores.
-        drafter: the EAGLE-3 head that the platform's learner begins with, where it has one.
+        update_seconds: time of the trainer's update, in which the platform may work. Stock engines are idle then.
+        folder: folder for the platform's logs and stores.
+        drafter: the EAGLE-3 head that the platform's learner begins with, if it has one.
         kv_bytes: memory of an instance for keys and values.
 
     Raises:
@@ -112,7 +112,7 @@ def _push(engines: Sequence[StockEngine], folder: Path) -> float:
 def _roll_out(
     engines: Sequence[StockEngine], recorded: TrainedStep, trajectory: Trajectory
 ) -> list[StockMeasurement]:
-    """Return the parts of a step; prompts are dealt out in turn."""
+    """Return the measurements of a step's parts; prompts are dealt to the engines in turn."""
     parts: list[list[StockSample]] = [[] for _ in engines]
     for place, group in enumerate(recorded.groups):
         for slot in range(group.samples):
@@ -139,7 +139,7 @@ def stock_figures(
     work: Sequence[InstanceWork],
     tasks: Curriculum,
 ) -> StepFigures:
-    """Return the figures of a step from those of its engines, in the order of their work."""
+    """Return the figures of a step from its engines' measurements, in the order of their work."""
     began = min(part.began for part in parts)
     ends = [max(part.ended.values(), default=part.began) for part in parts]
     last = max((part for part in parts), key=lambda part: max(part.ended.values(), default=part.began))

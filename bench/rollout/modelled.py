@@ -1,10 +1,10 @@
-"""Rollout times that the engine steps of a cell would take on devices that are not at hand.
+"""Model the rollout times that the engine steps of a cell would have on devices that are not available.
 
-Every instance logs the shape of each of its steps: samples, tokens with drafts and prompts, context. By the table
-of a device (services/simulator/device_tables.py, from data sheets) that gives the time of the step there, and the
-slowest instance's sum is the rollout's. Passes of draft models are counted by the instances, and cost what the
-model's table says. Left out is what is no engine step: work of the host beyond what the tables have for vLLM's own
-(suffix index, planner, services), messages, and weights. Contexts are those of the small subject.
+Every instance logs the shape of each of its steps: samples, tokens with drafts and prompts, context. The table of a
+device (services/simulator/device_tables.py, from data sheets) gives the time of each step on the device. The
+slowest instance's sum is the rollout's time. Instances count the passes of draft models, and the model's table
+gives their cost. Left out is everything that is not an engine step: work of the host beyond vLLM's own, which the
+tables include (suffix index, planner, services), messages, and weights. Contexts are the small subject's contexts.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from services.step_time.sweep import SavedSweep, SweepSubject
 
 H100_8B, H100_70B = "8B H100", "70B 8xH100"
 _MAX_SAMPLES = 256
-# Bytes of a weight of the 4-bit copy with the scale that 128 of them share, and what kernels move for each.
+# Bytes of a weight of the 4-bit copy with the scale that 128 of them share, times the overhead of the kernels.
 _W4_BYTES = (0.5 + 2 / 128) * 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class ModelledDevice:
-    """Step times of a model on a device, and those of its draft models' passes by drafter."""
+    """Step times of a model on a device, and of its draft models' passes by drafter."""
 
     steps: DeviceTable
     passes: Mapping[str, DeviceTable]
 
     @classmethod
     def of(cls, name: str, model: ModelSizes, head: ModelSizes, devices: int) -> ModelledDevice:
-        """Return the tables of a model on so many H100."""
+        """Return the tables of a model on `devices` H100."""
         copy = decoding_table(f"{name} W4", model, H100, devices, _W4_BYTES)
         passes = {QUANTIZED: copy, EAGLE3: decoding_table(f"{name} EAGLE-3", head, H100, devices)}
         return cls(decoding_table(name, model, H100, devices), passes)
@@ -61,7 +61,7 @@ DEVICES: Mapping[str, ModelledDevice] = {
 
 @dataclass(frozen=True, slots=True)
 class InstanceWork:
-    """Engine steps of an instance for a step of the run, those for coming ones, and its draft models' passes."""
+    """Engine steps of an instance for a step of the run and for later ones, and its draft models' passes."""
 
     steps: Sequence[LoggedStep]
     ahead: Sequence[LoggedStep] = ()
@@ -80,15 +80,15 @@ class ModelledStep:
     """Modelled seconds of a step of the run on a device."""
 
     rollout: float
-    """Of the slowest instance."""
+    """Seconds of the slowest instance."""
     idle: float
-    """In which an instance had nothing of the step left, mean over the instances."""
+    """Seconds in which an instance had no work of the step left, mean over the instances."""
     ahead: float
-    """Of generating for coming steps, in that time and in the trainer's, mean over the instances."""
+    """Seconds of generating for later steps, in idle and update time, mean over the instances."""
 
 
 class StepReader:
-    """Reads what an instance has logged, part by part."""
+    """Read an instance's log part by part."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place = path, 0
@@ -103,7 +103,7 @@ class StepReader:
 
 
 def divided(steps: Iterable[LoggedStep], spans: Iterable[SampleSpan], begin: float) -> InstanceWork:
-    """Return the steps within the spans of an instance's samples, which count from `begin`, and the others."""
+    """Return the steps within the spans of an instance's samples, relative to `begin`, and the other steps."""
     spans = list(spans)
     own: list[LoggedStep] = []
     ahead: list[LoggedStep] = []
@@ -114,7 +114,7 @@ def divided(steps: Iterable[LoggedStep], spans: Iterable[SampleSpan], begin: flo
 
 
 def passes_of(metrics: Metrics) -> dict[str, DraftPasses]:
-    """Return what an instance's draft models did, by drafter, from its counters."""
+    """Return the passes of an instance's draft models, by drafter, from its counters."""
     found = {
         name: DraftPasses(
             metrics[f"paceline_{name}_draft_steps_total"], metrics[f"paceline_{name}_draft_tokens_total"]
@@ -144,7 +144,7 @@ def _seconds(table: DeviceTable, steps: Iterable[LoggedStep]) -> float:
 
 
 def _drafting(device: ModelledDevice, work: InstanceWork) -> float:
-    """Return the time of the draft models' passes: each of the mean number of samples, with their mean context."""
+    """Return the time of the draft models' passes, with the mean number of samples and their mean context."""
     samples = sum(step.samples for step in work.steps)
     context = sum(step.context for step in work.steps) / samples if samples else 0.0
     seconds = 0.0
@@ -155,7 +155,7 @@ def _drafting(device: ModelledDevice, work: InstanceWork) -> float:
 
 
 def assumed_sweep(name: str, folder: Path) -> Path:
-    """Write what an instance on a device would measure when it starts, without noise; return the file."""
+    """Write the noiseless sweep that an instance on a device would measure at its start; return the file."""
     subject = SweepSubject(
         device=f"{name} by data sheets", tensor_parallel_size=1, model=name, dtype="bfloat16"
     )

@@ -1,9 +1,9 @@
-"""The recorded run on disk, for many calls of the benchmark: made once, hashed, cut to a regime.
+"""Keep the recorded run on disk for many calls of the benchmark: made once, hashed, cut to a regime.
 
-A folder has `made_of.json`, a file for each step under `steps`, the weights that each step led to under `weights`,
-and the trainer as it was after the last step in `learner.pt`. A recording that was interrupted resumes after its
-last whole step. The same options make the same run on the same machine; whatever made it, its hash names it, and
-cells of another one do not count.
+A folder has `made_of.json`, a file for each step under `steps`, the weights after each step under `weights`, and
+the trainer's state after the last step in `learner.pt`. An interrupted recording resumes after its last complete
+step. The same options make the same run on the same machine. The run's hash identifies it, and cells of another
+hash do not count.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from services.local import PlatformConfig
 
 _MADE_OF, _STEPS, _WEIGHTS, _LEARNER = "made_of.json", "steps", "weights", "learner.pt"
 _KEPT_VERSIONS = 10_000
-"""More than any run has: a replay needs every version."""
+"""More versions than any run has, because a replay needs every version."""
 
 
 class RunMissingError(RuntimeError):
-    """No run of a subject is kept; the text says how to record one."""
+    """No run of a subject is kept; the message says how to record one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A trajectory and the hash of all that is in it, weights included."""
+    """A trajectory and the hash of its contents, weights included."""
 
     trajectory: Trajectory
     hash: str
 
     def cut(self, regime: Regime) -> Trajectory:
-        """Return the part of the run that a regime is about."""
+        """Return the part of the run that a regime uses."""
         options = self.trajectory.options
         longest = min(regime.max_tokens or options.max_tokens, options.max_tokens)
         samples = min(regime.samples, options.samples)
@@ -73,9 +73,9 @@ def _cut(step: TrainedStep, samples: int, longest: int) -> TrainedStep:
 def load_or_record(
     config: PlatformConfig, options: Options, folder: Path, watch: Callable[[TrainedStep], None]
 ) -> RecordedRun:
-    """Return the run under `folder`, after the steps that it lacks are recorded.
+    """Record the steps that the run under `folder` lacks, and return the run.
 
-    A run of other options, or of another model, is replaced. `watch` gets each step that is recorded now.
+    A run of other options, or of another model, is replaced. `watch` is called with each step that is recorded now.
     """
     wanted = {"options": _options(options), "model": _sha256(config.model / "model.safetensors")}
     mark = folder / _MADE_OF
@@ -90,9 +90,9 @@ def load_or_record(
 
 
 def kept_run(subject: Subject, folder: Path) -> RecordedRun:
-    """Return the run of a subject under `folder`; the model may be another by now.
+    """Return the run of a subject under `folder`; the model may have changed since.
 
-    RunMissingError if none is kept that is whole and of the subject's options.
+    RunMissingError if no complete run with the subject's options is kept.
     """
     mark, options = folder / _MADE_OF, subject.options
     made = mark.is_file() and json.loads(mark.read_text())["options"] == _options(options)
@@ -126,14 +126,14 @@ def _record_rest(
 
 
 def _keep(learner: GrpoLearner, steps: int, path: Path) -> None:
-    """Write the trainer as it is after `steps` steps, in the place of an earlier one."""
+    """Write the state of the trainer after `steps` steps, replacing an earlier one."""
     part = path.with_suffix(".part")
     torch.save({"steps": steps, "learner": learner.state()}, part)
     part.replace(path)
 
 
 def _restore(learner: GrpoLearner, path: Path) -> int:
-    """Give a trainer the state that was kept; return after how many steps that was."""
+    """Restore a trainer's kept state; return the number of steps after which it was kept."""
     if not path.is_file():
         return 0
     kept = torch.load(path, weights_only=True)
@@ -162,7 +162,7 @@ def _sha256(path: Path) -> str:
 
 
 def _options(options: Options) -> dict[str, Any]:
-    # Through JSON, as what it is compared with was.
+    # Convert through JSON, because the options that these are compared with were.
     return dict(json.loads(json.dumps(asdict(options))))
 
 
@@ -178,7 +178,7 @@ _FIGURES = (
 
 
 def _step_data(step: TrainedStep, after: Path) -> dict[str, Any]:
-    """Return a step as plain data, with the name and the hash of the weights that it led to."""
+    """Return a step as plain data, with the name and the hash of the weights after it."""
     samples = sorted(step.samples.items(), key=lambda each: (each[0].prompt_id, each[0].slot))
     return {
         **{name: getattr(step, name) for name in _FIGURES},
@@ -237,13 +237,13 @@ _SECONDS = 60
 
 
 class FirstHeadError(RuntimeError):
-    """No head could be trained; the text says why."""
+    """No head could be trained; the message says why."""
 
 
 def first_head(run: RecordedRun, model: Path, folder: Path) -> Path:
-    """Return the folder of the head for this run under `folder`; it is trained there now if there is none.
+    """Return the folder of the head for this run under `folder`; train the head now if there is none.
 
-    A head that has seen nothing would draft nothing in a run this short, and ReSpec begins with a trained one.
+    An untrained head would draft nothing in a run this short, and ReSpec begins with a trained one.
     """
     parent = (folder / run.hash[:16]).absolute()
     made = folder_of(parent, 1)

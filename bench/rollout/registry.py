@@ -1,4 +1,4 @@
-"""Systems, regimes and subjects of the benchmark of the whole, as plain data."""
+"""Define the systems, regimes and subjects of the rollout benchmark, as plain data."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class Regime:
 
 @dataclass(frozen=True, slots=True)
 class StockSystem:
-    """Stock vLLM engines, one a core: `speculation` is vLLM's speculative_config."""
+    """Stock vLLM engines, one per core. `speculation` is vLLM's speculative_config."""
 
     name: str
     about: str
     speculation: dict[str, Any] | None = None
     needs: Path | None = None
-    """Folder of packages that only this system has, made by `scripts/arctic`."""
+    """Folder of packages that only this system needs, made by `scripts/arctic`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedSystem:
-    """A row of the table: how it is started, and what its reader must know."""
+    """A row of the table: how the system is started, and a note for its reader."""
 
     setup: StockSystem | System
     quick: bool = False
-    """Part of `make bench`; the others are of `make bench-full`."""
+    """Part of `make bench`; the others are part of `make bench-full`."""
     vllm: bool = False
     """One of vLLM's own speculative methods."""
     recorded: bool = True
-    """Gives the responses that were recorded; False: others by design, because it is lossy or has other noise."""
+    """Gives the recorded responses; False for a system that is lossy or has other noise by design."""
     note: str = ""
-    """Difference from what was published, or reason for which this machine is no fair one for it."""
+    """Difference from the published system, or reason why this machine is not a fair one for it."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Subject:
     options: Options
     regimes: tuple[str, ...]
     made_by: tuple[str, ...] = ()
-    """Command that makes the model where it is missing; empty: it is in the repository."""
+    """Command that makes the model if it is missing; empty if the model is in the repository."""
     kv_bytes: int = KV_BYTES
     """Memory of an instance for the keys and values of its samples in two steps."""
 

@@ -1,8 +1,8 @@
-"""Replays a trajectory on a platform: every system sees the same weights, prompts and seeds.
+"""Replay a trajectory on a platform: every system sees the same weights, prompts and seeds.
 
-The trainer has a machine of its own: while it learns, its time passes and the engines' cores are theirs. Here
-the trainer's process is therefore stood in for by a wait of the recorded length; what it learned then goes through
-the real weight path. Everything else (hints, submission, samples, weights) is done as a trainer does it.
+The trainer has a separate machine in reality: while it learns, the engines keep their cores. A wait of the recorded
+length therefore replaces the trainer's computation here, and the recorded weights then take the real weight path.
+Everything else (hints, submission, samples, weights) is done as a trainer does it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class ReplaySetup:
     """Settings of a replay of a trajectory."""
 
     run_id: str
-    """New for each replay on a platform: history is kept under it."""
+    """Id of the run, new for each replay on a platform, because history is kept under it."""
     exactness: Exactness = _EXACT
     hint: bool = False
-    """Name each step's prompts while the one before it is rolled out."""
+    """Announce each step's prompts while the previous step is rolled out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step as it went. Times in seconds."""
+    """Result of one step. Times are in seconds."""
 
     step: int
     samples: Samples
@@ -52,9 +52,9 @@ class ReplayedStep:
     update_seconds: float
     push_seconds: float
     covered: tuple[int, ...]
-    """Tokens that were pre-generated of each sample that had any, when the step was submitted."""
+    """Pre-generated tokens of each sample that had any, when the step was submitted."""
     metrics: Mapping[str, Metrics]
-    """What every process counted from the submission until the new weights served."""
+    """Increase of every process's counters from the submission until the new weights served."""
 
     @property
     def responses(self) -> Responses:
@@ -63,7 +63,7 @@ class ReplayedStep:
 
     @property
     def decode_steps(self) -> tuple[float, int]:
-        """The engine steps of a sample: their mean, and those of the sample that had most."""
+        """The mean and the maximum number of engine steps of a sample."""
         steps = [sample.provenance.decode_steps for sample in self.samples.values()]
         return fmean(steps), max(steps)
 
@@ -74,7 +74,7 @@ class ReplayedStep:
 
 
 class Covering(Protocol):
-    """Tells how much of a coming step is pre-generated: the tokens of each sample that has any."""
+    """Function that returns the pre-generated tokens of each sample of a coming step that has any."""
 
     def __call__(self, run_id: str, step: int) -> tuple[int, ...]: ...
 
@@ -91,7 +91,7 @@ def replay(
     covering: Covering = nothing_covered,
     watch: Callable[[ReplayedStep], None] = lambda _: None,
 ) -> list[ReplayedStep]:
-    """Go through all steps, from the trajectory's first weights to its last."""
+    """Replay all steps, from the trajectory's first weights to its last."""
     found: list[ReplayedStep] = []
     with platform.client() as client, client.run(manner.run_id, seed=trajectory.options.seed) as run:
         fleet = tuple(instance.instance_id for instance in client.instances())
@@ -148,7 +148,7 @@ _TIMEOUT = 10.0
 
 
 class Coverage:
-    """A connection to the coordinator of a platform that is up, from `__enter__` to `__exit__`."""
+    """A connection to a running platform's coordinator, from `__enter__` to `__exit__`."""
 
     def __init__(self, platform: Platform) -> None:
         ready = platform.process("bubbles").ready

@@ -1,4 +1,4 @@
-"""Goes through the planned cells of a subject: takes those that are kept, measures the others, tells of both."""
+"""Run the planned cells of a subject: reuse the kept ones, measure the others, and report both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bench.rollout.training import TrainedStep
 
 FOLDER = Path("runs/bench/rollout")
 _LOCK = Path("requirements/cpu.lock")
-"""Pins vLLM and all else that is imported."""
+"""Lock file that pins vLLM and all other imported packages."""
 _BENCH = [Path(f"bench/{name}.py") for name in ("comparison", "scrape", "vllm_expand_fix")]
 _MEASURING = ("cells", "measuring", "modelled", "record", "replay", "stock_engine", "systems", "told_tokens")
 _ROLLOUT = [Path(f"bench/rollout/{name}.py") for name in _MEASURING]
@@ -45,12 +45,12 @@ _PLATFORM_CODE = [*_BENCH, *_ROLLOUT, Path("services"), Path("paceline"), Path("
 
 
 class BenchmarkError(RuntimeError):
-    """Something without which there is no table failed; the text says what."""
+    """A failure without which there is no table; the message says what failed."""
 
 
 @dataclass(slots=True)
 class CellSession:
-    """A call of the benchmark for one subject. After `minutes` no cell is begun."""
+    """A call of the benchmark for one subject. After `minutes` no further cell is begun."""
 
     subject: Subject
     systems: Sequence[str]
@@ -65,7 +65,7 @@ class CellSession:
     _taken: dict[CellName, float] = field(default_factory=dict)
 
     def run(self) -> list[TableCell]:
-        """Return all cells that there are, in the order of the plan. BenchmarkError without a subject or plain."""
+        """Return all available cells, in planned order. BenchmarkError without a subject or plain decoding."""
         place = self.folder / self.subject.name
         model, kept = subject_model(self.subject), CellFolder(place / "cells")
         run = self._recorded(model, place)
@@ -104,7 +104,7 @@ class CellSession:
         return load_or_record(config, self.subject.options, place, watch)
 
     def _key(self, name: CellName, run: RecordedRun, found: dict[CellName, TableCell]) -> str | None:
-        """Return the hash of all that a cell depends on; None while the trainer's time is not known."""
+        """Return the hash of all inputs of a cell; None while the trainer's time is not known."""
         setup = SYSTEMS[name.system].setup
         stock = isinstance(setup, StockSystem)
         parts = (_code(stock), _LOCK.read_text(), run.hash, self.instances)
@@ -129,14 +129,14 @@ class CellSession:
             raise BenchmarkError(f"plain decoding failed in {name.regime}: {why}")
         cell = TableCell(name, key, update_seconds, time.monotonic() - began, steps, absent, why)
         if name == first:
-            # The first step has other costs, which no later one has.
+            # The first step has costs that no later step has.
             return TableCell(name, key, update_of(rollout_seconds(cell)), cell.seconds, steps)
         return cell
 
     def _tried(
         self, system: ComparedSystem, run: RecordedRun, name: CellName, model: Path, update_seconds: float
     ) -> tuple[tuple[StepFigures, ...], AbsentReason | None, str]:
-        """Return the steps of a cell, or why there are none: one system that fails leaves the others theirs."""
+        """Return the steps of a cell, or the reason for none. A failing system does not affect the others."""
         if missing := package_missing(system.setup):
             return (), AbsentReason.PACKAGE_MISSING, missing
         folder = self.folder / self.subject.name / "platform"
@@ -176,18 +176,18 @@ def _say_step(step: StepFigures) -> None:
 
 @cache
 def _code(stock: bool) -> str:
-    """Return the hash of the code that stock engines, or a platform, run, as it was when it was first asked for."""
+    """Return the hash of the code that stock engines, or a platform, run, as it was at the first call."""
     return code_hash(_STOCK_CODE if stock else _PLATFORM_CODE)
 
 
 def last_line(error: BaseException) -> str:
-    """Return the type of an error, and the last line of its text that says anything."""
+    """Return the type of an error, and the last nonempty line of its message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 
 
 def package_missing(setup: object) -> str:
-    """Make the packages that only this system has; return why that failed, or nothing."""
+    """Build the packages that only this system needs; return the reason for a failure, or ""."""
     if not isinstance(setup, StockSystem) or setup.needs is None:
         return ""
     done = subprocess.run(["scripts/arctic"], capture_output=True, text=True, check=False)
@@ -197,7 +197,7 @@ def package_missing(setup: object) -> str:
 
 
 def subject_model(subject: Subject) -> Path:
-    """Return the model folder of a subject, made now where it is not there. BenchmarkError if that fails."""
+    """Return the model folder of a subject, and make the model if it is missing. BenchmarkError if that fails."""
     if subject.made_by and not (subject.model / "model.safetensors").is_file():
         console().print(f"rollout: making the model of {subject.name}, some minutes", highlight=False)
         if subprocess.run(subject.made_by, check=False).returncode:

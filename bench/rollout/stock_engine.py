@@ -1,4 +1,4 @@
-"""A stock vLLM engine in a process of its own, on one core, that generates a part of each step."""
+"""Run a stock vLLM engine in a separate process, on one core, that generates a part of each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_SEQS = 128
 
 
 class StockEngineError(RuntimeError):
-    """The engine process failed; the text is its traceback."""
+    """The engine process failed; the message is its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StockSetup:
 
 @dataclass(frozen=True, slots=True)
 class StockSample:
-    """A sample to generate: prompt, and the response that it is told to draw."""
+    """A sample to generate: a prompt, and the response that the sampler must draw."""
 
     name: str
     prompt: tuple[int, ...]
@@ -61,7 +61,7 @@ class StockStep:
 
 @dataclass(slots=True)
 class StockMeasurement:
-    """Responses and times of a step, by sample; moments are of the machine's monotonic clock."""
+    """Responses and times of a step, by sample; times are of the machine's monotonic clock."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
     decode_steps: dict[str, int] = field(default_factory=dict)
@@ -73,13 +73,13 @@ class StockMeasurement:
 
 
 class StockEngine:
-    """The parent's side. Orders are sent to all engines of a system before any is waited for."""
+    """Parent's side of the process. Send orders to all engines of a system before waiting for any."""
 
     def __init__(self, setup: StockSetup) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
-        # Before the process begins: it imports PyTorch, which reads them, ahead of its first own line.
+        # Set before the process begins, because it imports PyTorch, which reads them, before its first own line.
         with _environment(setup.core):
             self._process.start()
         theirs.close()
@@ -89,13 +89,13 @@ class StockEngine:
         self._pipe.send(order)
 
     def wait(self) -> StockMeasurement | None:
-        """Return what came of an order; None of weights and of the start. StockEngineError if it failed."""
+        """Return a step's measurement; None for weights and the start. StockEngineError if the order fails."""
         try:
             if not self._pipe.poll(_ANSWER_SECONDS):
                 raise StockEngineError(f"no answer within {_ANSWER_SECONDS} s")
             answer = self._pipe.recv()
         except EOFError as error:
-            raise StockEngineError("the process is gone") from error
+            raise StockEngineError("the engine process has ended") from error
         if isinstance(answer, str):
             raise StockEngineError(answer)
         return cast("StockMeasurement | None", answer)
@@ -110,15 +110,16 @@ class StockEngine:
 
 @contextmanager
 def _environment(core: int) -> Iterator[None]:
-    """Give processes that start meanwhile the variables of an engine on this core."""
+    """Set the environment variables of an engine on this core for processes that start in this context."""
     before = dict(os.environ)
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        # vLLM's n-gram drafter is compiled for threads; on the one core they would only wait for each other.
+        # vLLM's n-gram drafter is compiled for several threads. On a single core they would only wait for each
+        # other.
         "NUMBA_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Packages of the system may bring plug-ins that change vLLM beyond what is compared.
+        # Packages of the system may have plug-ins that change vLLM beyond what is compared.
         "VLLM_PLUGINS": "",
     }
     try:

@@ -1,4 +1,4 @@
-"""Systems that benchmarks compare: configurations of the platform, and one without each mechanism in turn."""
+"""Define the systems that benchmarks compare: platform configurations, also with one mechanism left out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline import Exactness
 from services.local import PlatformConfig
 
 KV_BYTES = 512 << 20
-"""Of an instance: the samples of a step of tinymath, and the next step's, with room to spare."""
+"""KV memory of an instance: the samples of a tinymath step and of the next one, with a margin."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A set-up: flags of the services, which services there are, and what batches ask for."""
+    """A configuration: flags of the services, the services that run, and the requests of batches."""
 
     name: str
     about: str
@@ -27,15 +27,15 @@ class System:
     learner_options: tuple[str, ...] = ()
     drafts: bool = True
     bubbles: bool = True
-    # Most benchmarks compare ways to speculate, on samples that stay where they are.
+    # Most benchmarks compare ways to speculate, on samples that do not move.
     policy: bool = False
     reallocator: bool = False
     learner: bool = False
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    """Set for the whole fleet once it serves; needs the policy service."""
+    """Knobs set for the whole fleet once it serves; needs the policy service."""
     exactness: Exactness = field(default_factory=Exactness)
     plans_for: str = ""
-    """Device by whose modelled step times instances plan (bench/rollout/modelled.py); empty: by measured ones."""
+    """Device whose modelled step times instances plan with (bench/rollout/modelled.py); empty: measured times."""
 
 
 PLAIN = System("plain", "one token at a time", ("--speculation=off",), drafts=False, bubbles=False)
@@ -63,14 +63,14 @@ SPEC_RL = System(
 
 
 def plain_platform(model: Path, instances: int, folder: Path, kv_bytes: int = KV_BYTES) -> PlatformConfig:
-    """Return a platform in float32 with nothing but engine and gateway at work."""
+    """Return a float32 platform on which only engine and gateway work."""
     return platform_of(PLAIN, model, instances, folder, kv_bytes)
 
 
 def platform_of(
     system: System, model: Path, instances: int, folder: Path, kv_bytes: int = KV_BYTES
 ) -> PlatformConfig:
-    """Return a platform in float32 that is set up so."""
+    """Return a float32 platform with the system's configuration."""
     return PlatformConfig(
         model=model.absolute(),
         instances=instances,

@@ -1,8 +1,8 @@
-"""The table of the whole as a function of its cells. Pure.
+"""Compute the rollout table from its cells. Pure.
 
-Systems are compared within a round, where they ran one after the other on the same machine in the same state. With
-at least six rounds a ratio has its 95 % interval from order statistics, with fewer its range. The first step is not
-counted: nothing could be known before it.
+Systems are compared within a round, in which they ran one after the other on the same machine in the same state.
+With at least six rounds a ratio has its 95 % interval from order statistics, with fewer its range. The first step
+is not counted, because nothing can be known before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GOALS = {
     "step_time_reduction": 0.45,
     "worst_regime_vs_plain_upper": 0.98,
 }
-"""What is to be reached at least, and no token may differ."""
+"""Minimum values of figures; in addition no token may differ."""
 Rounds = Mapping[int, TableCell]
 Table = Mapping[str, Mapping[str, Rounds]]
 """The cells that have figures, by regime, system and round."""
@@ -39,7 +39,7 @@ Table = Mapping[str, Mapping[str, Rounds]]
 
 @dataclass(frozen=True, slots=True)
 class PairedRatio:
-    """A ratio of paired rounds: its median and the ends of its interval, or of its range."""
+    """A ratio of paired rounds: its median and the bounds of its interval, or of its range."""
 
     low: float
     median: float
@@ -48,12 +48,12 @@ class PairedRatio:
 
     @property
     def is_interval(self) -> bool:
-        """True if the ends enclose the true median with 95 %, whatever the distribution."""
+        """True if the bounds enclose the true median with 95 % probability, for any distribution."""
         return self.rounds >= _INTERVAL_ROUNDS
 
 
 def update_of(rollout: float) -> float:
-    """Return the trainer's seconds that are their share of a step with a rollout of so many seconds."""
+    """Return the trainer's seconds for a step whose rollout takes `rollout` seconds."""
     return rollout * UPDATE_SHARE / (1 - UPDATE_SHARE)
 
 
@@ -67,7 +67,7 @@ class StepLine(NamedTuple):
 def line_of(table: Table) -> StepLine | None:
     """Return the line through plain decoding's loads in all regimes, by least squares of relative errors.
 
-    None where there are fewer than two of them, or none with more than a row.
+    None if there are fewer than two loads, or none with more than one row.
     """
     cells = [cell for systems in table.values() for cell in systems.get(PLAIN, {}).values()]
     loads = [load for cell in cells for step in counted(cell) for load in step.loads]
@@ -80,7 +80,7 @@ def line_of(table: Table) -> StepLine | None:
 
 
 def line_share(cells: Iterable[TableCell], line: StepLine) -> float | None:
-    """Return the seconds that the line allows for the engine steps of a system, as a share of its rollouts'.
+    """Return the seconds that the line predicts for a system's engine steps, as a share of its rollout seconds.
 
     The slowest instance counts. None for cells without loads.
     """
@@ -101,7 +101,7 @@ def table_of(cells: Iterable[TableCell]) -> dict[str, dict[str, dict[int, TableC
 
 
 def counted(cell: TableCell) -> Sequence[StepFigures]:
-    """Return the steps of a cell that count; all where there are no more than are left out."""
+    """Return the steps of a cell that count; all if there are no more than the warm-up."""
     return cell.steps[WARM_UP:] or cell.steps
 
 
@@ -111,7 +111,7 @@ def rollout_seconds(cell: TableCell) -> float:
 
 
 def modelled_seconds(device: str) -> Callable[[TableCell], float]:
-    """Return the figure that is the mean rollout time of a step by a device's table."""
+    """Return a function that computes the mean rollout time of a step by a device's table."""
     return lambda cell: fmean(step.modelled[device].rollout for step in counted(cell))
 
 
@@ -133,7 +133,7 @@ def paired(base: Rounds, other: Rounds, figure: Callable[[TableCell], float]) ->
 def row(rounds: Rounds, plain: Rounds | None, line: StepLine | None = None) -> dict[str, Any]:
     """Return the columns of a system in a regime: means over its rounds, ratios of paired ones.
 
-    `modelled` has those of each modelled device.
+    `modelled` has the columns of each modelled device.
     """
     cells = [rounds[place] for place in sorted(rounds)]
     steps = [step for cell in cells for step in counted(cell)]
@@ -173,8 +173,8 @@ def row(rounds: Rounds, plain: Rounds | None, line: StepLine | None = None) -> d
 def modelled_row(device: str, rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
     """Return the columns of a system in a regime on a modelled device.
 
-    `ahead_share` is the time of generating ahead, as a share of the time that there is for it there: what an
-    instance is idle in a step, and the trainer's update. Above 1 the device would have generated less ahead.
+    `ahead_share` is the time of generating ahead, as a share of the time available for it: the idle time of an
+    instance in a step, and the trainer's update. Above 1 the device would have generated less ahead.
     """
     seconds = modelled_seconds(device)
     steps = [step.modelled[device] for cell in rounds.values() for step in counted(cell)]
@@ -198,7 +198,7 @@ def rows(table: Table) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def headline(table: Table, vllm: Collection[str], recorded: Iterable[str]) -> dict[str, float | int | None]:
-    """Return the figures that have goals; None for those whose cells are not there.
+    """Return the figures that have goals; None if their cells are missing.
 
     Args:
         table: the cells.
@@ -239,9 +239,10 @@ def headline(table: Table, vllm: Collection[str], recorded: Iterable[str]) -> di
 
 
 def modelled_figures(table: Table, vllm: Collection[str]) -> dict[str, float | None]:
-    """Return how many times as fast rollouts are by the step times of an 8B model on an H100, by regime.
+    """Return rollout speedups by the step times of an 8B model on an H100, by regime.
 
-    `modelled_` figures are of Paceline as it planned here, `modelled_planned_` ones as it plans for that device.
+    `modelled_` figures are for Paceline as it planned here, `modelled_planned_` figures as it plans for that
+    device.
     """
     seconds, found = modelled_seconds(H100_8B), dict[str, float | None]()
     for regime, systems in table.items():
@@ -256,7 +257,7 @@ def modelled_figures(table: Table, vllm: Collection[str]) -> dict[str, float | N
 
 
 class _Ends(NamedTuple):
-    """Median and upper end of a ratio, for the headline."""
+    """Median and upper bound of a ratio, for the headline."""
 
     median: float | None
     high: float | None
@@ -271,14 +272,14 @@ def _saved(speedup: float | None) -> float | None:
 
 
 def best_of(systems: Mapping[str, Rounds], figure: Callable[[TableCell], float]) -> Rounds:
-    """Return the rounds of the system with the least median figure; none where there is no system."""
+    """Return the rounds of the system with the least median figure; empty without systems."""
     if not systems:
         return {}
     return min(systems.values(), key=lambda rounds: median(map(figure, rounds.values())))
 
 
 def verdicts(figures: Mapping[str, float | int | None]) -> dict[str, str]:
-    """Return what became of each goal: met, missed, within error, or not measured."""
+    """Return the state of each goal: met, missed, within error, or not measured."""
     found = {}
     for name, goal in GOALS.items():
         value = figures[name]

@@ -1,11 +1,11 @@
-"""Tells stock vLLM which tokens its sampler draws, so that all systems generate the same responses.
+"""Make stock vLLM's sampler draw given tokens, so that all systems generate the same responses.
 
-vLLM and Paceline draw with different noise. Left to themselves they would answer the same prompts with other
+vLLM and Paceline draw with different noise. Without intervention they would answer the same prompts with different
 responses, and the length of the longest one, which a step waits for, would decide every comparison. vLLM's runner
-therefore does all of its work, sampling and verification included, and what it drew is then replaced by the
-recorded token. A draft is accepted as far as it agrees with the record: that was drawn from the same policy and
-knew nothing of the draft, so a draft token x is accepted with probability p(x), as vLLM's rejection sampler accepts
-the tokens of drafters that name no probability of their own (n-gram, suffix).
+therefore does all of its work, sampling and verification included, and its tokens are then replaced by the recorded
+ones. A draft is accepted up to its first difference from the record. The record was drawn from the same policy
+independently of the draft, so a draft token x is accepted with probability p(x). vLLM's rejection sampler has the
+same acceptance probability for drafters that report no probabilities (n-gram, suffix).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
 _END, _NO_DRAFT = -1, -2
-"""What stands behind a recorded response, and behind a draft: neither is a token, and they differ."""
+"""Padding after a recorded response, and after a draft: neither is a token, and they differ."""
 
 
 @dataclass(slots=True)
 class ToldDrafts:
-    """Draft tokens that were verified, accepted ones, and verifications."""
+    """Numbers of verified draft tokens, accepted ones, and verifications."""
 
     drafted: int = 0
     accepted: int = 0
@@ -33,11 +33,11 @@ class ToldDrafts:
 
 
 def told(window: Tokens, drafts: Tokens) -> tuple[Tokens, Tokens]:
-    """Return the tokens of a step, [n, k + 1] with -1 behind the last, and how many draft tokens hold, [n].
+    """Return the tokens of a step, [n, k + 1] padded with -1, and the number of accepted draft tokens, [n].
 
     Args:
-        window: what is recorded from each sample's position on, [n, k + 1].
-        drafts: draft tokens, [n, k], with -2 behind the last.
+        window: recorded tokens from each sample's position on, [n, k + 1].
+        drafts: draft tokens, [n, k], padded with -2.
     """
     held = np.cumprod(drafts == window[:, :-1], axis=1).sum(axis=1)
     places = np.arange(window.shape[1])
@@ -45,7 +45,7 @@ def told(window: Tokens, drafts: Tokens) -> tuple[Tokens, Tokens]:
 
 
 def padded(drafts: Tokens, counts: Sequence[int], width: int) -> Tokens:
-    """Return the drafts of samples that stand in a row, [n, width] with -2 behind each."""
+    """Return concatenated drafts of samples as rows, [n, width], padded with -2."""
     made = np.full((len(counts), width), _NO_DRAFT, np.int64)
     made[np.arange(width) < np.asarray(counts)[:, None]] = drafts
     return made
@@ -53,7 +53,7 @@ def padded(drafts: Tokens, counts: Sequence[int], width: int) -> Tokens:
 
 @dataclass(slots=True)
 class ToldTokens:
-    """Recorded responses by request id, and what was verified of drafts."""
+    """Recorded responses by request id, and counts of verified drafts."""
 
     counts: ToldDrafts = field(default_factory=ToldDrafts)
     _table: Tokens = field(default_factory=lambda: np.empty((0, 1), np.int64))
@@ -63,7 +63,7 @@ class ToldTokens:
     _batch_rows: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
 
     def begin(self, responses: Mapping[str, Sequence[int]], most_drafted: int) -> None:
-        """Take the responses of a step; drafts have at most so many tokens."""
+        """Take the responses of a step, whose drafts have at most `most_drafted` tokens."""
         width = max(map(len, responses.values())) + most_drafted + 1
         self._table = np.full((len(responses), width), _END, np.int64)
         for row, tokens in enumerate(responses.values()):
@@ -72,14 +72,14 @@ class ToldTokens:
         self._batch, self.counts = [], ToldDrafts()
 
     def install(self) -> None:
-        """Put this behind the sampler of the runners of this process."""
+        """Install this after the sampler of the runners of this process."""
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         drawn = GPUModelRunner._sample
 
         def sample(runner: Any, logits: torch.Tensor | None, metadata: Any) -> Any:
             output = drawn(runner, logits, metadata)
-            # Empty while vLLM warms up.
+            # There are no rows while vLLM warms up.
             if self._rows:
                 self._replace(runner.input_batch, output.sampled_token_ids, metadata)
             return output

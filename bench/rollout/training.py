@@ -1,4 +1,4 @@
-"""A real GRPO run on a platform, each part of a step timed by itself, and what is recorded of it to be replayed."""
+"""Run GRPO on a platform, time each part of a step, and record the run for replays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Samples = Mapping[SampleKey, Sample]
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """One step as it went. Times in seconds, divergences in nats."""
+    """Result of one step. Times are in seconds, divergences in nats."""
 
     step: int
     groups: tuple[Group, ...]
@@ -33,18 +33,18 @@ class TrainedStep:
     update_seconds: float
     """The trainer's own part: rewards, learning, writing the new weights."""
     push_seconds: float
-    """Bringing them to every instance."""
+    """Seconds of the push of the weights to every instance."""
     reward: float
     """Mean over the samples."""
     kl: float
-    """KL(behaviour || policy) of the samples before they are learned from: the mean of e^r - r - 1 over all
-    tokens, r = log p_policy - log p_behaviour. 0, but for rounding, unless cached tokens were kept."""
+    """KL(behaviour || policy) of the samples before they are learned from: the mean of e^r - r - 1 over all tokens,
+    with r = log p_policy - log p_behaviour. It is 0, except for rounding, unless cached tokens were kept."""
     update_kl: float
-    """The same while they are learned from, over the tokens learned from."""
+    """The same KL during learning, over the tokens learned from."""
     clip_fraction: float
     """Share of these tokens whose ratio was clipped."""
     moved_kl: float
-    """KL of the policy that sampled from the one that was learned, over the step's tokens: how far a step goes."""
+    """KL of the sampling policy from the learned one, over the step's tokens: the size of the update."""
 
     @property
     def responses(self) -> Responses:
@@ -66,9 +66,9 @@ def train(
     """Train, and keep every version in `weights`.
 
     Args:
-        first: the step to begin with, by a learner that has taken those before.
+        first: the first step to take, by a learner that has taken the earlier ones.
         served: folder of the weights that the platform serves; None: `weights.model`.
-        measure_kl: measure `TrainedStep.kl`, which takes a forward pass over all samples; else it is 0.
+        measure_kl: measure `TrainedStep.kl`, which needs a forward pass on all samples; otherwise it is 0.
     """
     sampling, text = options.sampling, curriculum.text
     served = served or weights.model
@@ -116,14 +116,14 @@ def push(run: paceline.Run, folder: Path) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The steps of a run, and the weights that the last one led to."""
+    """The steps of a run, and the weights after the last one."""
 
     options: Options
     steps: tuple[TrainedStep, ...]
     last_weights: Path
 
     def weights_after(self, place: int) -> Path:
-        """Return the folder of the weights that the step at `place` led to."""
+        """Return the folder of the weights after the step at `place`."""
         return self.steps[place + 1].weights if place + 1 < len(self.steps) else self.last_weights
 
     @property
@@ -134,7 +134,7 @@ class Trajectory:
 
 @contextmanager
 def serving(config: PlatformConfig, seed: int) -> Iterator[Run]:
-    """Yield a run of a platform that is up for it alone."""
+    """Yield a run on a platform that is started for it alone."""
     with (
         Platform(config) as platform,
         platform.client() as client,

@@ -151,7 +151,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--samples", type=int, default=100_000, help="of the step")
+    parser.add_argument("--samples", type=int, default=100_000, help="samples of the step")
     return parser.parse_args()
 
 

@@ -1,1 +1,1 @@
-"""Benchmark of weights on their way from a trainer to its instances."""
+"""Benchmark the distribution of weights from a trainer to its instances."""

@@ -1,16 +1,16 @@
-"""Weights from a trainer to its instances: seconds, bytes, memory, and pauses in decoding.
+"""Measure the path of weights from a trainer to its instances: seconds, bytes, memory, and pauses in decoding.
 
     make bench NAME=weights
 
-Models of `--sizes` are made on the spot. A trainer in a process of its own pushes them through a real gateway to
-real instances, each with a folder of its own:
+Models of `--sizes` are made on the spot. A trainer in a separate process pushes them through a real gateway to real
+instances, each with its own folder:
 
-- transfers: 1, 2 and 4 instances, by folder and by stream, over loopback, and by stream over links of a tenth of
-  loopback's rate. Their engine is a stand-in that holds the model and copies new weights into it.
-- engines: one instance of vLLM's engine that decodes while weights come (CONTINUE).
+- transfers: 1, 2 and 4 instances, by folder and by stream, over loopback, and by stream over links with a tenth of
+  loopback's rate. In place of an engine each holds the model and copies new weights into it.
+- engines: one instance with vLLM's engine, which decodes while weights arrive (CONTINUE).
 
-Files lie in `--folder`, by default in memory (/dev/shm) where that has room, so that what Paceline does is measured
-and not a disk. What they are compared with is measured in the same place, in the same run.
+Files are in `--folder`, by default in memory (/dev/shm) if there is room, so that Paceline is measured and not a
+disk. The baselines are measured in the same place, in the same run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, show and write."""
+    """Measure the parts, then show and write the figures."""
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     given = arguments()
     with _place(given) as place, PartsProgress(_plan(given)) as progress:
@@ -104,7 +104,7 @@ def _measure(given: argparse.Namespace, place: Path, progress: PartsProgress) ->
 
 
 def _told(rows: Iterator[Row]) -> Iterator[Row]:
-    """Print what is measured at once: a run that breaks off has told the rest."""
+    """Print each row as soon as it is measured, so that an interrupted run has shown its rows."""
     for row in rows:
         told = ", ".join(f"{name} {format_value(row[name])}" for name in _TOLD if name in row)
         console().print(f"  {told}", highlight=False)
@@ -113,7 +113,7 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
 
 @contextmanager
 def _place(given: argparse.Namespace) -> Iterator[Path]:
-    """Return a folder for the run's files, which are removed at its end; the logs stay."""
+    """Yield a folder for the run's files, which are removed at its end; the logs stay."""
     parent = given.folder or _roomy(_room_needed(given))
     place: Path = (parent / "paceline-bench-weights").absolute()
     shutil.rmtree(place, ignore_errors=True)
@@ -128,8 +128,8 @@ def _place(given: argparse.Namespace) -> Iterator[Path]:
 def _room_needed(given: argparse.Namespace) -> float:
     """Return the bytes of memory that a run takes with its files in memory."""
     largest, fleet = max(given.sizes), max(given.fleets)
-    # Each instance holds its model in memory and up to three versions in files; so does the trainer. Beside them
-    # are the models.
+    # Each instance and the trainer hold a model in memory and up to three versions in files. The models themselves
+    # are counted as well.
     return 1e6 * (
         (1 + min(3, given.rounds + 1)) * largest * (fleet + 1) + sum(given.sizes) + 500 * (fleet + 2)
     )
@@ -138,7 +138,7 @@ def _room_needed(given: argparse.Namespace) -> float:
 def _roomy(needed: float) -> Path:
     if _IN_MEMORY.is_dir() and min(available_bytes(), shutil.disk_usage(_IN_MEMORY).free) > needed:
         return _IN_MEMORY
-    console().print(f"{_IN_MEMORY} has no room for {needed / 1e9:.1f} GB: files lie in {LOGS}")
+    console().print(f"{_IN_MEMORY} has no room for {needed / 1e9:.1f} GB; files are written to {LOGS}")
     return LOGS
 
 

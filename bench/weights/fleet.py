@@ -1,6 +1,6 @@
-"""Pushes to fleets of one model, on a platform with a real gateway, Redis and instances.
+"""Push weights to fleets of one model, on a platform with a real gateway, Redis and instances.
 
-Instances are `bench.weights.instance`. None shares a folder with another, as on hosts of their own.
+Instances are `bench.weights.instance`. Each has its own folder, as on separate hosts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STEPS_BEFORE, _STEPS_AFTER = 20, 5
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the benchmark and what it is compared with."""
+    """A model of the benchmark and the baselines of its updates."""
 
     megabytes: int
     folder: Path
@@ -52,7 +52,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Pushes:
-    """Pushes to measure: the fleets, largest first, by which transports, how often each."""
+    """Pushes to measure: the fleets, largest first, the transports, and the number of pushes of each."""
 
     fleets: Sequence[int]
     transports: Sequence[str]
@@ -60,9 +60,9 @@ class Pushes:
 
 
 def transfers(model: Model, folder: Path, pushes: Pushes, links: float | None) -> Iterator[dict[str, Any]]:
-    """Yield a row for each fleet and transport. `links`: bytes a second of each instance's link; None: loopback.
+    """Yield a row for each fleet and transport. `links` is the rate of each link in bytes a second; None: loopback.
 
-    Engines are `CopyingEngine`. The first push of each kind is not timed: memory is measured in it.
+    Engines are `CopyingEngine`. The first push of each kind is not timed; it measures memory.
     """
     ports = free_ports(max(pushes.fleets))
     with (
@@ -162,7 +162,7 @@ def _transfer(
         "check_seconds": own.check,
         "vs_copy_and_check": seconds / (own.copy + own.check),
         "model_bytes": model.bytes,
-        # Over links what passed them to the instances, acknowledgements among them; or what they counted.
+        # With links, the bytes that passed to the instances, acknowledgements included; else their own counts.
         "trainer_bytes": model.bytes if transport == FOLDER else (sent if gates else received["trainer"]),
         "received_from_trainer_bytes": received["trainer"],
         "received_from_instances_bytes": received["instance"],
@@ -180,7 +180,7 @@ def _checked(pushed: Push, fleet: int) -> Push:
 
 
 def _received(platform: Platform, fleet: int) -> dict[str, float]:
-    """Return the bytes that the instances have counted, by who sent them."""
+    """Return the bytes that the instances have counted, by sender."""
     found = {"trainer": 0.0, "instance": 0.0}
     for child in platform.instances[:fleet]:
         assert child.ready is not None
@@ -251,7 +251,7 @@ def _instance_options(engine: str) -> tuple[str, ...]:
     options = ("--speculation=off", "--no-drafts")
     if engine == COPYING:
         return options
-    # The engine computes on one core. The other is for the trainer, and for what an instance does beside it.
+    # The engine computes on one core. The other is for the trainer, and for the other work of an instance.
     bound = f"--threads-bind={cores()[-1]}"
     return (*options, "--dtype=float32", f"--kv-cache-memory-bytes={_KV_BYTES}", bound)
 
@@ -261,7 +261,7 @@ def _lines(times: Path) -> list[str]:
 
 
 def _wait_for_steps(times: Path, count: int) -> None:
-    """Wait until the engine has made so many more steps."""
+    """Wait until the engine has made `count` more steps."""
     before, deadline = len(_lines(times)), time.monotonic() + _DECODING_SECONDS
     while len(_lines(times)) < before + count:
         if time.monotonic() > deadline:

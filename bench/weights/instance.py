@@ -1,6 +1,7 @@
-"""A generation instance of the weights benchmark: the real service, with one of two engines.
+"""Run a generation instance of the weights benchmark: the real service, with one of two engines.
 
-copying: the stand-in `CopyingEngine`; vllm: the real engine, whose steps and weights leave their times in a file.
+copying: the stand-in `CopyingEngine`; vllm: the real engine, which records the times of steps and weights in a
+file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from services.generation.kv_transfer.block_store import UnsupportedCaches
 from services.platform.service import run
 
 ENGINE, TIMES = "BENCH_WEIGHTS_ENGINE", "BENCH_WEIGHTS_TIMES"
-"""Environment variables: which engine, and the file of the times of vLLM's."""
+"""Environment variables: the engine's name, and the file for the times of vLLM's engine."""
 COPYING, VLLM = "copying", "vllm"
 _VOCABULARY, _LENGTH = 4096, 2048
 T = TypeVar("T")
@@ -29,7 +30,7 @@ T = TypeVar("T")
 class CopyingEngine:
     """Stand-in for an engine: holds a model in memory, and applies weights by copying them into it.
 
-    It generates nothing. What vLLM's engine does beside the copy when weights are applied, it leaves out.
+    It generates nothing, and leaves out the work of vLLM's engine around the copy when weights are applied.
     """
 
     def __init__(self, model: Path) -> None:
@@ -57,16 +58,16 @@ class CopyingEngine:
         }
 
     def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
-        """Copy tensors over those of the same names; there is no KV to drop."""
+        """Copy tensors into the existing ones of the same names; there is no KV to drop."""
         for name, tensor in tensors:
             self._weights[name].copy_(tensor)
         return 0
 
     def abort(self, sample_ids: Iterable[str]) -> None:
-        """End samples, of which there are none."""
+        """Do nothing, because there are no samples."""
 
     def shutdown(self) -> None:
-        """Release nothing."""
+        """Do nothing, because there is nothing to release."""
 
 
 class _NoMoves:
@@ -89,7 +90,7 @@ def main() -> None:
 
     def timed(config: GenerationConfig, metrics: Any, origin_of: Any) -> tuple[Any, Any]:
         engine, drafts = real(config, metrics, origin_of)
-        # Written line by line, for whoever reads it while this process runs.
+        # Write line by line, for readers while this process runs.
         times = Path(os.environ[TIMES]).open("a", buffering=1)  # noqa: SIM115 (open to the end of the process)
         engine.step = _timed("step", engine.step, times)
         engine.apply_weights = _timed("apply", engine.apply_weights, times)

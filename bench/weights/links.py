@@ -1,7 +1,7 @@
-"""Links of a given rate between processes of one machine, and the rate of loopback itself.
+"""Throttle links between processes of one machine, and measure the rate of loopback itself.
 
-A link stands in front of a server: at most so many bytes a second pass to it, and as many from it, over all
-connections together. It moves them from socket to socket in the kernel, so that it takes little of the processors.
+A link stands in front of a server. At most `rate` bytes a second pass to the server, and as many from it, over all
+connections together. It moves them from socket to socket in the kernel, so that it takes little processor time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 HOST, LINK_HOST = "127.0.0.1", "127.0.0.2"
-"""Where a server listens, and where the link before it does, at the same port."""
+"""Address of a server, and of the link in front of it, which has the same port."""
 _CHUNK = 64 << 10
 _BUFFER = 256 << 10
-# What may pass at once after a while in which less did: some milliseconds' worth.
+# Burst after a time of lower use: some milliseconds' worth.
 _BURST_SECONDS = 0.005
 _ANSWER_SECONDS = 60.0
 _PIECE = 1 << 20
@@ -38,27 +38,27 @@ class LinkBytes(NamedTuple):
 
 
 class ByteBucket:
-    """Token bucket: says how long to wait until so many bytes may pass. Pure; used under a lock."""
+    """Token bucket: computes how long to wait until `count` bytes may pass. Pure; used under a lock."""
 
     def __init__(self, rate: float, burst_seconds: float = _BURST_SECONDS) -> None:
-        """Let `rate` bytes pass in a second."""
+        """Allow `rate` bytes a second."""
         self.passed = 0
         self._rate = rate
         self._burst = burst_seconds
         self._free_at = float("-inf")
 
     def take(self, count: int, now: float) -> float:
-        """Let bytes pass; return the seconds to wait before the next ones."""
+        """Take `count` bytes; return the seconds to wait before the next ones."""
         self.passed += count
         self._free_at = max(self._free_at, now - self._burst) + count / self._rate
         return max(0.0, self._free_at - now)
 
 
 class ThrottledLinks:
-    """Links in a process of their own. Use it as a context manager."""
+    """Links in a separate process. Use it as a context manager."""
 
     def __init__(self, ports: Sequence[int], rate: float) -> None:
-        """Stand before the servers at these ports. `rate` is in bytes a second."""
+        """Listen in front of the servers at these ports. `rate` is in bytes a second."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, tuple(ports), rate), daemon=True)
@@ -77,7 +77,7 @@ class ThrottledLinks:
         self._process.kill()
 
     def passed(self) -> list[LinkBytes]:
-        """Return what has passed over each link so far."""
+        """Return the bytes that each link has carried so far."""
         self._pipe.send(True)
         answer: list[LinkBytes] = self._answer()
         return answer
@@ -91,7 +91,7 @@ class ThrottledLinks:
 def free_ports(count: int) -> list[int]:
     """Return ports that are free at both addresses."""
     found: list[int] = []
-    # All are held until all are found.
+    # Hold each port until all are found.
     with ExitStack() as held:
         while len(found) < count:
             port = held.enter_context(socket.create_server((HOST, 0))).getsockname()[1]
@@ -127,7 +127,7 @@ class _Link:
             try:
                 server = socket.create_connection((HOST, self._port))
             except OSError:
-                caller.close()  # the server is not there yet, or not any more
+                caller.close()  # the server has not started yet, or has ended
                 continue
             for each in caller, server:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -151,7 +151,7 @@ class _Link:
         finally:
             os.close(reading)
             os.close(writing)
-            # The other direction ends with it; both sockets are closed when nothing refers to them.
+            # The other direction ends with it. Both sockets are closed when no reference is left.
             for each in source, target:
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)

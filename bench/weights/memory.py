@@ -1,4 +1,4 @@
-"""Private memory of processes while something runs."""
+"""Measure the private memory of processes while something runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EVERY_SECONDS = 0.02
 
 
 def private_bytes(pid: int) -> int:
-    """Return the private memory of a process, clean and dirty, by smaps_rollup; 0 once it is gone."""
+    """Return the private memory of a process, clean and dirty, by smaps_rollup; 0 once it has ended."""
     try:
         return parse_rollup(Path(f"/proc/{pid}/smaps_rollup").read_text())
     except OSError:
@@ -20,9 +20,9 @@ def private_bytes(pid: int) -> int:
 
 
 def dirty_bytes(pid: int) -> int:
-    """Return the private memory of a process without unchanged pages of files; 0 once it is gone.
+    """Return the private memory of a process without unchanged pages of files; 0 once it has ended.
 
-    Unchanged pages of libraries count as private while no other process on the machine has them mapped.
+    Unchanged pages of libraries count as private while no other process on the machine maps them.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -32,19 +32,19 @@ def dirty_bytes(pid: int) -> int:
 
 
 def parse_rollup(text: str) -> int:
-    """Return the private bytes that a smaps_rollup tells of."""
+    """Return the private bytes in the text of a smaps_rollup file."""
     lines = (line.split() for line in text.splitlines())
     return sum(int(line[1]) * 1024 for line in lines if line[0].startswith("Private_"))
 
 
 def available_bytes() -> int:
-    """Return the memory that the machine has to give."""
+    """Return the available memory of the machine."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 class PeakMemory:
-    """Most private memory that each of some processes has had inside the `with`, and what it had before."""
+    """Peak private memory of each process inside the `with` block, and its memory before."""
 
     def __init__(self, pids: Mapping[str, int], measure: Callable[[int], int] = private_bytes) -> None:
         self._pids = pids
@@ -68,7 +68,7 @@ class PeakMemory:
         self._look()
 
     def growth(self, name: str) -> int:
-        """Return the bytes by which a process's peak is above what it had before."""
+        """Return the bytes by which a process's peak exceeds its memory before."""
         return self.peak[name] - self.before[name]
 
     def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Models of the weights benchmark, and what a plain copy and one check of their files take."""
+"""Make models of the weights benchmark, and measure a plain copy and one check of their files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Seconds of what an update is compared with.
+    """Seconds of the operations that an update is compared with.
 
-    `copy`: the files of a version, to files on the same disk, synced; `check`: reading them once with SHA-256 and
-    the test for finite values, in one thread; `memory_copy`: the tensors, in memory, in one thread.
+    `copy`: copying the files of a version to the same disk, synced. `check`: reading them once with SHA-256 and
+    the test for finite values, in one thread. `memory_copy`: copying the tensors in memory, in one thread.
     """
 
     copy: float
@@ -31,7 +31,7 @@ class Reference:
 
 
 def shape_of(megabytes: int) -> tuple[int, int]:
-    """Return width and layers of a model of about so many MB in float32."""
+    """Return width and layers of a model of about `megabytes` MB in float32."""
     hidden = 512 if megabytes < 200 else 1024
     embedding = VOCABULARY * hidden * 4
     layer = 12 * hidden * hidden * 4
@@ -39,7 +39,7 @@ def shape_of(megabytes: int) -> tuple[int, int]:
 
 
 def make_models(folder: Path, sizes: list[int]) -> dict[int, Path]:
-    """Make a model of each size, in a process of its own, whose memory ends with it."""
+    """Make a model of each size, in a separate process, whose memory is freed when it ends."""
     found = {size: folder / f"model-{size}" for size in sizes}
     process = multiprocessing.get_context("spawn").Process(target=_make, args=(found,))
     process.start()
@@ -61,7 +61,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def reference(model: Path, scratch: Path) -> Reference:
-    """Measure on the weights of a model, under `scratch`, which is empty afterwards; medians."""
+    """Measure the medians for the weights of a model, under `scratch`, which is empty afterwards."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_measure, args=(theirs, model, scratch))

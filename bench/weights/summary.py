@@ -1,4 +1,4 @@
-"""Figures of the weights benchmark that goals are set for, and pauses in decoding. Pure."""
+"""Compute the figures of the weights benchmark that have goals, and pauses in decoding. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ GOALS = {
     "stream_seconds_ratio_4_vs_1": 1.3,
     "trainer_bytes_ratio_4_vs_1": 1.0,
 }
-# What the protocol around the bytes may add.
+# Share of bytes that the protocol may add.
 _BYTES_TOLERANCE = 0.01
 _LEAST_GAP_MS = 100.0
 _MORE_BYTES = 1e9
 
 
 def summary(transfers: Sequence[Row], engines: Sequence[Row]) -> dict[str, Any]:
-    """Return the figures; None for what was not measured.
+    """Return the figures; None if not measured.
 
-    Ratios to the copy are of the largest model and one instance, memory is of the largest model, and the gap is the
-    longest of all pushes to vLLM's engine.
+    Ratios to the copy are for the largest model and one instance, memory is for the largest model, and the gap is
+    the longest of all pushes to vLLM's engine.
     """
     largest = max((row["megabytes"] for row in transfers), default=0)
     of_largest = [row for row in transfers if row["megabytes"] == largest]
@@ -45,13 +45,13 @@ def summary(transfers: Sequence[Row], engines: Sequence[Row]) -> dict[str, Any]:
 
 
 def verdicts(figures: Row, engines: Sequence[Row]) -> dict[str, bool | None]:
-    """Return, by figure, True if its goal is reached, or None where it was not measured."""
+    """Return, by figure, True if its goal is reached, or None if it was not measured."""
     found: dict[str, bool | None] = {}
     for name, most in GOALS.items():
         slack = _BYTES_TOLERANCE if name.startswith("trainer_bytes") else 0.0
         value = figures[name]
         found[name] = None if value is None else value <= most + slack
-    # Both depend on the model: its size, and the time in which it is copied in memory.
+    # Both depend on the model: its size, and the time to copy it in memory.
     found["peak_memory_models"] = all_of(
         row["peak_memory_models"] <= 1 + _MORE_BYTES / (1e6 * row["megabytes"]) for row in engines
     )
@@ -62,7 +62,7 @@ def verdicts(figures: Row, engines: Sequence[Row]) -> dict[str, bool | None]:
 
 
 def all_of(reached: Any) -> bool | None:
-    """Return whether all are reached, None if there is none."""
+    """Return whether all are reached; None if there are none."""
     each = list(reached)
     return all(each) if each else None
 
@@ -83,14 +83,14 @@ def _ratio(rows: Sequence[Row], figure: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Begin and end of a step, or of weights being applied, in monotonic seconds."""
+    """Begin and end of a step, or of applying weights, in monotonic seconds."""
 
     began: float
     ended: float
 
     @property
     def seconds(self) -> float:
-        """Length."""
+        """Length in seconds."""
         return self.ended - self.began
 
 
@@ -107,7 +107,7 @@ class Pauses:
     """Pauses of decoding during a push, in milliseconds.
 
     `usual_step` and `usual_gap` are the medians before it. `gap` is the longest time in which no step ran.
-    `prefill` is the step after the weights were applied, which computes the KV again; `slowest_step` the longest
+    `prefill` is the step after the weights were applied, which computes the KV again. `slowest_step` is the longest
     of the others.
     """
 
@@ -121,7 +121,7 @@ class Pauses:
 
 
 def parse(lines: Iterable[str]) -> EngineTimes:
-    """Return the times that the lines of an instance's file tell; a last one that is not whole is left out."""
+    """Return the times in the lines of an instance's file; an incomplete last line is left out."""
     found: dict[str, list[Span]] = {"step": [], "apply": []}
     for line in lines:
         if line.endswith("\n"):
@@ -131,7 +131,7 @@ def parse(lines: Iterable[str]) -> EngineTimes:
 
 
 def pauses(times: EngineTimes, began: float, ended: float) -> Pauses:
-    """Return how decoding went on during a push. ValueError: it did not decode before, during or after it."""
+    """Return the pauses of decoding in a push. ValueError if it did not decode before, during or after the push."""
     before = [step for step in times.steps if step.ended <= began]
     rest = [step for step in times.steps if step.ended > began]
     applied = next((each for each in times.applied if began <= each.began <= ended), None)

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: it holds a model, changes it, and pushes it when told to."""
+"""Run a trainer in a separate process: it holds a model, changes it, and pushes it on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A push as it went. `began` and `ended` are monotonic; the seconds of a phase are of the slowest instance."""
+    """Result of a push. `began` and `ended` are monotonic; the seconds of a phase are of the slowest instance."""
 
     began: float
     ended: float
@@ -35,10 +35,10 @@ class Push:
 
 
 class TrainerProcess:
-    """The parent's side. Use it as a context manager."""
+    """Parent's side of the trainer process. Use it as a context manager."""
 
     def __init__(self, gateway: str, model: Path, folder: Path) -> None:
-        """Hold the weights of `model`, and push them to a gateway, by way of `folder` if not by stream."""
+        """Hold the weights of `model`, and push them to a gateway, through `folder` if not by stream."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, gateway, model, folder), daemon=True)
