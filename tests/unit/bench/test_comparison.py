@@ -1,4 +1,4 @@
-"""Tokens are compared as far as they have the same prefix."""
+"""Tokens are compared while they have the same prefix."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LIBRARY = library(container([Code(CUBIN, 80, b"o" * 64), Code(CUBIN, 90, b"n" * 
 
 @pytest.fixture
 def found(tmp_path: Path) -> list[Path]:
-    """Two wheels, one of them with what nobody needs there."""
+    """Two wheels, one of them with files that the pack leaves out."""
     vllm = {
         "vllm/__init__.py": b"version = 1",
         "vllm/_C.abi3.so": LIBRARY,

@@ -1,4 +1,4 @@
-"""What the learner's benchmark makes of a recorded run."""
+"""The learner's benchmark computes figures, replays and tables from a recorded run."""
 
 from __future__ import annotations
 

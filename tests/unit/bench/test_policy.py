@@ -1,4 +1,4 @@
-"""What the benchmark of modes makes of the seconds of its rounds."""
+"""The benchmark of modes computes ratios, goals and contenders from the seconds of its rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells, their order and their keys; the part of a run that a regime is about; tokens that vLLM is told."""
+"""Cells have an order and keys, a regime cuts the run, and vLLM draws the recorded tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded run: made once for its options and model, and gone on with behind its last whole step."""
+"""The recorded run is made once for its options and model, and resumes after its last complete step."""
 
 from __future__ import annotations
 

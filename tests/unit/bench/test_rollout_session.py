@@ -1,4 +1,4 @@
-"""A call of the benchmark goes on where the last one ended, and one system that fails leaves the others theirs."""
+"""A call of the benchmark resumes where the last one ended, and a failing system does not affect the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _trained(weights: Path) -> TrainedStep:
 
 @dataclass(slots=True)
 class _Measured:
-    """Stands in for the measuring of cells: every step of a cell takes so many seconds by its system."""
+    """Stand-in for measuring cells: every step of a cell takes `seconds` of its system."""
 
     seconds: dict[str, float]
     asked: list[tuple[str, float]] = field(default_factory=list)

@@ -25,7 +25,7 @@ SIZES = GpuSizes()
 
 
 def measured(cell: GpuCell, noise: float, random: Random) -> dict[str, Any]:
-    """What an engine finds whose steps take as long as the table of an H100 says, give or take some noise."""
+    """Return a cell as measured on an engine whose step times follow the table of an H100, plus some noise."""
     runs = []
     for length, wrong in [(0, 0.0), *((draft.length, draft.wrong) for draft in SIZES.drafts)]:
         tokens = 1 + length * (1 - wrong)

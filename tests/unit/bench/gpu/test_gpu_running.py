@@ -42,7 +42,7 @@ ALONE, ONE, OTHER = map(NamedSetup, ("alone", "one", "other"))
 
 
 class Worker:
-    """A thread in place of a process, that answers each order as it is told."""
+    """A thread in place of a process, which gives prepared answers to orders."""
 
     def __init__(self, answers: Answers, started: list[NamedSetup], setup: NamedSetup) -> None:
         self.pipe, theirs = Pipe()
@@ -95,7 +95,7 @@ def run(
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [(lambda: "Traceback\nKernelMismatch: 3 tokens", "3 tokens"), (lambda: None, "gone")],
+    [(lambda: "Traceback\nKernelMismatch: 3 tokens", "3 tokens"), (lambda: None, "has ended")],
 )
 def test_a_step_that_fails_costs_its_process_and_what_needs_its_result(
     tmp_path: Path, answer: Callable[[], Any], reason: str
@@ -199,7 +199,7 @@ def test_without_a_device_the_status_says_so_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--model", "nowhere"], "no folder with a config.json, and none of q17, q8, tiny"),
+        (["--model", "nowhere"], "must be a folder with a config.json, or one of q17, q8, tiny"),
         (["--only", "no such *"], "--only no such *: no step has such a name"),
     ],
 )
