@@ -1,4 +1,4 @@
-"""Open files safely: files that others wrote, and files that are private to this user.
+"""Open files that others wrote or that are private to this user, safely, and make files durable.
 
 Files that others wrote are opened only if they are regular files, and read up to a limit. JSON that cannot be
 parsed is a ValueError, however deeply it is nested. Private files are safe in folders that other users may write
@@ -163,3 +163,12 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 def _mode(found: os.stat_result) -> str:
     return f"{stat.S_IMODE(found.st_mode):04o}"
+
+
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -22,6 +22,7 @@ from paceline.cli.options import (
     plain_table,
     print_json,
     print_whole,
+    show,
 )
 from paceline.client import Client
 from paceline.tokens import TokenEntry, new_token
@@ -189,10 +190,7 @@ def show_weights(gateway: GatewayOptions, as_json: Json = False) -> None:
     """Show the published versions, and the update in progress."""
     with gateway.open() as client:
         versions = client.versions()
-    if as_json:
-        print_json(versions)
-    else:
-        typer.echo(versions_line(versions))
+    show(versions, as_json, versions_line)
 
 
 @weights_app.command("abort")

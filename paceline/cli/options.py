@@ -91,6 +91,7 @@ def read_profile(name: str) -> Profile:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 Token = Annotated[
     str | None,
@@ -267,6 +268,14 @@ def print_whole(console: Console, table: Table) -> None:
 def print_json(value: Any, indent: int | None = 2) -> None:
     """Print dataclasses, and containers of them, as JSON; with `indent` None on one line."""
     typer.echo(json.dumps(value, indent=indent, default=_plain))
+
+
+def show(record: T, as_json: bool, lines: Callable[[T], str]) -> None:
+    """Print a record: as JSON, or as the text that `lines` makes of it."""
+    if as_json:
+        print_json(record)
+    else:
+        typer.echo(lines(record))
 
 
 def _plain(value: Any) -> Any:

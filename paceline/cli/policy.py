@@ -18,6 +18,7 @@ from paceline.cli.options import (
     plain_table,
     print_json,
     print_whole,
+    show,
 )
 from paceline.types import Decision, Drafter, EffectiveKnobs, KnobSetting
 
@@ -197,10 +198,7 @@ def show_drafter(gateway: GatewayOptions, as_json: Json = False) -> None:
     """Show the published drafter, with its acceptance length and the samples on which it was trained."""
     with gateway.open() as client:
         drafter = client.drafter()
-    if as_json:
-        print_json(drafter)
-    else:
-        typer.echo(drafter_lines(drafter))
+    show(drafter, as_json, drafter_lines)
 
 
 @drafter_app.command("roll-back")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from paceline.files import open_regular, parse_object, read_regular
+from paceline.files import open_regular, parse_object, read_regular, sync
 from paceline.weights import safetensors
 
 MANIFEST = "expansion.json"
@@ -73,7 +73,7 @@ def describe(path: Path) -> StoredFile:
 def write(folder: Path, kind: ExpansionKind, base: BaseWeights, names: Iterable[str]) -> Expansion:
     """Make the named files of a folder durable, describe them, and write the manifest last."""
     for name in names:
-        safetensors.sync(folder / name)
+        sync(folder / name)
     expansion = Expansion(kind, base, {name: describe(folder / name) for name in names})
     unfinished = folder / f"{MANIFEST}.unfinished"
     with unfinished.open("x") as file:
@@ -81,7 +81,7 @@ def write(folder: Path, kind: ExpansionKind, base: BaseWeights, names: Iterable[
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(folder / MANIFEST)
-    safetensors.sync(folder)
+    sync(folder)
     return expansion
 
 

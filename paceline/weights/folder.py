@@ -30,6 +30,7 @@ from typing import Any, Self, TypeVar
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.errors import rank_lost
+from paceline.files import sync
 from paceline.shards import OpenShard
 from paceline.weights import adapters, delta, expansion, safetensors
 from paceline.weights.adapters import Adapter
@@ -80,7 +81,7 @@ class WeightFolder:
         with _appearing(folder) as unfinished:
             for path in self.model.iterdir():
                 if path.is_file() and ".safetensors" not in path.name:
-                    safetensors.sync(Path(shutil.copy2(path, unfinished / path.name)))
+                    sync(Path(shutil.copy2(path, unfinished / path.name)))
             if isinstance(tensors, ShardedTensors):
                 tensors.write(unfinished, self.shard_bytes)
             else:
@@ -176,7 +177,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    safetensors.sync(folder.parent)
+    sync(folder.parent)
 
 
 def _remove(folder: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.files import open_regular, parse_object, read_regular
+from paceline.files import open_regular, parse_object, read_regular, sync
 
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Tensors (numpy arrays, or objects with torch's tensor methods) by name, or pairs of name and tensor."""
@@ -398,15 +398,6 @@ def index_checksum(folder: Path) -> str:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no index: {error}") from error
     return f"index-sha256:{hashlib.sha256(content).hexdigest()}" if listed else ""
-
-
-def sync(path: Path) -> None:
-    """Make a file durable, or the entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def index_of(files: Sequence[WrittenFile]) -> bytes:

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.files import MOST_CONFIG_BYTES, open_regular, parse_json, read_regular
+from paceline.files import MOST_CONFIG_BYTES, open_regular, parse_json, read_regular, sync
 from services.contracts.errors import DataLoss
-from services.contracts.files import sync, write_durably
+from services.contracts.files import write_durably
 
 if TYPE_CHECKING:
     import torch

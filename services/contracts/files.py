@@ -1,4 +1,4 @@
-"""Write files that survive a power failure, and check the paths of folders with weights."""
+"""Write a file that survives a power failure, and check the paths of folders with weights."""
 
 from __future__ import annotations
 
@@ -19,15 +19,6 @@ def write_durably(path: Path, content: bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_weight_folder(

@@ -23,11 +23,11 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry
 
 from paceline.errors import Violation
+from paceline.files import sync
 from paceline.internal.v1 import draft_pb2 as pb
 from paceline.internal.v1 import draft_pb2_grpc as rpc
 from paceline.times import timestamp
 from services.contracts.errors import InvalidArgument
-from services.contracts.files import sync
 from services.contracts.rollout import KINDS, RolloutKind, StoredRollout, batches, from_proto
 from services.drafts.store import Cause, DraftStore
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram

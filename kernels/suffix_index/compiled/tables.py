@@ -187,8 +187,7 @@ _TOKEN_BITS, _CHECK_SHIFT = np.uint64(31), np.uint64(36)
 _TOKEN_MASK, _FIRMNESS_MASK = np.uint64(2**31 - 1), np.uint64(31)
 _BUCKET, _BUCKET_BITS = 4, np.uint64(2)
 _LOW_BITS, _LOWEST_BITS = np.uint64(10), np.uint64(LEAST_SHARED // _BUCKET - 1)
-_ONE_VOTE = np.uint64(1)
-_VOTE = _ONE_VOTE << _TOKEN_BITS
+_VOTE = _ONE << _TOKEN_BITS
 _SHARED_SALT = np.uint64(0)
 
 _SHARED_POWERS = powers(SHARED_ORDERS)
@@ -203,7 +202,7 @@ def _context(hashes, hashed, i):
 @kernel
 def _bucket(low, check, rows):
     """Return the first row of the bucket for a hash with these lowest and uppermost bits."""
-    mask = (np.uint64(rows) >> _BUCKET_BITS) - _ONE_VOTE
+    mask = (np.uint64(rows) >> _BUCKET_BITS) - _ONE
     return np.int64(((low & _LOWEST_BITS) | (check << _LOW_BITS)) & mask) * _BUCKET
 
 

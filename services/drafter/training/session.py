@@ -24,9 +24,8 @@ from pydantic import TypeAdapter
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from paceline.files import parse_object
+from paceline.files import parse_object, sync
 from services.contracts.drafter_checkpoint import Checkpoint
-from services.contracts.files import sync
 from services.contracts.gateway_keys import GatewayKeys
 from services.contracts.learner import PublishedDrafter
 from services.drafter.config import DrafterConfig

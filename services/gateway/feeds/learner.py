@@ -19,9 +19,15 @@ from redis.exceptions import RedisError
 
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
-from services.contracts.learner import DrafterKeys, Fed, FedBatchEnd, FedRewards, FedSample
-from services.contracts.learner import encode_entry as encode
-from services.contracts.learner import entry_bytes as size_of
+from services.contracts.learner import (
+    DrafterKeys,
+    Fed,
+    FedBatchEnd,
+    FedRewards,
+    FedSample,
+    encode_entry,
+    entry_bytes,
+)
 from services.contracts.sampling import resolve
 from services.gateway.config import GatewayConfig
 from services.gateway.feeds.outbox import Outbox
@@ -86,7 +92,7 @@ class LearnerFeed:
         self._metrics = metrics
         self._clock = clock
         dropped = metrics.learner_feed.labels("dropped").inc
-        self._waiting: Outbox[Fed] = Outbox(most_waiting, size_of, dropped)
+        self._waiting: Outbox[Fed] = Outbox(most_waiting, entry_bytes, dropped)
         self._seen_at: float | None = None
 
     @property
@@ -135,7 +141,7 @@ class LearnerFeed:
     async def _put(self) -> None:
         taken = self._waiting.take(MOST_PUT)
         pipe = self._redis.pipeline(transaction=False)
-        for fields in map(encode, taken):
+        for fields in map(encode_entry, taken):
             pipe.xadd(self._key, fields)
             self._unmeasured += _ENTRY_BYTES + sum(map(len, fields.values()))
         pipe.expire(self._key, _KEPT_SECONDS)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
@@ -45,7 +44,6 @@ _DESCRIBED = (
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_log = structlog.get_logger(__name__)
 # Part of a caller's deadline that is left for handing samples back.
 _DRAIN_ANSWER_SECONDS = 1.0
 
