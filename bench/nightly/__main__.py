@@ -29,11 +29,13 @@ from bench.nightly.published import EARLIER, RESULTS, publish, published
 from bench.report import console
 from bench.rollout.registry import ARCTIC
 
+_BENCH = Path(__file__).parents[1]
 DOCUMENTS = (
     Path("README.md"),
     Path("docs/performance.md"),
     Path("docs/learner.md"),
     Path("docs/simulator.md"),
+    *(Path("bench", each.parent.name, each.name) for each in sorted(_BENCH.glob("*/README.md"))),
 )
 _NAMES = [job.name for job in JOBS]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[3]
+_FOLDERS = ("docs", "kernels", "bench")
 _DOCUMENTS = sorted(
-    [*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md"), *(_ROOT / "kernels").rglob("*.md")]
+    [*_ROOT.glob("*.md"), *(each for name in _FOLDERS for each in (_ROOT / name).rglob("*.md"))]
 )
 _OURS = re.compile(
     r"python3? -m ((?:bench|deploy|examples|kernels|services|paceline|tests)(?:\.\w+)*)\b(?!\.)"
