@@ -80,6 +80,29 @@ FAMILIES = {
             "shared_intermediate_size": 256,
         },
     ),
+    "nemotron-h": Family(
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "falcon-h1": Family(
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 32,
+        },
+    ),
     "lfm2": Family(
         "lfm2",
         {

@@ -17,6 +17,14 @@ def refused_by_check(engine: Any) -> dict[str, str]:
     return listed(engine)
 
 
+def refused_without_copies(engine: Any) -> dict[str, str]:
+    """Let an engine check itself that takes no copy of a recurrent state back; returns what it refuses then."""
+    from services.generation.engine.recurrent_states import RecurrentStates
+
+    RecurrentStates.take_back = lambda *_: None  # type: ignore[method-assign]
+    return refused_by_check(engine)
+
+
 def refused_by_failing_check(engine: Any) -> dict[str, str]:
     """Let an engine check itself in which no draft can be put; returns what it refuses then."""
 

@@ -28,7 +28,7 @@ from kernels.backend import Backend
 from services.contracts.errors import RESUMING, FailedPrecondition, ServiceError
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
-from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps
+from services.generation.engine.core_steps import MOST_REPLAYED, NO_BRANCHES, CoreSteps
 from services.generation.engine.draft_models.interface import DraftModelClient
 from services.generation.engine.kernel_choice import SAMPLER
 from services.generation.engine.migration import EngineMigration
@@ -223,11 +223,12 @@ class Engine:
         # Reads private fields, because properties cost time for every sample in every step.
         for request in self._scheduler.running:
             length = len(request._all_token_ids)
-            if request.num_computed_tokens - request.num_output_placeholders == length - 1:
+            behind = length - 1 - request.num_computed_tokens + request.num_output_placeholders
+            if not behind or (behind <= MOST_REPLAYED and request.request_id in self._steps.rewound):
                 response = request._output_token_ids
                 room = min(request.max_tokens - len(response), most - length) - 1
                 prompt = request.prompt_token_ids
-                states.append(EngineSampleState(request.request_id, prompt, response, room, length))
+                states.append(EngineSampleState(request.request_id, prompt, response, room, length, behind))
         return states
 
     def put_drafts(

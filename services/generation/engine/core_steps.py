@@ -8,9 +8,13 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
 
+from services.generation.engine.sampling.outputs import unpack
 from services.generation.engine.trees.sampling import MOST_DRAFTED, sample_refusal
 from services.generation.engine.trees.tree import chain_length
 
+MOST_REPLAYED = 32
+"""Most tokens that a sample computes again in a step with drafts. Beyond that it computes them in a step without
+drafts, after which its state is that of all its tokens."""
 NO_BRANCHES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
@@ -27,6 +31,11 @@ class CoreSteps:
         self._coupled = coupled
         self._trees = trees
         self._drafted: list[str] = []
+        groups = core.scheduler.kv_cache_config.kv_cache_groups
+        # Workers take back the recurrent states of samples with a refused draft (recurrent_states.py).
+        self._recurrent = any(getattr(each.kv_cache_spec, "num_speculative_blocks", 0) for each in groups)
+        # Samples that compute accepted tokens again, because their state was taken back.
+        self.rewound: frozenset[str] = frozenset()
 
     @property
     def has_work(self) -> bool:
@@ -67,11 +76,33 @@ class CoreSteps:
 
     def step(self) -> list[EngineCoreOutput]:
         """Run one step."""
+        before = self._computed() if self._recurrent else {}
         outputs, executed = self._core.step()
         if not self._coupled:
             self._core.post_step(executed)
         self._take_back()
-        return outputs_of(outputs)
+        found = outputs_of(outputs)
+        if self._recurrent:
+            self._rewind(before, found)
+        return found
+
+    def _computed(self) -> Mapping[str, int]:
+        """Return the number of computed tokens of each drafted sample."""
+        requests = self._scheduler.requests
+        return {sample_id: requests[sample_id].num_computed_tokens for sample_id in self._drafted}
+
+    def _rewind(self, before: Mapping[str, int], outputs: Iterable[EngineCoreOutput]) -> None:
+        """Set samples with a refused draft back to where their step began, as the workers did with their states."""
+        requests, rewound = self._scheduler.requests, set(self.rewound)
+        for output in outputs:
+            request = requests.get(output.request_id)
+            drafted, accepted = _verified(output)
+            if request is not None and accepted < drafted:
+                request.num_computed_tokens = before[output.request_id]
+                rewound.add(output.request_id)
+            else:
+                rewound.discard(output.request_id)
+        self.rewound = frozenset(rewound & requests.keys())
 
     def settle(self) -> list[EngineCoreOutput]:
         """Finish the steps in flight without scheduling another; returns their outputs."""
@@ -87,6 +118,14 @@ class CoreSteps:
             if request is not None:
                 request.spec_token_ids = []
         self._drafted.clear()
+
+
+def _verified(output: EngineCoreOutput) -> tuple[int, int]:
+    """Return how many drafts a step verified for a sample, and how many of them it accepted."""
+    if output.new_logprobs is None:
+        return 0, 0
+    drafted, accepted, _ = unpack(output.new_logprobs.sampled_token_ranks)
+    return drafted, accepted
 
 
 def outputs_of(batches: Mapping[int, Any] | None) -> list[EngineCoreOutput]:

@@ -29,9 +29,12 @@ class Feature(StrEnum):
 EXACT_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 """vLLM's kinds of KV cache that are known to be exact with drafts: no later token reads the KV of a refused draft,
 because the KV of each position is written again before it is read. Models with attention sinks have these kinds."""
+COPIED_KINDS = frozenset({"MambaSpec"})
+"""Kinds of recurrent state that are exact with drafts because the V1 runner copies them before a drafted step
+(recurrent_states.py). Mamba-2's only: it is the same after several tokens at once as after one by one."""
 MOVABLE_KINDS = frozenset({"FullAttentionSpec"})
 """Kinds whose blocks can be moved: none of them is dropped, and they hold only KV of their positions."""
-RESUMABLE_KINDS = EXACT_KINDS | {"MambaSpec"}
+RESUMABLE_KINDS = EXACT_KINDS | COPIED_KINDS
 """Kinds that are the same after a prefill of prompt and response as after decoding. Of recurrent states, only
 Mamba-2's is known to be."""
 _ATTENTION_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32"})
@@ -66,6 +69,8 @@ class EngineTraits:
     """Some layer does not see the whole context."""
     recurrent: bool = False
     """Some layer has a recurrent state, or nothing at all, instead of KV."""
+    short_states: bool = False
+    """vLLM keeps the last inputs of a recurrent state, and seldom the state itself."""
     encoder: bool = False
     positions: bool = False
     """Positions of several dimensions."""
@@ -153,15 +158,21 @@ def _first(rules: Iterable[_Rule]) -> str:
     return next((reason for applies, reason in rules if applies), "")
 
 
+def _recurrent(engine: EngineTraits) -> bool:
+    return engine.recurrent or any(kind.startswith("MambaSpec") for kind in engine.kinds or ())
+
+
 def _others(kinds: frozenset[str] | None, known: frozenset[str]) -> str:
     return ", ".join(sorted((kinds or frozenset()) - known))
 
 
 def _of_drafts(engine: EngineTraits) -> Iterable[_Rule]:
-    others = _others(engine.kinds, EXACT_KINDS)
+    known = EXACT_KINDS if engine.v2 else EXACT_KINDS | COPIED_KINDS
+    others = _others(engine.kinds, known)
     return (
         (not engine.coupled, "vLLM's own sampler takes no drafts"),
-        (engine.recurrent or "MambaSpec" in others, _STATE),
+        ((engine.v2 and engine.recurrent) or "MambaSpec" in others, _STATE),
+        (engine.short_states, "vLLM keeps the last inputs of a state in place of the state (use_replayssm)"),
         (engine.latent, "no test shows that drafts are exact with latent attention"),
         (bool(others), f"no test shows that drafts are exact with KV of the kind {others}"),
         (engine.kinds == frozenset(), "no layer has KV"),
@@ -177,6 +188,7 @@ def _of_trees(engine: EngineTraits) -> Iterable[_Rule]:
     return (
         (engine.device not in ("cpu", "cuda"), f"no attention computes branches on {engine.device}"),
         (engine.v2, "the V2 runner verifies chains"),
+        (_recurrent(engine), "a layer keeps one state of a sample, not one of each branch"),
         (engine.eagle3, "the EAGLE-3 head reads hidden states of chains"),
         (
             engine.window or "SlidingWindowSpec" in (engine.kinds or ()),
@@ -190,6 +202,7 @@ def _of_trees(engine: EngineTraits) -> Iterable[_Rule]:
 def _of_quantized(engine: EngineTraits) -> Iterable[_Rule]:
     return (
         (engine.v2, "the V2 runner has no draft models"),
+        (_recurrent(engine), "the copy would advance the state of the model's own layers"),
         (engine.experts, "a mixture of experts has no quantized copy"),
     )
 

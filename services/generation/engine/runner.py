@@ -19,6 +19,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
+from services.generation.engine.recurrent_states import RecurrentStates, recurrent_states
 from services.generation.engine.sampling.constraints import Histories, History, RowMasks, TokenCounts
 from services.generation.engine.sampling.inputs import (
     CACHED_KEY,
@@ -53,6 +54,8 @@ class CoupledRunnerMixin:
     get_model: Any
     model_config: Any
     device: torch.device
+    compilation_config: Any
+    kv_cache_config: Any
     # Store of the target's hidden states for a draft model; None if there is none.
     features: Features | None
     _scheduled: int
@@ -69,6 +72,8 @@ class CoupledRunnerMixin:
         self._prompts: dict[str, PromptReading] = {}
         self._grammars: dict[str, GrammarState] = {}
         self.features = None
+        # None if no layer is recurrent, or nothing is drafted.
+        self.states: RecurrentStates | None = None
         # None if drafts may not be trees.
         self.trees: TreeSteps | None = None
         # Counts for the samples with penalties; None before the first of them. They survive a preemption, too.
@@ -98,6 +103,12 @@ class CoupledRunnerMixin:
             output_token_ids=list(output),
         )
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        layers = self.compilation_config.static_forward_context
+        tables = self.input_batch.block_table
+        self.states = recurrent_states(self.kv_cache_config, layers, tables, self.device)
+
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         if self.trees is not None:
@@ -114,12 +125,18 @@ class CoupledRunnerMixin:
         if not self._drafts:
             if self.trees is not None:
                 self.trees.parents = {}
+            if self.states is not None:
+                self.states.keep(self.input_batch.block_table, self.input_batch.req_ids, ())
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         self.speculative_config = object()
         try:
             prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         finally:
             self.speculative_config = None
+        if self.states is not None:
+            batch = self.input_batch
+            drafted = [batch.req_id_to_index[sample_id] for sample_id in self._drafts]
+            self.states.keep(batch.block_table, batch.req_ids, drafted)
         if self.trees is not None and self.trees.parents:
             batch = self.input_batch
             starts = self.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
@@ -141,6 +158,10 @@ class CoupledRunnerMixin:
         else:
             verified = sample_trees(logits, self.trees.segments, *given)
             self.trees.keep(verified)
+        if self.states is not None and self._drafts:
+            verifying = np.diff(rows.cu)
+            refused = np.flatnonzero((verifying > 1) & (verified.counts < verifying))
+            self.states.take_back(batch.block_table, batch.req_ids, refused.tolist())
         for i, rollout in followed.items():
             end = rows.positions[i] + verified.reused[i]
             if verified.reused[i] < verified.counts[i] or end >= len(rollout.tokens):

@@ -296,6 +296,10 @@ def _admit(engine: Engine, names: list[str], length: int, timer: _Timer, random:
 def _step(engine: Engine, rows: int, timer: _Timer, random: Random) -> MeasuredStep | None:
     """Run a step that verifies `rows` tokens; None if they do not fit, or if nothing decodes."""
     states, vocab = engine.decoding(), engine.limits.vocab_size
+    if any(state.replayed for state in states):
+        # Its tokens would be counted neither as samples nor as drafts.
+        engine.step()
+        states = engine.decoding()
     if not 0 < len(states) <= rows or timer.late:
         return None
     width, longer = divmod(rows - len(states), len(states))

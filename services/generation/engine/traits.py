@@ -32,6 +32,7 @@ def engine_traits(config: VllmConfig, *, v2: bool, coupled: bool = True, **known
         or model.rswa_window is not None
         or bool(layers - {"full_attention"}),
         recurrent=model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        short_states=config.cache_config.use_replayssm,
         encoder=model.is_encoder_decoder,
         positions=model.uses_mrope,
         lookahead=model.is_mm_prefix_lm,

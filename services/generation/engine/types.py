@@ -244,6 +244,8 @@ class EngineSampleState:
     room: int
     # Number of tokens of prompt and response.
     length: int
+    # Accepted tokens that the next step computes again, because a recurrent state was taken back.
+    replayed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -23,6 +24,7 @@ from services.generation.engine.draft_models.interface import DraftModel
 from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
 from services.generation.engine.kernel_choice import KernelReport, failed, use_kernels
 from services.generation.engine.model_support import Feature, ModelSupport, model_support, worker_refusal
+from services.generation.engine.recurrent_states import with_spare_states
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_sizes import row_capacity, step_memory
 from services.generation.engine.traits import engine_traits, kinds_of
@@ -64,7 +66,6 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     use_v2_model_runner: bool
     # None if drafts may not be trees.
     branches: BranchAttention | None
-    get_kv_cache_spec: Any
     # Fields of `EngineTraits` that are known only once the model is loaded.
     model_traits: dict[str, Any]
 
@@ -147,10 +148,16 @@ class _CoupledWorkerMixin(KvWorkerMixin):
             self.begin_drafter(name, 0)
             self.build_drafter(name, _AT_ONCE)
 
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return vLLM's specs of all layers, with room for copies of recurrent states if samples are drafted."""
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        drafted = not self.use_v2_model_runner and self.model_support().allows(Feature.DRAFTS)
+        return with_spare_states(specs) if drafted else specs
+
     def model_support(self) -> ModelSupport:
         """Return the features that are allowed for the loaded model."""
         self.model_traits = {
-            "kinds": kinds_of(self.get_kv_cache_spec().values()),
+            "kinds": kinds_of(self.model_runner.get_kv_cache_spec().values()),
             "hidden_states": hasattr(self.model_runner.get_model(), "set_aux_hidden_state_layers"),
         }
         return model_support(

@@ -127,8 +127,11 @@ class SampleDrafts:
         if not self.reuse and speculation is None:
             return None
         states, load = engine.decoding(), engine.load
-        decodes = load.running == len(states) and not load.waiting
-        drafts = self._drafts(states, engine.row_capacity - (0 if decodes else engine.prompt_rows))
+        # Tokens that a step computes again are rows that verify nothing.
+        replayed = sum(state.replayed for state in states)
+        decodes = load.running == len(states) and not load.waiting and not replayed
+        rows = engine.row_capacity - replayed - (0 if decodes else engine.prompt_rows)
+        drafts = self._drafts(states, rows)
         trees = None if speculation is None else speculation.parents
         verified = engine.put_drafts(drafts, trees) if trees else engine.put_drafts(drafts)
         return speculation.shape(states, verified) if decodes and speculation is not None else None

@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from services.generation.engine.model_support import (
+    COPIED_KINDS,
     EXACT_KINDS,
     MOVABLE_KINDS,
     EngineTraits,
@@ -18,8 +19,14 @@ from services.generation.engine.model_support import (
 )
 from services.generation.engine.types import EngineOptions
 from tests.support.architectures import FAMILIES, second_of, serve_make
-from tests.support.draft_checks import listed, refused_by_check, refused_by_failing_check, refused_to_resume
-from tests.support.draft_policies import Drafts
+from tests.support.draft_checks import (
+    listed,
+    refused_by_check,
+    refused_by_failing_check,
+    refused_to_resume,
+    refused_without_copies,
+)
+from tests.support.draft_policies import PLANNED, Drafts
 from tests.support.engine_actor import EngineActor
 from tests.support.engine_host import Outcome, Scenario, run_scenario
 from tests.support.engine_process import EngineProcess
@@ -56,7 +63,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def granite(models: dict[str, Path]) -> Iterator[EngineActor]:
-    with EngineActor(options_of("granite4-hybrid", models["granite4-hybrid"])) as actor:
+    with EngineActor(
+        options_of("granite4-hybrid", models["granite4-hybrid"], kv_cache_memory_bytes=1 << 20)
+    ) as actor:
         yield actor
 
 
@@ -67,7 +76,7 @@ def test_every_kind_of_kv_that_vllm_has_is_allowed_by_name_or_refused() -> None:
     names = {kind.__name__ for kind in kinds if kind.__module__.startswith("vllm.")}
     assert names >= EXACT_KINDS >= MOVABLE_KINDS
     assert len(names) >= 15
-    for name in names - EXACT_KINDS:
+    for name in names - EXACT_KINDS - COPIED_KINDS:
         support = model_support(EngineTraits("cpu", kinds=frozenset({name})))
         assert {Feature.DRAFTS, Feature.MOVES} <= support.refused.keys(), name
 
@@ -101,23 +110,29 @@ def test_kv_of_the_whole_context_moves(models: dict[str, Path]) -> None:
         assert (found.tokens, found.drafted) == (plain.tokens, 0)
 
 
-def test_a_recurrent_model_decodes_plainly_whatever_is_drafted(granite: EngineActor) -> None:
+@pytest.mark.parametrize("policy", ["adversarial", PLANNED])
+def test_a_recurrent_state_is_exact_with_wrong_drafts(granite: EngineActor, policy: str) -> None:
     refused = granite.call(listed)
-    assert refused.keys() == {
-        "drafts", "trees", "quantized", "eagle3", "pregeneration", "moves", "prefix_cache",
-    }  # fmt: skip
-    assert "a state of all tokens so far" in refused["drafts"]
+    assert refused.keys() == {"trees", "quantized", "eagle3", "moves", "prefix_cache"}
     assert granite.call(refused_moves) == refused["moves"]
     requests = requests_of()
     plain = plain_of(granite, requests)
-    found = granite.call(run_scenario, Scenario(requests, Drafts("adversarial", truth=plain.tokens)))
-    assert (found.tokens, found.drafted) == (plain.tokens, 0)
-    # A state is computed again from tokens.
+    found = granite.call(run_scenario, Scenario(requests, Drafts(policy, truth=plain.tokens)))
+    assert found.tokens == plain.tokens
+    assert found.drafted > found.accepted > 0
+    # The cache is too small for all of them: some lose their state and its copy, and compute both again.
+    assert found.preemptions > 0
+    assert granite.call(refused_by_check) == {}
+
+
+def test_a_recurrent_sample_is_resumed(granite: EngineActor) -> None:
+    requests = requests_of()
+    plain = plain_of(granite, requests)
     assert resumed_of(granite, requests, plain, cold=False) == plain.tokens
 
 
 def test_the_check_finds_a_state_that_drafts_change(granite: EngineActor) -> None:
-    found = granite.call(refused_by_check)
+    found = granite.call(refused_without_copies)
     assert found.keys() == {"drafts", "trees", "quantized", "eagle3", "pregeneration"}
     assert "refused draft" in found["drafts"]
     requests = requests_of(3)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.engine.model_support import (
+    COPIED_KINDS,
     EXACT_KINDS,
     MOVABLE_KINDS,
     RESUMABLE_KINDS,
@@ -25,9 +26,9 @@ FULL, WINDOW = "FullAttentionSpec", "SlidingWindowSpec"
 DRAFTED = {Feature.DRAFTS, Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.PREGENERATION}
 KNOWN = EngineTraits("cpu", kinds=frozenset({FULL}), groups=1, hidden_states=True)
 STATE = "a state of all tokens so far"
-# Every class of KV cache spec that vLLM 0.32 has, but the two that are exact with drafts.
+# Every class of KV cache spec that vLLM 0.32 has, but those that are exact with drafts.
 OTHER_KINDS = [
-    "MambaSpec", "MambaSpec/gdn_attn",
+    "MambaSpec/gdn_attn", "MambaSpec/short_conv",
     "MLAAttentionSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "SinkFullAttentionSpec",
     "RSWASpec", "CircularBufferSpec", "HiddenStateCacheSpec", "HiSparseHotSpec", "HiSparseResidentSpec",
     "EncoderOnlyAttentionSpec", "CrossAttentionSpec", "AttentionSpec", "SomeSpecOfALaterVersion",
@@ -49,8 +50,7 @@ def test_a_plain_decoder_is_refused_nothing(device: str) -> None:
 def test_kv_that_is_not_known_to_be_exact_decodes_plainly_where_it_is(kind: str) -> None:
     for kinds in ({kind}, {kind, FULL}, {kind, FULL, WINDOW}):
         found = refused(kinds=frozenset(kinds))
-        resumed = set() if kind == "MambaSpec" else {Feature.RESUMING}
-        assert {*DRAFTED, Feature.MOVES, *resumed} == found.keys()
+        assert {*DRAFTED, Feature.MOVES, Feature.RESUMING} == found.keys()
         assert (STATE if "MambaSpec" in kind else kind) in found[Feature.DRAFTS]
 
 
@@ -60,10 +60,19 @@ def test_windows_are_exact_with_chains_and_stay_where_they_are() -> None:
     assert refused(kinds=frozenset({WINDOW})).keys() == {Feature.TREES, Feature.MOVES}
 
 
+def test_states_that_are_copied_are_exact_with_chains_on_v1() -> None:
+    hybrid = {"recurrent": True, "kinds": frozenset({FULL, "MambaSpec"}), "groups": 2}
+    own = {Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.MOVES, Feature.PREFIX_CACHE}
+    assert refused(**hybrid).keys() == own
+    for changed in ({"v2": True}, {"short_states": True}):
+        assert refused(**hybrid | changed).keys() == own | DRAFTED
+
+
 @pytest.mark.parametrize(
     ("changes", "features"),
     [
-        ({"recurrent": True}, {*DRAFTED, Feature.MOVES, Feature.PREFIX_CACHE}),
+        ({"recurrent": True}, {Feature.TREES, Feature.QUANTIZED, Feature.MOVES, Feature.PREFIX_CACHE}),
+        ({"short_states": True}, DRAFTED),
         ({"coupled": False}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
         ({"encoder": True}, {*DRAFTED, Feature.RESUMING}),
         ({"positions": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
@@ -93,13 +102,23 @@ def test_each_trait_refuses_alone_what_it_must(changes: dict[str, Any], features
 traits = st.builds(
     EngineTraits,
     device=st.sampled_from(["cpu", "cuda", "xpu"]),
-    kinds=st.none() | st.frozensets(st.sampled_from([FULL, WINDOW, *OTHER_KINDS]), max_size=3),
+    kinds=st.none() | st.frozensets(st.sampled_from([FULL, WINDOW, "MambaSpec", *OTHER_KINDS]), max_size=3),
     groups=st.none() | st.integers(0, 3),
     hidden_states=st.none() | st.booleans(),
     kv_dtype=st.sampled_from(["auto", "fp8", "nvfp4"]),
     **{
         name: st.booleans()
-        for name in ("v2", "coupled", "eagle3", "latent", "window", "recurrent", "encoder", "positions")
+        for name in (
+            "v2",
+            "coupled",
+            "eagle3",
+            "latent",
+            "window",
+            "recurrent",
+            "short_states",
+            "encoder",
+            "positions",
+        )
     },
 )
 
@@ -108,8 +127,9 @@ traits = st.builds(
 def test_no_combination_allows_what_is_not_known(engine: EngineTraits) -> None:
     support = model_support(engine)
     if support.allows(Feature.DRAFTS):
-        assert not engine.recurrent
-        assert engine.kinds is None or (engine.kinds and engine.kinds <= EXACT_KINDS)
+        assert not (engine.recurrent and engine.v2)
+        known = EXACT_KINDS if engine.v2 else EXACT_KINDS | COPIED_KINDS
+        assert engine.kinds is None or (engine.kinds and engine.kinds <= known)
     else:
         assert support.refused.keys() >= DRAFTED
     if support.allows(Feature.RESUMING):

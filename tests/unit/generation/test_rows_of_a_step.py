@@ -40,6 +40,7 @@ class Batch:
     prompt_rows: int = 0
     reading: int = 0
     waiting: int = 0
+    replayed: int = 0
     drafts: dict[str, list[int]] = field(default_factory=dict)
 
     @property
@@ -47,7 +48,10 @@ class Batch:
         return EngineLoad(self.samples + self.reading, self.waiting, 0.5)
 
     def decoding(self) -> list[EngineSampleState]:
-        return [EngineSampleState(f"s{i}", [7], [RESPONSE[0]], 1000, 2) for i in range(self.samples)]
+        return [
+            EngineSampleState(f"s{i}", [7], [RESPONSE[0]], 1000, 2, self.replayed)
+            for i in range(self.samples)
+        ]
 
     def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
@@ -55,8 +59,8 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Of the samples that decode, and of their drafts."""
-        return self.samples + sum(map(len, self.drafts.values()))
+        """Of the samples that decode, of what they compute again, and of their drafts."""
+        return self.samples * (1 + self.replayed) + sum(map(len, self.drafts.values()))
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} is not to be asked for")
@@ -97,6 +101,12 @@ def test_prompts_get_their_rows_and_the_step_is_not_measured(others: dict[str, i
     engine = Batch(4, row_capacity=20, prompt_rows=8, **others)
     assert drafting(4).put(engine) is None
     assert engine.rows == 12
+
+
+def test_tokens_that_are_computed_again_leave_fewer_rows_and_the_step_is_not_measured() -> None:
+    engine = Batch(4, row_capacity=24, replayed=2)
+    assert drafting(4).put(engine) is None
+    assert engine.rows == 24
 
 
 def test_samples_that_follow_a_rollout_come_before_what_is_speculated() -> None:

@@ -1,0 +1,155 @@
+"""Keep recurrent states exact when a step refuses drafts: copy them before the step, and take the copy back.
+
+A recurrent layer keeps one state of all tokens so far. A step advances it over all of its drafts, and vLLM's
+kernels can stop at an accepted one only with a state for each draft token (100 MB each on an 8B Nemotron-H).
+Here a sample has two states. Before a step that verifies drafts its state is copied; if a draft is refused, the
+copy is taken back, and the sample's next step computes the accepted tokens again before its new drafts. With
+coupled drafts refusals are rare, so a drafted step costs one copy: as much memory traffic as the layer's own read
+and write. Decision 0016 has the alternatives.
+
+    states = recurrent_states(kv_cache_config, layers, device)
+    states.keep(tables, sample_ids, places)    # before the forward pass of a step
+    states.take_back(tables, sample_ids, places)  # after verification, for the samples with a refused draft
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.worker.block_table import BlockTable
+from vllm.v1.worker.mamba_utils import batch_memcpy
+
+IntArray = NDArray[np.int64]
+# One program of the device copies one segment. A state of a layer is some megabytes.
+_SEGMENT = 256 << 10
+
+
+def with_spare_states(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Return the KV cache specs of all layers with room for a copy of each sample's recurrent state.
+
+    vLLM's "speculative blocks" are further blocks of a sample, behind the one that its kernels use.
+    """
+    return {
+        name: replace(spec, num_speculative_blocks=1) if isinstance(spec, MambaSpec) else spec
+        for name, spec in specs.items()
+    }
+
+
+class StateTable(BlockTable):
+    """vLLM's block table of a recurrent layer: its kernels see the states, and not their copies."""
+
+    def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
+        """Return the blocks of the states, [num_reqs, 1]; kernels for CPU need them without gaps."""
+        return super().get_device_tensor(num_reqs)[:, :1].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Pieces of memory that hold the state of one block, over all layers of a group; [n] each."""
+
+    group: int
+    starts: IntArray
+    """Address of the piece in block 0."""
+    strides: IntArray
+    """Bytes from a block to the next."""
+    sizes: IntArray
+    """Bytes."""
+
+    def copies(self, blocks: IntArray, source: int, target: int) -> IntArray:
+        """Return (source address, target address, size) of each piece, [samples * n, 3].
+
+        Args:
+            blocks: block table of the samples, [samples, 2].
+            source: column of the blocks to copy.
+            target: column of the blocks to write.
+        """
+        addresses = self.starts + blocks[:, :, None] * self.strides
+        sizes = np.broadcast_to(self.sizes, addresses[:, source].shape)
+        return np.stack((addresses[:, source], addresses[:, target], sizes), axis=-1).reshape(-1, 3)
+
+
+@dataclass(slots=True)
+class RecurrentStates:
+    """States of the samples of a batch, and their copies.
+
+    The block table of a group has two columns: the block of the state, and the one of its copy.
+    """
+
+    device: torch.device
+    groups: Sequence[_Segments]
+    # Samples whose copy is their state, because the last step took it back.
+    _equal: frozenset[str] = field(default=frozenset())
+
+    def keep(self, tables: Sequence[Any], sample_ids: Sequence[str], places: Sequence[int]) -> None:
+        """Copy the states of the samples at `places` of the batch. Call it once before every step.
+
+        Args:
+            tables: vLLM's block table of each group of KV caches.
+            sample_ids: samples of the batch.
+            places: places in the batch of the samples that verify drafts.
+        """
+        self._copy(tables, [place for place in places if sample_ids[place] not in self._equal], 0, 1)
+        self._equal = frozenset()
+
+    def take_back(self, tables: Sequence[Any], sample_ids: Sequence[str], places: Sequence[int]) -> None:
+        """Replace the states of the samples at `places` of the batch by their copies."""
+        self._copy(tables, places, 1, 0)
+        self._equal = frozenset(sample_ids[place] for place in places)
+
+    def _copy(self, tables: Sequence[Any], places: Sequence[int], source: int, target: int) -> None:
+        """Copy the blocks of one column of the block tables to those of the other, all layers in one launch."""
+        if not places:
+            return
+        copies = np.concatenate(
+            [
+                each.copies(tables[each.group].block_table.np[list(places)].astype(np.int64), source, target)
+                for each in self.groups
+            ]
+        )
+        sources, targets, sizes = torch.from_numpy(copies.T.copy())
+        if self.device.type != "cpu":
+            sources, targets, sizes = (
+                each.pin_memory().to(self.device, non_blocking=True) for each in (sources, targets, sizes)
+            )
+        batch_memcpy(sources, targets, sizes.to(torch.int32))
+
+
+def recurrent_states(
+    config: Any, layers: Mapping[str, Any], tables: Sequence[Any], device: torch.device
+) -> RecurrentStates | None:
+    """Return the states of an engine whose samples have room for copies of them; None if they have none.
+
+    Args:
+        config: vLLM's configuration of its KV caches, which are allocated.
+        layers: layers of the model by name.
+        tables: vLLM's block table of each group of KV caches. Copies are hidden from the kernels.
+        device: device of the caches.
+    """
+    groups = []
+    for index, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
+            states = [state for name in group.layer_names for state in layers[name].kv_cache]
+            groups.append(_segments(index, states))
+            tables[index].__class__ = StateTable
+    return RecurrentStates(device, groups) if groups else None
+
+
+def _segments(group: int, states: Iterable[torch.Tensor]) -> _Segments:
+    found = []
+    for state in states:
+        size, stride = state[0].numel() * state.itemsize, state.stride(0) * state.itemsize
+        if not state[0].is_contiguous():
+            raise ValueError("the state of a block is not contiguous")
+        found += [
+            (state.data_ptr() + begin, stride, min(_SEGMENT, size - begin))
+            for begin in range(0, size, _SEGMENT)
+        ]
+    starts, strides, sizes = np.array(found, np.int64).T
+    return _Segments(group, starts, strides, sizes)
