@@ -22,20 +22,22 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 from paceline import convert
 from paceline import types as t
 from paceline.batches.rollout import AsyncRollout
 from paceline.batches.run_rollouts import RunRollouts
-from paceline.calls import GatewayCalls, connect
+from paceline.calls import GatewayCalls, SeveralTransports
 from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
 from paceline.errors import FailedPreconditionError, PacelineError, shards_differ
-from paceline.shards import Shard
-from paceline.shards.concurrency import Tasks
+from paceline.shards import OpenShard, Shard, Shards, shards_of
+from paceline.shards.concurrency import Tasks, Threads
 from paceline.transport.channel import Tls
-from paceline.transport.grpc import AioTransport
+from paceline.transport.grpc import AioTransport, BlockingTransport
+from paceline.transport.interface import Transport
 from paceline.transport.options import ConnectionOptions
 from paceline.weights.adapters import Adapter
 from paceline.weights.collective import WeightCollective, push_collective
@@ -55,11 +57,18 @@ Source = Path | str | Tensors | ShardedTensors
 
 
 class AsyncClient(GatewayCalls):
-    """Client of one deployment, or of several shards, for one event loop.
+    """Client of one deployment, or of several shards. `Client` is thread-safe, `AsyncClient` is for one event loop.
 
     It follows the gateway that leads. A call that finds no gateway, or a full one, is repeated by the retry policy;
-    a stream continues where it was cut. All methods raise `PacelineError`.
+    a stream continues where it was cut. All methods raise `PacelineError`. A client can be pickled: it connects
+    again with the same options, and looks again for a token that was found.
     """
+
+    _transport_kind: ClassVar[type[AioTransport | BlockingTransport]] = AioTransport
+    _concurrency: ClassVar[type[Tasks | Threads]] = Tasks
+
+    address: str | Sequence[str | Shard]
+    """The address, or the addresses of several shards."""
 
     def __init__(
         self,
@@ -95,27 +104,38 @@ class AsyncClient(GatewayCalls):
         Raises:
             ValueError: an address is invalid, or the token would be sent there in plain text.
         """
-        options = ConnectionOptions("", tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure)
-        self._connect(address, options, retry, stream_seconds)
-
-    def _connect(
-        self,
-        address: str | Sequence[str | Shard],
-        options: ConnectionOptions,
-        retry: RetryPolicy | None,
-        stream_seconds: float,
-    ) -> None:
         self.address = address
-        self._made_with = (options, retry, stream_seconds)
-        transport, shards = connect(address, options, retry, stream_seconds, AioTransport, Tasks())
-        super().__init__(transport, retry, stream_seconds, shards)
+        self._options: dict[str, Any] = {
+            "token": token,
+            "tls": tls,
+            "timeout": timeout,
+            "slow_timeout": slow_timeout,
+            "stream_seconds": stream_seconds,
+            "leaders_only": leaders_only,
+            "retry": retry,
+            "use_proxy": use_proxy,
+            "insecure": insecure,
+        }
+        first, *others = shards_of(address)
+        if others:
+            members = [
+                OpenShard(each, type(self)(each.address, **self._options)) for each in (first, *others)
+            ]
+            transport: Transport = SeveralTransports(members)
+            super().__init__(transport, retry, stream_seconds, Shards(members, self._concurrency()))
+        else:
+            transport = self._transport_kind(
+                ConnectionOptions(
+                    first.address, tls, token, timeout, slow_timeout, leaders_only, use_proxy, insecure
+                )
+            )
+            super().__init__(transport, retry, stream_seconds)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to create the client in another process, where it connects on that process's event loop."""
-        return _reconnect, (type(self), self.address, *self._made_with)
+        return partial(type(self), self.address, **self._options), ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.address!r})"
+        return f"AsyncClient({self.address!r})"
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,9 +143,15 @@ class AsyncClient(GatewayCalls):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def shard(self, name: str) -> GatewayCalls:
-        """Return the calls of one of several shards, on this client's connection. ValueError: no such shard."""
-        return self.shards.member(name).calls
+    def shard(self, name: str) -> AsyncClient:
+        """Return a client of one of several shards, on this client's connection. ValueError: no such shard."""
+        client = self.shards.member(name).calls
+        assert isinstance(client, AsyncClient)
+        return client
+
+    def deployments(self) -> list[AsyncClient]:
+        """Return a client of each shard, on this client's connections; with one deployment, this client."""
+        return [self.shard(member.name) for member in self.shards.members]
 
     def run(self, run_id: str, *, seed: int = 0, weights: WeightTransport | None = None) -> AsyncRun:
         """Return a training job: `seed` seeds its rollouts, `weights` is the transport of its weights.
@@ -135,11 +161,11 @@ class AsyncClient(GatewayCalls):
         return AsyncRun(self, run_id, seed, weights)
 
 
-def _reconnect(kind: type[AsyncClient], *made_with: Any) -> AsyncClient:
-    """Return a client that was pickled in another process."""
-    client = object.__new__(kind)
-    client._connect(*made_with)
-    return client
+class BlockingCore(AsyncClient):
+    """A client whose coroutines never suspend, for threads: the core of `Client`."""
+
+    _transport_kind = BlockingTransport
+    _concurrency = Threads
 
 
 class RolloutOptions(TypedDict, total=False):

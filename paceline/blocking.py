@@ -1,86 +1,43 @@
 """Run asynchronous code without an event loop, in threads that can be stopped.
 
 The coroutines of the SDK never suspend on a blocking transport, so a synchronous method runs one to its end in
-the calling thread. The synchronous classes are faces of asynchronous ones: most of their methods are made by
-`blocking`, `blocking_stream`, `blocking_face` and `blocking_context`, with the signature and the docstring of the
-asynchronous method. A stop signal does for such a thread what cancellation does for a task.
+the calling thread. The synchronous classes are faces of asynchronous ones; `scripts/blocking-client` writes them to
+`paceline/client.py`. A stop signal does for such a thread what cancellation does for a task.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
 import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
-from functools import update_wrapper
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
-P = ParamSpec("P")
+F = TypeVar("F", bound="Face[Any]")
 R = TypeVar("R")
-F = TypeVar("F")
 
 
 class Face(Generic[C_co]):
     """Base of a synchronous class; its core is the asynchronous object, which has the coroutines."""
 
-    def __init_subclass__(cls) -> None:
-        """Name the methods after their class, for tracebacks and documentation."""
-        super().__init_subclass__()
-        for name, method in vars(cls).items():
-            if inspect.isfunction(method):
-                method.__module__, method.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"
+    _core: C_co
+    _parts: dict[Any, Any]
 
-    def __init__(self, core: C_co) -> None:
-        self._core = core
+    @classmethod
+    def _of(cls, core: C_co) -> Self:  # type: ignore[misc]
+        """Return the face of a core."""
+        face = object.__new__(cls)
+        face._core, face._parts = core, {}
+        return face
 
+    def _part(self, kind: type[F], core: Any) -> F:
+        """Return the face of a part of the core, which is the same object each time."""
+        return self._parts.setdefault(core, kind._of(core))
 
-def blocking(
-    method: Callable[Concatenate[C, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[Face[C], P], R]:
-    """Return the synchronous face of a coroutine method."""
-
-    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> R:
-        return finish(method(self._core, *args, **kwargs))
-
-    return _described(call, method)
-
-
-def blocking_stream(
-    method: Callable[Concatenate[C, P], AsyncIterator[R]],
-) -> Callable[Concatenate[Face[C], P], Iterator[R]]:
-    """Return the synchronous face of a method that returns an asynchronous generator."""
-
-    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
-        return iterate(method(self._core, *args, **kwargs))
-
-    return _described(call, method)
-
-
-def blocking_face(
-    method: Callable[Concatenate[C, P], Coroutine[Any, Any, R]], face: Callable[[R], F]
-) -> Callable[Concatenate[Face[C], P], F]:
-    """Return the synchronous face of a coroutine method, whose result gets a `face`."""
-
-    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> F:
-        return face(finish(method(self._core, *args, **kwargs)))
-
-    return _described(call, method)
-
-
-def blocking_context(
-    method: Callable[Concatenate[C, P], AbstractAsyncContextManager[R, bool | None]], face: Callable[[R], F]
-) -> Callable[Concatenate[Face[C], P], AbstractContextManager[F]]:
-    """Return the synchronous face of an asynchronous context manager, whose value gets a `face`."""
-
-    def call(self: Face[C], *args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[F]:
-        return _entered(method(self._core, *args, **kwargs), face)
-
-    return _described(call, method)
+    def __repr__(self) -> str:
+        return repr(self._core).replace("Async", "", 1)
 
 
 def finish(coroutine: Coroutine[Any, Any, R]) -> R:
@@ -114,11 +71,11 @@ def iterate(events: AsyncIterator[R]) -> Generator[R, None, None]:
 
 
 @contextmanager
-def _entered(manager: AbstractAsyncContextManager[R, bool | None], face: Callable[[R], F]) -> Iterator[F]:
+def entered(manager: AbstractAsyncContextManager[R, bool | None]) -> Iterator[R]:
     """Enter an asynchronous context manager that never suspends; the exception that leaves this one leaves it."""
     value = finish(_enter(manager))
     try:
-        yield face(value)
+        yield value
     except BaseException as error:
         if not finish(_leave(manager, error)):
             raise
@@ -143,17 +100,6 @@ async def _next(events: AsyncIterator[R]) -> R:
 
 async def _close(events: AsyncGenerator[Any, None]) -> None:
     await events.aclose()
-
-
-def _described(call: Callable[P, R], method: Callable[..., Any]) -> Callable[P, R]:
-    """Give a face the name, docstring and signature of its method, with Iterator for AsyncIterator and so on."""
-    update_wrapper(call, method)
-    del call.__wrapped__  # type: ignore[attr-defined]
-    signature = inspect.signature(method)
-    returned = re.sub(r"\bAsync(?=[A-Z])", "", str(signature.return_annotation))
-    call.__annotations__ = {**method.__annotations__, "return": returned}
-    call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
-    return call
 
 
 class StopSignal:

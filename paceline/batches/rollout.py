@@ -61,6 +61,11 @@ class StepStats:
     _begin: float = float("inf")
     _end: float = float("-inf")
 
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(self._lengths)
+
     def add(self, sample: t.Sample) -> None:
         """Count a sample."""
         provenance = sample.provenance
@@ -154,6 +159,9 @@ class AsyncRollout:
     iteration is a ValueError.
     """
 
+    batch: t.Batch
+    """The batch as it was submitted."""
+
     def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
         self._shards = client.shards
         self.batch = batch
@@ -174,6 +182,10 @@ class AsyncRollout:
         """True after an iteration that reached the end."""
         self._failed = 0
         self._want(batch.groups)
+
+    def __repr__(self) -> str:
+        given, of = self.step_stats.samples, f"{self.batch.run_id!r}, step {self.batch.step}"
+        return f"<{type(self).__name__} of {of}: {given} of {len(self)} samples were given>"
 
     @property
     def submitted(self) -> t.Submitted:

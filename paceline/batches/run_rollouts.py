@@ -103,6 +103,11 @@ class RunWarnings:
 class RunRollouts:
     """Batches, hints and rewards of one training job."""
 
+    client: GatewayCalls
+    """The client that the job was opened on."""
+    run_id: str
+    """The job's name."""
+
     def __init__(self, client: GatewayCalls, run_id: str, seed: int) -> None:
         self.client = client
         self.run_id = run_id
@@ -114,6 +119,9 @@ class RunRollouts:
         self._stats: dict[int, list[StepStats]] = {}
         """Figures of the rollouts of each step, the newest step last."""
         self._warnings = RunWarnings(run_id)
+
+    def __repr__(self) -> str:
+        return f"AsyncRun({self.run_id!r}, seed={self._seed})"
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -22,17 +22,24 @@ _NOT_CALLING = "SAMPLE_NOT_CALLING"
 class AsyncSession:
     """One sample that calls tools. `generate` and `answer` take turns until it has ended."""
 
+    key: t.SampleKey
+    """The prompt and slot."""
+    sample: t.Sample | None
+    """The whole sample, once it has ended."""
+
     def __init__(self, sessions: AsyncSessions, prompt_id: str, slot: int) -> None:
         self._sessions = sessions
-        self.key = t.SampleKey(prompt_id, slot)
-        self.sample: t.Sample | None = None
-        """The whole sample, once it has ended."""
+        self.key, self.sample = t.SampleKey(prompt_id, slot), None
         self.waits = False
         """True if `generate` has returned a call, which waits for an answer."""
         self.pending: t.Turn | None = None
         """Turn that was not taken yet."""
         self._tokens: list[int] = []
         self._answers: dict[int, t.Continuation] = {}
+
+    def __repr__(self) -> str:
+        state = "ended" if self.sample else "waits for an answer" if self.waits else "generates"
+        return f"<AsyncSession {self.key.prompt_id!r}, slot {self.key.slot}: {state}, {len(self._tokens)} tokens>"
 
     @property
     def token_ids(self) -> t.TokenIds:
@@ -119,7 +126,10 @@ class AsyncSession:
 
 
 class AsyncSessions:
-    """Sessions of one step. Many are used at once, each in its own task, or all in one loop over `turns`."""
+    """Sessions of one step. Many are used at once, each in its own task, or all in one loop over `turns`.
+
+    The blocking client's are used in one thread: one after the other, or all in one loop over `turns`.
+    """
 
     def __init__(self, batch: AsyncOpenBatch) -> None:
         self.batch = batch
@@ -164,6 +174,12 @@ class AsyncSessions:
                 del self._called[session]
                 if session.pending is not None:
                     yield session, session.take()
+
+    async def report_rewards(
+        self, rewards: Iterable[t.Reward] = (), *, kl: float | None = None, clip_fraction: float | None = None
+    ) -> int:
+        """Report rewards of sessions, and measurements of the update; return how many samples were known."""
+        return await self.batch.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
 
     async def leave(self) -> None:
         """End unfinished sessions, as ABORTED, and read the rest, so that the batch can be acknowledged."""

@@ -7,7 +7,6 @@ the calls of RolloutService, `calls.fleet` the calls of FleetService and WeightS
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -16,11 +15,9 @@ from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
 from paceline.calls.fleet import FleetCalls, WeightUpdateCalls
 from paceline.calls.rollouts import RolloutCalls
 from paceline.errors import shard_not_named
-from paceline.shards import OpenShard, Shard, Shards, shards_of
-from paceline.shards.concurrency import Concurrency
+from paceline.shards import OpenShard, Shard, Shards
 from paceline.transport.channel import Tls
 from paceline.transport.interface import Ended, Stream, Transport, Unary
-from paceline.transport.options import ConnectionOptions
 
 R = TypeVar("R")
 
@@ -48,32 +45,12 @@ class GatewayCalls(RolloutCalls, WeightUpdateCalls, FleetCalls):
         return self._shards or Shards([OpenShard(Shard(""), self)])
 
 
-def connect(
-    address: str | Sequence[str | Shard],
-    options: ConnectionOptions,
-    retry: RetryPolicy | None,
-    stream_seconds: float,
-    transport_to: Callable[[ConnectionOptions], Transport],
-    concurrency: Concurrency,
-) -> tuple[Transport, Shards | None]:
-    """Return the transport of a client's calls; with several deployments, a refusing one and the shards."""
-    shards = shards_of(address)
-    transports = [transport_to(replace(options, address=shard.address)) for shard in shards]
-    if len(shards) == 1:
-        return transports[0], None
-    members = [
-        OpenShard(shard, GatewayCalls(transport, retry, stream_seconds))
-        for shard, transport in zip(shards, transports, strict=True)
-    ]
-    return _SeveralTransports(transports, [shard.name for shard in shards]), Shards(members, concurrency)
-
-
-class _SeveralTransports:
+class SeveralTransports:
     """Transport of a client of several shards: it refuses calls, which must be made on one shard."""
 
-    def __init__(self, transports: Sequence[Transport], names: Sequence[str]) -> None:
-        self._transports = transports
-        self._names = names
+    def __init__(self, members: Sequence[OpenShard]) -> None:
+        self._calls = [member.calls for member in members]
+        self._names = [member.name for member in members]
 
     async def send(self, unary: Unary) -> Any:
         self._refuse(unary.method)
@@ -85,23 +62,23 @@ class _SeveralTransports:
         self._refuse(stream.method)
 
     async def sleep(self, seconds: float) -> bool:
-        return await self._transports[0].sleep(seconds)
+        return await self._calls[0].sleep(seconds)
 
     async def run_work(self, work: Callable[[], R]) -> R:
-        return await self._transports[0].run_work(work)
+        return await self._calls[0].run_work(work)
 
     async def lacks_tls(self) -> bool:
         return False
 
     def dial(self, address: str, tls: Tls | None) -> grpc.Channel:
-        return self._transports[0].dial(address, tls)
+        return self._calls[0].dial(address, tls)
 
     async def close(self) -> None:
-        for transport in self._transports:
-            await transport.close()
+        for calls in self._calls:
+            await calls.close()
 
     def _refuse(self, method: str) -> NoReturn:
         raise shard_not_named(method, self._names)
 
 
-__all__ = ["GatewayCalls", "connect"]
+__all__ = ["GatewayCalls", "SeveralTransports"]

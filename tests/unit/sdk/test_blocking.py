@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from paceline import (
+    AsyncClient,
     AsyncOpenBatch,
     AsyncRollout,
     AsyncRun,
@@ -24,11 +25,10 @@ from paceline import (
     Session,
     Sessions,
 )
-from paceline.blocking import Face, blocking, blocking_stream, finish, iterate
-from paceline.calls import GatewayCalls
+from paceline.blocking import Face, finish, iterate
 
 INTERNAL = (
-    *("call", "events", "run_work", "send_batch", "post_ack", "dial", "sleep"),
+    *("call", "events", "run_work", "send_batch", "post_ack", "dial", "sleep", "shards", "step_stats"),
     *("continue_sample", "events_with_calls", "wait_for", "leave", "take", "called", "ended", "send"),
 )
 """Methods of cores that only cores call."""
@@ -60,8 +60,11 @@ class Counter:
 
 
 class CounterFace(Face[Counter]):
-    add = blocking(Counter.add)
-    count = blocking_stream(Counter.count)
+    def add(self, number: int, *, twice: bool = False) -> int:
+        return finish(self._core.add(number, twice=twice))
+
+    def count(self, end: int) -> Iterator[int]:
+        return iterate(self._core.count(end))
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def core() -> Counter:
 
 @pytest.fixture
 def face(core: Counter) -> CounterFace:
-    return CounterFace(core)
+    return CounterFace._of(core)
 
 
 def test_a_call_returns_and_raises_as_the_coroutine_does(face: CounterFace) -> None:
@@ -138,7 +141,7 @@ def test_threads_share_a_face(face: CounterFace) -> None:
 @pytest.mark.parametrize(
     ("face", "core"),
     [
-        (Client, GatewayCalls),
+        (Client, AsyncClient),
         (Run, AsyncRun),
         (Rollout, AsyncRollout),
         (OpenBatch, AsyncOpenBatch),
@@ -146,26 +149,39 @@ def test_threads_share_a_face(face: CounterFace) -> None:
         (Sessions, AsyncSessions),
     ],
 )
-def test_every_public_method_has_a_face_with_its_signature(face: type, core: type) -> None:
-    ways: dict[str, Callable[..., Any]] = {
-        name: method
-        for name, method in inspect.getmembers(core, inspect.isfunction)
-        if not name.startswith("_") and name not in INTERNAL and not (name == "begin" and core in _BEGUN)
+def test_every_public_member_has_a_face_with_its_signature_and_text(face: type, core: type) -> None:
+    assert face.__doc__ == core.__doc__
+    members = {
+        name: member
+        for name, member in inspect.getmembers(core)
+        if name[0] != "_" and name not in INTERNAL and not (name == "begin" and core in _BEGUN)
     }
-    assert ways
-    for name, method in ways.items():
-        here, there = inspect.signature(getattr(face, name)), inspect.signature(method)
+    assert members
+    for name, member in [*members.items(), *([("__init__", core.__init__)] if face is Client else [])]:
+        here = inspect.getattr_static(face, name)
+        assert here.__doc__ == member.__doc__, name
+        if isinstance(member, property):
+            assert member.fget
+            assert inspect.signature(here.fget) == inspect.signature(member.fget)
+            continue
         # What only the asynchronous client can read is left out.
         taken = [
-            str(each).replace(" | AsyncIterable[Iterable[t.Group]]", "") for each in there.parameters.values()
+            str(each).replace(" | AsyncIterable[Iterable[t.Group]]", "")
+            for each in inspect.signature(member).parameters.values()
         ]
-        assert list(map(str, here.parameters.values())) == taken, name
-        expected = (
-            there.return_annotation.replace("AsyncIterator", "Iterator")
-            .replace("AsyncR", "R")
-            .replace("AsyncOpen", "Open")
-            .replace("AsyncSession", "Session")
-        )
-        assert here.return_annotation == expected, name
-        assert getattr(face, name).__doc__ == method.__doc__
-        assert not inspect.iscoroutinefunction(getattr(face, name))
+        assert list(map(str, inspect.signature(here).parameters.values())) == taken, name
+        returned = re.sub(r"\bAsync(?=[A-Z])", "", inspect.signature(member).return_annotation)
+        assert inspect.signature(here).return_annotation == returned, name
+        assert not inspect.iscoroutinefunction(here)
+        # An editor goes to where the method is written.
+        assert inspect.getsourcefile(inspect.unwrap(here)) == inspect.getsourcefile(Client)
+    attributes = [
+        name for each in core.__mro__ for name in getattr(each, "__annotations__", ()) if name[0] != "_"
+    ]
+    assert all(getattr(face, name).__doc__ for name in attributes)
+
+
+def test_the_same_session_is_the_same_object() -> None:
+    face, core = CounterFace._of(Counter()), Counter()
+    assert face._part(CounterFace, core) is face._part(CounterFace, core)
+    assert face._part(CounterFace, core) is not face._part(CounterFace, Counter())

@@ -160,4 +160,4 @@ def test_a_found_token_does_not_travel_with_a_pickled_client() -> None:
     leave(7400)
     with Client(HERE) as client:
         assert b"pl_of_the_platform" not in pickle.dumps(client)
-        assert "pl_of_the_platform" not in repr(client._made_with)
+        assert "pl_of_the_platform" not in repr(client._core._options)
