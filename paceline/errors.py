@@ -71,7 +71,9 @@ class Violation:
     """Wrong field (or subject) of a request, and what is allowed."""
 
     field: str
+    """Path of the field, such as `groups[3].samples`."""
     description: str
+    """What is wrong, and what is allowed."""
 
 
 class PacelineError(Exception):
@@ -86,7 +88,9 @@ class PacelineError(Exception):
     ) -> None:
         super().__init__(message)
         self.code = code
+        """The gRPC code."""
         self.message = message
+        """What went wrong, without the details."""
         self.details = tuple(details)
         """google.rpc.* messages of known types."""
         self.request_id = request_id

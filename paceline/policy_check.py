@@ -39,9 +39,13 @@ class PolicyGap:
     """Absolute differences of log-probabilities in nats, over the tokens that were least certain."""
 
     median: float
+    """Median; the measure that is compared with the tolerance."""
     mean: float
+    """Mean."""
     largest: float
+    """Largest difference."""
     tokens: int
+    """Number of tokens that were compared."""
 
 
 class PolicyMismatchError(RuntimeError):
@@ -50,7 +54,9 @@ class PolicyMismatchError(RuntimeError):
     def __init__(self, gap: PolicyGap, tolerance: float) -> None:
         super().__init__(gap, tolerance)
         self.gap = gap
+        """The gap that was measured."""
         self.tolerance = tolerance
+        """The largest gap that was allowed, in nats."""
 
     def __str__(self) -> str:
         gap = self.gap

@@ -47,6 +47,7 @@ class RetryPolicy:
     initial: float = 0.1
     """Seconds before the second attempt."""
     multiplier: float = 2.0
+    """Factor from each delay to the next."""
     maximum: float = 5.0
     """Longest delay in seconds. The service's own RetryInfo may ask for more."""
     jitter: float = 0.2

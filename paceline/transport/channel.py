@@ -203,7 +203,9 @@ class Tls:
     ca_file: Path | None = None
     """Trusted certificate authorities (PEM); None: the system's authorities."""
     cert_file: Path | None = None
+    """Certificate of the client (PEM), for mutual TLS; None: none."""
     key_file: Path | None = None
+    """Private key of the certificate (PEM), not encrypted."""
     server_name: str | None = None
     """Name expected in the server's certificate, if it differs from the address."""
 

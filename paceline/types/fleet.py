@@ -12,11 +12,17 @@ class InstanceState(StrEnum):
     """State of an instance. A DEAD instance can become SERVING only by a weight update."""
 
     UNSPECIFIED = "unspecified"
+    """The service did not say."""
     STALE = "stale"
+    """Registered, without the published weights."""
     SERVING = "serving"
+    """Has the published weights and generates."""
     PAUSED = "paused"
+    """Makes no engine steps until it is resumed."""
     DRAINING = "draining"
+    """Gets no new samples, and hands over the ones that it has."""
     DEAD = "dead"
+    """Its heartbeat or connection was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +30,17 @@ class InstanceLoad:
     """Load of an instance, which it reports with every heartbeat."""
 
     running: int = 0
+    """Samples in the engine's batch."""
     waiting: int = 0
+    """Samples that wait for room in the engine's batch."""
     kv_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1."""
     step_seconds: float = 0.0
     """Recent mean engine step."""
     generated_tokens: int = 0
+    """Tokens generated since the process started."""
     steps: int = 0
+    """Engine steps since the process started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +48,31 @@ class Instance:
     """One generation instance."""
 
     instance_id: str
+    """Name of the instance."""
     epoch: int
     """Increases each time a process registers under the same id."""
     address: str
+    """host:port at which the gateway reaches it."""
     state: InstanceState
+    """Whether it generates."""
     policy_version: int
+    """Version of the weights that it has."""
     load: InstanceLoad
+    """Its load at the last heartbeat."""
     max_running: int
+    """Most samples in the engine's batch."""
     max_model_len: int
+    """Most tokens of prompt and response together."""
     vocab_size: int
+    """Number of token ids of the model."""
     model: str
+    """Name of the model."""
     device: str
+    """Name of the accelerator or processor."""
     registered_at: float
+    """Seconds since the epoch."""
     metrics_address: str
+    """host:port of its metrics."""
     refused_features: Mapping[str, str] = field(default_factory=dict)
     """Features that the instance does not offer for its model, such as drafts, with reasons."""
 
@@ -75,6 +97,7 @@ class KnobSetting:
     revision: int
     """A change names its base revision, and is refused (AbortedError) after another change. 0: never set."""
     knobs: Mapping[str, Any]
+    """Values by the names of the knobs (docs/policy.md); the others keep their defaults."""
     effective: tuple[EffectiveKnobs, ...] = field(default=(), compare=False)
     """Knobs that the instances of the scope use, or use for the samples of the run; most instances first."""
     pending: tuple[str, ...] = field(default=(), compare=False)
@@ -86,6 +109,7 @@ class KnobChange:
     """Outcome of a change of knobs."""
 
     revision: int
+    """Revision that the change has made."""
     applied: tuple[str, ...]
     """Instances that apply it."""
     pending: tuple[str, ...]
@@ -103,7 +127,9 @@ class Drafter:
     path: str
     """Its folder, as the instances see it."""
     updates: int
+    """Optimizer updates of the learner."""
     samples_used: int
+    """Samples in these updates."""
     policy_version: int
     """Version of the policy whose distribution the drafter learned last."""
     acceptance_length: float
@@ -111,7 +137,9 @@ class Drafter:
     candidate_acceptance_length: float
     """Acceptance length of that candidate."""
     rejected_candidates: int
+    """Candidates that were not better than the published drafter."""
     rollbacks: int
+    """Versions that were taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +147,15 @@ class Decision:
     """One decision of the platform, with its explanation."""
 
     time: float
+    """Seconds since the epoch."""
     kind: str
+    """Kind of decision, on which the names in `details` depend."""
     reason: str
+    """Why it was made, for people."""
     predicted_gain: float
     """Predicted gain as a share: 0.1 is ten percent."""
     details: Mapping[str, Any]
+    """Figures of this kind of decision, by name."""
     run_id: str = ""
     """Empty: it is about the whole fleet."""
 
@@ -132,7 +164,9 @@ class WeightTarget(StrEnum):
     """Target of a weight update. There is no "all"."""
 
     POLICY = "policy"
+    """The model that is sampled."""
     DRAFTER = "drafter"
+    """The drafter that is trained online."""
 
 
 class InFlight(StrEnum):
@@ -151,14 +185,19 @@ class InstanceUpdate:
     """Outcome of a weight update on one instance."""
 
     instance_id: str
+    """Name of the instance."""
     applied: bool
+    """True if the instance serves the new weights."""
     policy_version: int
     """Version that the instance serves now."""
     checksum: str
+    """Checksum of the weights that the instance has."""
     error: str
     """Set when the instance failed; it serves nothing until it has the published version."""
     stage_seconds: float
+    """Seconds that it took to read and check the weights, while it generated."""
     apply_seconds: float
+    """Seconds between two engine steps in which the weights were applied."""
     dropped_blocks: int
     """KV blocks of the old version that were dropped."""
 
@@ -168,6 +207,7 @@ class UpdateStarted:
     """A claimed weight update."""
 
     update_id: str
+    """Names the update in later calls."""
     policy_version: int
     """Version that is served until the update is finished."""
 
@@ -200,11 +240,15 @@ class UpdateFinished:
     """A published weight update, and the versions that are published now."""
 
     policy_version: int
+    """Version of the policy that is published now."""
     drafter_version: int
+    """Version of the drafter that is published now."""
     instances: tuple[InstanceUpdate, ...]
+    """Outcome on each instance."""
     aborted_samples: int = 0
+    """Unfinished samples that were aborted."""
     continued_samples: int = 0
-    """Samples that were unfinished, and were aborted or continued."""
+    """Unfinished samples that continue under the new version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +256,14 @@ class Versions:
     """The published versions, and the update in progress."""
 
     policy_version: int
+    """Published version of the policy; 0: the model that the fleet started with."""
     drafter_version: int
+    """Published version of the drafter; 0: none."""
     policy_path: str
+    """Folder of the policy's weights, as the instances see it; empty unless they came from a folder."""
     policy_checksum: str
+    """Checksum of the policy's weights; empty: none were pushed."""
     update_id: str
     """The update in progress, or empty."""
     instances: tuple[InstanceUpdate, ...]
+    """Outcome of the last update on each instance."""

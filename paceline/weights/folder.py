@@ -56,9 +56,11 @@ class WeightFolder:
     """
 
     root: Path
+    """Folder of the versions."""
     model: Path
     """Model folder in Hugging Face layout. Every version gets a copy of its config and tokenizer."""
     keep: int = 2
+    """Number of versions that are kept; >= 1."""
     shard_bytes: int = safetensors.SHARD_BYTES
     """Largest safetensors file of a version."""
     deltas: bool = False
