@@ -191,6 +191,9 @@ class AsyncRun(RunRollouts):
         self._refused: VersionPush | None = None
         """Push whose weights are staged while samples are unfinished."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.client, self.run_id, self._seed, self._weights)
+
     def rollouts(
         self,
         batches: Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]],

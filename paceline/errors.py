@@ -127,11 +127,13 @@ class PacelineError(Exception):
         return infos[0].retry_delay.ToTimedelta().total_seconds() if infos else None
 
     def __str__(self) -> str:
-        """Return code and message, then a line for each violation and for the reason."""
+        """Return code and message, then a line for the reason and for each violation that the message lacks."""
         lines = [f"{self.code.name}: {self.message}"]
         if self.shard:
             lines[0] += f" (shard {self.shard})"
-        lines += [f"  {violation.field}: {violation.description}" for violation in self.violations]
+        described = [f"{violation.field}: {violation.description}" for violation in self.violations]
+        # The message usually has all of them.
+        lines += [f"  {each}" for each in described if each not in self.message]
         if self.reason:
             pairs = ", ".join(f"{key}={value}" for key, value in sorted(self.metadata.items()))
             lines.append(f"  reason {self.reason}" + (f" ({pairs})" if pairs else ""))

@@ -216,12 +216,21 @@ class AsyncRollout:
             raise ValueError(
                 "all samples of this rollout were given before; keep them, as list(rollout) does"
             )
-        async with aclosing(self._events()) as events:
-            async for part, event in events:
-                sample = part.give(event)
-                self.step_stats.add(sample)
-                self._note_failure(sample)
-                yield sample
+        try:
+            async with aclosing(self._events()) as events:
+                async for part, event in events:
+                    sample = part.give(event)
+                    self.step_stats.add(sample)
+                    self._note_failure(sample)
+                    yield sample
+        except KeyboardInterrupt:
+            log.warning(
+                "step %d of run %s was interrupted; the fleet continues to generate batch %s. rollout.cancel(), or "
+                "client.cancel(%r, %r), ends it",
+                *(self.batch.step, self.batch.run_id, self.batch.batch_id),
+                *(self.batch.run_id, self.batch.batch_id),
+            )
+            raise
         self._given_all = True
         if self._failed:
             log.warning(

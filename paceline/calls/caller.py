@@ -219,7 +219,9 @@ class Caller:
         if delay is not None and backoff.failures >= 4 and backoff.failures.bit_count() == 1:
             summary = f"{error.code.name}: {error.message}"
             log.warning(
-                "%s: %s; trying again for up to %g s", method, summary, backoff.seconds_left(), stacklevel=2
+                "the gateway does not answer %s (%s); trying again for up to %g s",
+                *(method, summary, backoff.seconds_left()),
+                stacklevel=2,
             )
         if delay is None or not await self._transport.sleep(delay):
             raise error

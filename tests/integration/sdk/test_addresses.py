@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 import paceline
-from paceline import AsyncClient, Client, RetryPolicy, Shard, Tls
+from paceline import AsyncClient, Client, Group, RetryPolicy, Shard, Tls
 from paceline.calls import caller
 from paceline.cli.app import run
 from paceline.errors import UNREACHABLE, WRONG_ADDRESS
@@ -185,6 +185,13 @@ def test_a_client_is_pickled_by_connecting_anew(gateway: GatewayDouble) -> None:
         options = again._core._options
         assert (options["token"], options["timeout"], options["retry"]) == ("secret", 9, policy)
     assert gateway.state.calls[-1][1]["authorization"] == "Bearer secret"
+    with Client(gateway.address) as client:
+        run = client.run("run", seed=3)
+        first = list(run.rollout(0, [Group("p", [1], 2)]))
+        copy = pickle.loads(pickle.dumps(run))
+    with copy.client:
+        assert repr(copy) == repr(run) == "Run('run', seed=3)"
+        assert [each.seed for each in copy.rollout(0, [Group("p", [1], 2)])] == [each.seed for each in first]
     shards = [Shard(gateway.address, "a"), Shard("127.0.0.1:9", "b")]
     with Client(shards) as several, pickle.loads(pickle.dumps(several.shard("a"))) as one:
         assert one.versions().policy_version == 4

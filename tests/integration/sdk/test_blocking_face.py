@@ -14,7 +14,7 @@ import pytest
 
 import paceline
 from paceline import Client, Group
-from tests.integration.sdk.gateway_double import GatewayDouble
+from tests.integration.sdk.gateway_double import GatewayDouble, until
 
 
 @pytest.fixture
@@ -56,25 +56,45 @@ async def test_it_works_inside_a_running_event_loop(client: Client) -> None:
     assert [first, *(sample.slot for sample in rollout)] == [0, 1, 2, 3]
 
 
-def test_an_interrupt_ends_a_call(gateway: GatewayDouble, client: Client) -> None:
-    gateway.state.hanging.add("GetVersions")
+@pytest.fixture
+def interrupted(gateway: GatewayDouble) -> Iterator[None]:
+    """Interrupts the main thread as soon as a call hangs at the gateway."""
     main = threading.main_thread().ident
     assert main is not None
 
     def interrupt() -> None:
         if gateway.state.hung.wait(60):
+            # In the middle of its own code gRPC may keep a lock.
+            until(lambda: sys._current_frames()[main].f_code.co_name in ("wait", "_blocking"))
             signal.pthread_kill(main, signal.SIGINT)
 
-    # A process that was started in the background ignores the signal unless told otherwise.
+    # A process that was started in the background ignores the signal otherwise.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
-    try:
-        # Nothing else ends it but its deadline, with another error.
-        with pytest.raises(KeyboardInterrupt):
-            client.versions()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupt_ends_a_call(gateway: GatewayDouble, client: Client) -> None:
+    gateway.state.hanging.add("GetVersions")
+    # Nothing else ends it but its deadline, with another error.
+    with pytest.raises(KeyboardInterrupt):
+        client.versions()
     assert client.instances()[0].epoch == 2, "the client is still of use"
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupted_iteration_says_how_to_end_the_batch(
+    gateway: GatewayDouble, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = client.run("run").rollout(0, [Group("a", [1], 4)])
+    gateway.state.hanging.add("StreamRollouts")
+    with pytest.raises(KeyboardInterrupt):
+        list(rollout)
+    assert "client.cancel('run', 'step-000000.v4.0'), ends it" in caplog.text
+    gateway.state.hanging.clear()
+    assert len(list(rollout)) == 4, "the next iteration continues"
 
 
 def test_a_process_ends_with_a_client_and_a_stream_open(gateway: GatewayDouble) -> None:

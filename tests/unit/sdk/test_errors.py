@@ -7,7 +7,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from paceline.errors import FailedPreconditionError, InvalidArgumentError, parse_details
+from paceline.errors import FailedPreconditionError, InvalidArgumentError, invalid_argument, parse_details
 
 
 def packed(*details: Message) -> bytes:
@@ -53,6 +53,12 @@ def test_an_error_reads_well() -> None:
         "  reason FULL (a=1, b=2)",
         "  request r1",
     ]
+
+
+def test_an_error_names_each_fault_once() -> None:
+    assert str(invalid_argument({"step": "is -1"})) == "INVALID_ARGUMENT: step: is -1"
+    both = str(invalid_argument({"step": "is -1", "groups": "is empty"}))
+    assert both.splitlines() == ["INVALID_ARGUMENT: step: is -1", "  groups: is empty"]
 
 
 def test_errors_go_to_other_processes_as_they_are() -> None:
