@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from paceline import types as t
-from paceline.aio import AsyncClient, AsyncRun, BlockingCore, RolloutOptions, Source, WeightTransport
+from paceline.aio import AsyncClient, AsyncRun, BlockingCore, Source, WeightTransport
 from paceline.batches.rollout import AsyncOpenBatch, AsyncRollout
 from paceline.batches.sessions import AsyncSession, AsyncSessions
 from paceline.blocking import Face, entered, finish, iterate

@@ -34,6 +34,7 @@ from paceline.transport.options import TokenFileWarning
 from paceline.types import (
     Batch,
     BatchHint,
+    BatchOptions,
     BatchStatus,
     Continuation,
     Decision,
@@ -94,6 +95,7 @@ __all__ = [
     "AsyncSessions",
     "Batch",
     "BatchHint",
+    "BatchOptions",
     "BatchStatus",
     "CancelledError",
     "Client",

@@ -24,7 +24,7 @@ from collections.abc import (
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 from paceline import convert
 from paceline import types as t
@@ -168,16 +168,6 @@ class BlockingCore(AsyncClient):
     _concurrency = Threads
 
 
-class RolloutOptions(TypedDict, total=False):
-    """Options of every batch of `rollouts`, which are passed to `rollout`."""
-
-    deadline: float | None
-    priority: int
-    weight: int
-    max_staleness: int | None
-    stale: t.Stale
-
-
 class AsyncRun(RunRollouts):
     """One training job on an asynchronous client.
 
@@ -199,9 +189,8 @@ class AsyncRun(RunRollouts):
         batches: Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]],
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         first_step: int = 0,
-        **options: Unpack[RolloutOptions],
+        **options: Unpack[t.BatchOptions],
     ) -> AsyncIterator[AsyncRollout]:
         """Submit a batch for each step and yield its samples as `rollout` returns them.
 
@@ -211,7 +200,7 @@ class AsyncRun(RunRollouts):
         the previous step. A trainer that was restarted gives the batches from `first_step` on. `options` are passed
         to `rollout`.
         """
-        return look_ahead(self, batches, sampling, exactness, first_step, **options)
+        return look_ahead(self, batches, sampling, first_step, **options)
 
     async def push_weights(
         self,
@@ -339,9 +328,8 @@ async def look_ahead(
     run: RunRollouts,
     batches: Batches,
     sampling: t.SamplingParams | None,
-    exactness: t.Exactness | None,
     first_step: int,
-    **options: Unpack[RolloutOptions],
+    **options: Unpack[t.BatchOptions],
 ) -> AsyncGenerator[AsyncRollout, None]:
     """Submit a batch for each step, announce the next one, and yield its rollout.
 
@@ -350,10 +338,10 @@ async def look_ahead(
     async with aclosing(_in_order(batches)) as source:
         step, groups = first_step, await anext(source, None)
         while groups is not None:
-            rollout = await run.rollout(step, groups, sampling, exactness=exactness, **options)
+            rollout = await run.rollout(step, groups, sampling, **options)
             step, groups = step + 1, await anext(source, None)
             if groups is not None:
-                await _announce(run, step, groups, sampling, exactness, rollout.batch.policy_version + 1)
+                await _announce(run, step, groups, rollout.batch)
             yield rollout
 
 
@@ -367,16 +355,15 @@ async def _in_order(batches: Batches) -> AsyncGenerator[list[t.Group], None]:
         yield convert.whole_groups(each)
 
 
-async def _announce(
-    run: RunRollouts,
-    step: int,
-    groups: list[t.Group],
-    sampling: t.SamplingParams | None,
-    exactness: t.Exactness | None,
-    policy_version: int,
-) -> None:
-    """Announce a step. A failure only costs speed, so it must not end the training."""
+async def _announce(run: RunRollouts, step: int, groups: list[t.Group], before: t.Batch) -> None:
+    """Announce a step by the batch before it. A failure only costs speed, so it must not end the training."""
     try:
-        await run.hint(step, groups, sampling, policy_version=policy_version, exactness=exactness)
+        await run.hint(
+            step,
+            groups,
+            before.sampling,
+            policy_version=before.policy_version + 1,
+            exactness=before.exactness,
+        )
     except PacelineError as error:
         log.warning("step %d of run %s was not announced: %s", step, run.run_id, error)

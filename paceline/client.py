@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from paceline import types as t
-from paceline.aio import AsyncClient, AsyncRun, BlockingCore, RolloutOptions, Source, WeightTransport
+from paceline.aio import AsyncClient, AsyncRun, BlockingCore, Source, WeightTransport
 from paceline.batches.rollout import AsyncOpenBatch, AsyncRollout
 from paceline.batches.sessions import AsyncSession, AsyncSessions
 from paceline.blocking import Face, entered, finish, iterate
@@ -334,9 +334,8 @@ class Run(Face[AsyncRun]):
         batches: Iterable[Iterable[t.Group]],
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         first_step: int = 0,
-        **options: Unpack[RolloutOptions],
+        **options: Unpack[t.BatchOptions],
     ) -> Iterator[Rollout]:
         """Submit a batch for each step and yield its samples as `rollout` returns them.
 
@@ -346,9 +345,7 @@ class Run(Face[AsyncRun]):
         the previous step. A trainer that was restarted gives the batches from `first_step` on. `options` are passed
         to `rollout`.
         """
-        for each in iterate(
-            self._core.rollouts(batches, sampling, exactness=exactness, first_step=first_step, **options)
-        ):
+        for each in iterate(self._core.rollouts(batches, sampling, first_step=first_step, **options)):
             yield Rollout._of(each)
 
     def push_weights(
@@ -423,41 +420,21 @@ class Run(Face[AsyncRun]):
         groups: Iterable[t.Group],
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         policy_version: int | None = None,
-        deadline: float | None = None,
-        priority: int = 0,
-        weight: int = 1,
-        max_staleness: int | None = None,
-        stale: t.Stale = t.Stale.REFUSE,
+        **options: Unpack[t.BatchOptions],
     ) -> Rollout:
         """Submit a batch and return its samples as an iterable, in completion order.
 
         Seeds derive from run, step, prompt and slot, so the same prompt ids again in a step give the same samples
         again, and a warning is logged. For other samples use other prompt ids, or more samples per group.
 
-        The samples are of the published policy version unless `policy_version` names another. Batches of higher
-        `priority` are placed first; at equal priority, runs share the instances by `weight`. A batch that is too
+        The samples are of the published policy version unless `policy_version` names another. A batch that is too
         large for one call (16 MiB, 65,536 samples) is submitted in parts and read as one, the parts in turn.
-        Batches of earlier steps that were read to their ends are acknowledged: they cannot be read again. With
-        `max_staleness` the batch continues across versions that are pushed meanwhile, and `stale` decides about
-        unfinished samples whose first token is more than `max_staleness` versions behind.
+        Batches of earlier steps that were read to their ends are acknowledged: they cannot be read again. `options`
+        are the fields of `BatchOptions`: exactness, deadline, priority, weight, max_staleness and stale.
         """
         return Rollout._of(
-            finish(
-                self._core.rollout(
-                    step,
-                    groups,
-                    sampling,
-                    exactness=exactness,
-                    policy_version=policy_version,
-                    deadline=deadline,
-                    priority=priority,
-                    weight=weight,
-                    max_staleness=max_staleness,
-                    stale=stale,
-                )
-            )
+            finish(self._core.rollout(step, groups, sampling, policy_version=policy_version, **options))
         )
 
     @contextmanager
@@ -466,34 +443,15 @@ class Run(Face[AsyncRun]):
         step: int,
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         policy_version: int | None = None,
-        deadline: float | None = None,
-        priority: int = 0,
-        weight: int = 1,
-        max_staleness: int | None = None,
-        stale: t.Stale = t.Stale.REFUSE,
+        **options: Unpack[t.BatchOptions],
     ) -> Iterator[OpenBatch]:
         """Open a batch, to which groups are added while its samples are generated and read; close it when left.
 
         An exception leaves it open, for a trainer that is restarted and opens it again; the gateway closes a batch
-        that no client uses. Without `max_staleness` the samples are of the batch's version. With it, the batch
-        continues across versions that are pushed meanwhile, and `stale` decides about unfinished samples whose
-        first token is more than `max_staleness` versions behind. The other parameters are as in `rollout`.
+        that no client uses. The other parameters are as in `rollout`.
         """
-        with entered(
-            self._core.open_batch(
-                step,
-                sampling,
-                exactness=exactness,
-                policy_version=policy_version,
-                deadline=deadline,
-                priority=priority,
-                weight=weight,
-                max_staleness=max_staleness,
-                stale=stale,
-            )
-        ) as core:
+        with entered(self._core.open_batch(step, sampling, policy_version=policy_version, **options)) as core:
             yield OpenBatch._of(core)
 
     @contextmanager
@@ -503,31 +461,17 @@ class Run(Face[AsyncRun]):
         tools: t.ToolUse,
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         policy_version: int | None = None,
-        deadline: float | None = None,
-        priority: int = 0,
-        weight: int = 1,
-        max_staleness: int | None = None,
+        **options: Unpack[t.BatchOptions],
     ) -> Iterator[Sessions]:
         """Open a batch whose samples call tools; end its unfinished samples when left.
 
-        An exception leaves it open, for a trainer that is restarted and begins the same sessions again. With
-        `max_staleness` they continue under versions that are pushed meanwhile, and end when they are further
-        behind. The other parameters are as in `rollout`; `max_tokens` also counts the tokens of environments.
+        An exception leaves it open, for a trainer that is restarted and begins the same sessions again. The other
+        parameters are as in `rollout`, but for Stale.REGENERATE; `max_tokens` also counts the tokens of
+        environments.
         """
         with entered(
-            self._core.sessions(
-                step,
-                tools,
-                sampling,
-                exactness=exactness,
-                policy_version=policy_version,
-                deadline=deadline,
-                priority=priority,
-                weight=weight,
-                max_staleness=max_staleness,
-            )
+            self._core.sessions(step, tools, sampling, policy_version=policy_version, **options)
         ) as core:
             yield Sessions._of(core)
 

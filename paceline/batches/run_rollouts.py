@@ -10,7 +10,7 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Self, Unpack
 
 from paceline import convert
 from paceline import types as t
@@ -147,38 +147,20 @@ class RunRollouts:
         groups: Iterable[t.Group],
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         policy_version: int | None = None,
-        deadline: float | None = None,
-        priority: int = 0,
-        weight: int = 1,
-        max_staleness: int | None = None,
-        stale: t.Stale = t.Stale.REFUSE,
+        **options: Unpack[t.BatchOptions],
     ) -> AsyncRollout:
         """Submit a batch and return its samples as an iterable, in completion order.
 
         Seeds derive from run, step, prompt and slot, so the same prompt ids again in a step give the same samples
         again, and a warning is logged. For other samples use other prompt ids, or more samples per group.
 
-        The samples are of the published policy version unless `policy_version` names another. Batches of higher
-        `priority` are placed first; at equal priority, runs share the instances by `weight`. A batch that is too
+        The samples are of the published policy version unless `policy_version` names another. A batch that is too
         large for one call (16 MiB, 65,536 samples) is submitted in parts and read as one, the parts in turn.
-        Batches of earlier steps that were read to their ends are acknowledged: they cannot be read again. With
-        `max_staleness` the batch continues across versions that are pushed meanwhile, and `stale` decides about
-        unfinished samples whose first token is more than `max_staleness` versions behind.
+        Batches of earlier steps that were read to their ends are acknowledged: they cannot be read again. `options`
+        are the fields of `BatchOptions`: exactness, deadline, priority, weight, max_staleness and stale.
         """
-        batch = await self._batch(
-            step,
-            sampling,
-            policy_version,
-            groups=groups,
-            exactness=t.Exactness() if exactness is None else exactness,
-            deadline=deadline,
-            priority=priority,
-            weight=weight,
-            max_staleness=max_staleness,
-            stale=stale,
-        )
+        batch = await self._batch(step, sampling, policy_version, groups, **options)
         rollout = AsyncRollout(self.client, batch)
         await self._begin(rollout)
         self._note(batch, batch.groups)
@@ -191,32 +173,15 @@ class RunRollouts:
         step: int,
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         policy_version: int | None = None,
-        deadline: float | None = None,
-        priority: int = 0,
-        weight: int = 1,
-        max_staleness: int | None = None,
-        stale: t.Stale = t.Stale.REFUSE,
+        **options: Unpack[t.BatchOptions],
     ) -> AsyncIterator[AsyncOpenBatch]:
         """Open a batch, to which groups are added while its samples are generated and read; close it when left.
 
         An exception leaves it open, for a trainer that is restarted and opens it again; the gateway closes a batch
-        that no client uses. Without `max_staleness` the samples are of the batch's version. With it, the batch
-        continues across versions that are pushed meanwhile, and `stale` decides about unfinished samples whose
-        first token is more than `max_staleness` versions behind. The other parameters are as in `rollout`.
+        that no client uses. The other parameters are as in `rollout`.
         """
-        opened = await self._opened(
-            step,
-            sampling,
-            policy_version,
-            exactness=t.Exactness() if exactness is None else exactness,
-            deadline=deadline,
-            priority=priority,
-            weight=weight,
-            max_staleness=max_staleness,
-            stale=stale,
-        )
+        opened = await self._opened(await self._batch(step, sampling, policy_version, **options))
         yield opened
         await opened.close()
 
@@ -227,45 +192,35 @@ class RunRollouts:
         tools: t.ToolUse,
         sampling: t.SamplingParams | None = None,
         *,
-        exactness: t.Exactness | None = None,
         policy_version: int | None = None,
-        deadline: float | None = None,
-        priority: int = 0,
-        weight: int = 1,
-        max_staleness: int | None = None,
+        **options: Unpack[t.BatchOptions],
     ) -> AsyncIterator[AsyncSessions]:
         """Open a batch whose samples call tools; end its unfinished samples when left.
 
-        An exception leaves it open, for a trainer that is restarted and begins the same sessions again. With
-        `max_staleness` they continue under versions that are pushed meanwhile, and end when they are further
-        behind. The other parameters are as in `rollout`; `max_tokens` also counts the tokens of environments.
+        An exception leaves it open, for a trainer that is restarted and begins the same sessions again. The other
+        parameters are as in `rollout`, but for Stale.REGENERATE; `max_tokens` also counts the tokens of
+        environments.
         """
-        opened = await self._opened(
-            step,
-            sampling,
-            policy_version,
-            exactness=t.Exactness() if exactness is None else exactness,
-            deadline=deadline,
-            priority=priority,
-            weight=weight,
-            max_staleness=max_staleness,
-            tools=tools,
-        )
+        batch = await self._batch(step, sampling, policy_version, tools=tools, **options)
+        opened = await self._opened(batch)
         sessions = AsyncSessions(opened)
         yield sessions
         await sessions.leave()
 
-    async def _opened(
-        self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any
-    ) -> AsyncOpenBatch:
-        """Open a batch with these fields."""
-        batch = await self._batch(step, sampling, policy_version, groups=(), **fields)
+    async def _opened(self, batch: t.Batch) -> AsyncOpenBatch:
+        """Open a batch."""
         opened = AsyncOpenBatch(self.client, batch, partial(self._note, batch))
         await self._begin(opened)
         return opened
 
     async def _batch(
-        self, step: int, sampling: t.SamplingParams | None, policy_version: int | None, **fields: Any
+        self,
+        step: int,
+        sampling: t.SamplingParams | None,
+        policy_version: int | None,
+        groups: Iterable[t.Group] = (),
+        tools: t.ToolUse | None = None,
+        **options: Unpack[t.BatchOptions],
     ) -> t.Batch:
         """Return the next batch of a step, of the published version unless another is named."""
         step = integer(step, "step", *UINT64)
@@ -274,14 +229,18 @@ class RunRollouts:
             self._warnings.served(published)
             policy_version = published.policy_version
         policy_version = integer(policy_version, "policy_version", *UINT64)
+        if options.get("exactness") is None:
+            options["exactness"] = t.Exactness()
         batch = t.Batch(
             run_id=self.run_id,
             batch_id=self._name(step, policy_version),
             step=step,
             policy_version=policy_version,
+            groups=groups,  # type: ignore[arg-type]  # read by whole_batch
             sampling=t.SamplingParams() if sampling is None else sampling,
             run_seed=self._seed,
-            **fields,
+            tools=tools,
+            **options,  # type: ignore[arg-type]  # no exactness is None
         )
         return convert.whole_batch(batch)
 

@@ -25,6 +25,7 @@ from paceline.types.fleet import (
 from paceline.types.rollouts import (
     Batch,
     BatchHint,
+    BatchOptions,
     BatchStatus,
     Continuation,
     Exactness,
@@ -62,6 +63,7 @@ from paceline.types.samples import (
 __all__ = [
     "Batch",
     "BatchHint",
+    "BatchOptions",
     "BatchStatus",
     "CollectiveStarted",
     "Continuation",

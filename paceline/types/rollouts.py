@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -171,6 +171,25 @@ class ToolUse:
     """Most calls of a sample; one more ends it as TRUNCATED. 0: the gateway's limit."""
     max_wait: float | None = None
     """Seconds that a sample waits for its environment before it ends as ABORTED. None: the gateway's default."""
+
+
+class BatchOptions(TypedDict, total=False):
+    """Options of a batch, which are keyword arguments of `rollout`, `rollouts`, `open_batch` and `sessions`."""
+
+    exactness: Exactness | None
+    """The exactness requested for all samples. Default: EXACT."""
+    deadline: float | None
+    """Seconds from acceptance after which unfinished samples are delivered as ABORTED. Default: the gateway's."""
+    priority: int
+    """Batches of higher priority are placed first. Default 0."""
+    weight: int
+    """Share of the instances relative to other runs of the same priority; >= 1. Default 1."""
+    max_staleness: int | None
+    """Not None: the batch continues across versions that are pushed meanwhile, and `stale` decides about unfinished
+    samples whose first token is more than this number of versions behind. Default: None, all samples are of the
+    batch's version."""
+    stale: Stale
+    """Treatment of samples that fall behind by more than `max_staleness`. Default: REFUSE."""
 
 
 @dataclass(frozen=True, slots=True)

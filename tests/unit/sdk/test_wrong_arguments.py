@@ -83,7 +83,10 @@ def calls_of(kind: type[Any], names: tuple[str, ...]) -> list[Any]:
 def try_one(data: st.DataObject, method: Callable[..., Any], of: Any) -> None:
     """Make a call with one argument that may be anything."""
     _, *parameters = inspect.signature(method).parameters.values()
-    wrong = data.draw(st.sampled_from([each.name for each in parameters]))
+    options = [each for each in parameters if each.kind is each.VAR_KEYWORD]
+    parameters = [each for each in parameters if each not in options]
+    named = [each.name for each in parameters] + [*t.BatchOptions.__annotations__] * len(options)
+    wrong = data.draw(st.sampled_from(named))
     arguments = {
         each.name: ARGUMENTS.get(each.name, "x") for each in parameters if each.default is each.empty
     }
