@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -56,7 +56,7 @@ class StepStats:
     """Seconds from acceptance to the first token, of samples with tokens."""
     _generated: array[float] = field(default_factory=lambda: array("d"))
     """Seconds from the first token to the end."""
-    _counts: dict[str, int] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
     _versions: set[int] = field(default_factory=set)
     _begin: float = float("inf")
     _end: float = float("-inf")
@@ -76,19 +76,17 @@ class StepStats:
         self._versions.update(span.policy_version for span in sample.version_spans)
         for span in provenance.instance_spans:
             self._begin, self._end = min(self._begin, span.begin), max(self._end, span.end)
-        self._count("decode_steps", provenance.decode_steps)
-        self._count("drafted", provenance.drafted)
-        self._count("accepted", provenance.accepted)
-        self._count("reused_prefix", provenance.reused_prefix)
-        self._count("migrations", provenance.migrations)
-        self._count("resubmissions", provenance.resubmissions)
-        self._count("version_spans", len(sample.version_spans))
-        self._count("mixed_versions", len(sample.version_spans) > 1)
-        for status in (t.SampleStatus.TRUNCATED, t.SampleStatus.ABORTED, t.SampleStatus.FAILED):
-            self._count(status.value, sample.status is status)
-
-    def _count(self, name: str, more: int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + more
+        self._counts.update(
+            decode_steps=provenance.decode_steps,
+            drafted=provenance.drafted,
+            accepted=provenance.accepted,
+            reused_prefix=provenance.reused_prefix,
+            migrations=provenance.migrations,
+            resubmissions=provenance.resubmissions,
+            version_spans=len(sample.version_spans),
+            mixed_versions=len(sample.version_spans) > 1,
+        )
+        self._counts[sample.status.value] += 1
 
     @classmethod
     def joined(cls, parts: Iterable[StepStats]) -> StepStats:
@@ -100,8 +98,7 @@ class StepStats:
             whole._generated += part._generated
             whole._versions |= part._versions
             whole._begin, whole._end = min(whole._begin, part._begin), max(whole._end, part._end)
-            for name, count in part._counts.items():
-                whole._count(name, count)
+            whole._counts.update(part._counts)
         return whole
 
     def figures(self) -> dict[str, float]:
@@ -217,7 +214,8 @@ class AsyncRollout:
                 "all samples of this rollout were given before; keep them, as list(rollout) does"
             )
         try:
-            async with aclosing(self._events()) as events:
+            read = self._on_shards(lambda member: read_in_turn(self._parts[member.name]), self._ahead)
+            async with aclosing(read) as events:
                 async for part, event in events:
                     sample = part.give(event)
                     self.step_stats.add(sample)
@@ -306,10 +304,6 @@ class AsyncRollout:
         gathered = self._gathered.get(prompt_id, ())
         if gathered and len(gathered) == self._wanted.get(prompt_id):
             self._whole.append(sorted(self._gathered.pop(prompt_id), key=lambda each: each.slot))
-
-    def _events(self) -> AsyncGenerator[tuple[BatchPart, t.SampleEvent], None]:
-        """Return the samples that were not read yet, each with its part."""
-        return self._on_shards(lambda member: read_in_turn(self._parts[member.name]), self._ahead)
 
     def _on_shards(
         self, read: Callable[[OpenShard], AsyncGenerator[E, None]], ahead: deque[E]

@@ -80,12 +80,12 @@ class RunWarnings:
             published.policy_version,
         )
 
-    def requested(self, step: int, version: int, prompt_ids: Iterable[str]) -> None:
-        """Warn of prompts that were requested before in a step: their samples have the same seeds."""
-        before = self._requested.setdefault((step, version), set())
+    def requested(self, batch: t.Batch, groups: Iterable[t.Group]) -> None:
+        """Warn of prompts that were requested before in the step of a batch: their samples have the same seeds."""
+        before = self._requested.setdefault((batch.step, batch.policy_version), set())
         while len(self._requested) > _KEPT_STEPS:
             del self._requested[next(iter(self._requested))]
-        requested = list(prompt_ids)
+        requested = [group.prompt_id for group in groups]
         again = [each for each in requested if each in before]
         before.update(requested)
         if again:
@@ -94,7 +94,7 @@ class RunWarnings:
                 "because seeds derive from run, step, prompt and slot. For other samples use another prompt_id, or "
                 "request more samples in one group",
                 self._run_id,
-                step,
+                batch.step,
                 again[0],
                 f" and {len(again) - 1} others" if len(again) > 1 else "",
             )
@@ -163,7 +163,7 @@ class RunRollouts:
         batch = await self._batch(step, sampling, policy_version, groups, **options)
         rollout = AsyncRollout(self.client, batch)
         await self._begin(rollout)
-        self._note(batch, batch.groups)
+        self._warnings.requested(batch, batch.groups)
         self._warnings.begins(batch.step)
         return rollout
 
@@ -209,7 +209,7 @@ class RunRollouts:
 
     async def _opened(self, batch: t.Batch) -> AsyncOpenBatch:
         """Open a batch."""
-        opened = AsyncOpenBatch(self.client, batch, partial(self._note, batch))
+        opened = AsyncOpenBatch(self.client, batch, partial(self._warnings.requested, batch))
         await self._begin(opened)
         return opened
 
@@ -233,7 +233,7 @@ class RunRollouts:
             options["exactness"] = t.Exactness()
         batch = t.Batch(
             run_id=self.run_id,
-            batch_id=self._name(step, policy_version),
+            batch_id=f"step-{step:06d}.v{policy_version}.{self._numbers.get((step, policy_version), 0)}",
             step=step,
             policy_version=policy_version,
             groups=groups,  # type: ignore[arg-type]  # read by whole_batch
@@ -243,13 +243,6 @@ class RunRollouts:
             **options,  # type: ignore[arg-type]  # no exactness is None
         )
         return convert.whole_batch(batch)
-
-    def _note(self, batch: t.Batch, groups: Iterable[t.Group]) -> None:
-        self._warnings.requested(batch.step, batch.policy_version, (group.prompt_id for group in groups))
-
-    def _name(self, step: int, policy_version: int) -> str:
-        """Return the id of the next batch of a step and version."""
-        return f"step-{step:06d}.v{policy_version}.{self._numbers.get((step, policy_version), 0)}"
 
     async def _begin(self, rollout: AsyncRollout) -> None:
         """Submit or open a batch, and count it."""

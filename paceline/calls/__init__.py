@@ -7,6 +7,7 @@ the calls of RolloutService, `calls.fleet` the calls of FleetService and WeightS
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -37,12 +38,13 @@ class GatewayCalls(RolloutCalls, WeightUpdateCalls, FleetCalls):
         shards: Shards | None = None,
     ) -> None:
         super().__init__(transport, retry, stream_seconds)
-        self._shards = shards
+        if shards is not None:
+            self.shards = shards
 
-    @property
+    @cached_property
     def shards(self) -> Shards:
         """The shards that runs are spread over; with one deployment, a single shard that is this object."""
-        return self._shards or Shards([OpenShard(Shard(""), self)])
+        return Shards([OpenShard(Shard(""), self)])
 
 
 class SeveralTransports:

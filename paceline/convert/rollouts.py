@@ -135,10 +135,8 @@ def whole_sampling(params: t.SamplingParams, at: str = "sampling") -> t.Sampling
     )
 
 
-def whole_tools(tools: t.ToolUse | None) -> t.ToolUse | None:
+def whole_tools(tools: t.ToolUse) -> t.ToolUse:
     """Return rules whose iterators were read."""
-    if tools is None:
-        return None
     sent = tools_to_proto(tools)
     return replace(tools, call_token_ids=tuple(sent.call_token_ids), call_strings=tuple(sent.call_strings))
 
@@ -150,7 +148,7 @@ def whole_batch(batch: t.Batch) -> t.Batch:
         batch,
         groups=whole_groups(batch.groups),
         sampling=whole_sampling(batch.sampling),
-        tools=whole_tools(batch.tools),
+        tools=None if batch.tools is None else whole_tools(batch.tools),
     )
 
 

@@ -10,7 +10,7 @@ import math
 import operator
 import reprlib
 from array import array as unsigned
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import StrEnum
 from functools import lru_cache, partial
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -106,7 +106,7 @@ def names(value: Any, field: str) -> dict[str, str]:
 
 def integers(value: Any, field: str, low: int, high: int) -> list[int]:
     """Return a list of integers; the shape [1, n] is accepted, as tokenizers return it."""
-    if type(value) is list and (low, high) == UINT32 and (ids := _token_ids(value)) is not None:
+    if type(value) in (list, tuple) and (low, high) == UINT32 and (ids := _token_ids(value)) is not None:
         return ids
     row = items(_detached(value, field), field, "integers")
     array = _numbers(row)
@@ -186,9 +186,9 @@ def _exact_below(dtype: np.dtype[Any]) -> float:
     return 2.0 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else math.inf
 
 
-def _token_ids(row: list[Any]) -> list[int] | None:
+def _token_ids(row: Sequence[Any]) -> list[int] | None:
     """Return a list of token ids by a fast check; None: it may hold other values."""
-    if not row or type(row[0]) is not int:
+    if row and type(row[0]) is not int:
         return None
     try:
         return unsigned("I", row).tolist()
