@@ -1,6 +1,6 @@
-"""Write paceline/client.py: a synchronous class for each asynchronous one, with a thin method for each method.
+"""Write the blocking client: a synchronous class for each asynchronous one, with a thin method for each method.
 
-`scripts/blocking-client` runs it; `--check`, part of `make lint`, fails if the file is not current.
+`scripts/blocking-client` runs it; `--check`, part of `make lint`, fails if a file is not current.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "paceline"
-FILE = FOLDER / "client.py"
-CORES = {
-    "AsyncClient": "",
-    "AsyncRun": "",
-    "AsyncRollout": "",
-    "AsyncOpenBatch": "AsyncRollout",
-    "AsyncSession": "",
-    "AsyncSessions": "",
+FILES = {
+    "batches/blocking.py": ("AsyncRollout", "AsyncOpenBatch", "AsyncSession", "AsyncSessions"),
+    "client.py": ("AsyncClient", "AsyncRun"),
 }
-"""Asynchronous classes, each with the one whose face is the base of its own."""
+"""Files, with the asynchronous classes whose faces they have."""
+CORES = [name for names in FILES.values() for name in names]
+BASES = {"AsyncOpenBatch": "AsyncRollout"}
+"""Classes whose faces inherit from the face of another one."""
 INTERNAL = {
     *("call", "events", "run_work", "send_batch", "post_ack", "dial", "sleep", "shards"),
     *("continue_sample", "events_with_calls", "wait_for", "leave", "take", "called", "ended", "send"),
@@ -31,7 +29,11 @@ INTERNAL = {
 """Members that only asynchronous classes use."""
 Classes = dict[str, tuple[ast.ClassDef, str]]
 """Classes by name, each with the text of its module."""
-_HEAD = '''\
+_HEADS = {
+    "batches/blocking.py": '''\
+"""The batches of the synchronous client. Written by scripts/blocking-client from the asynchronous classes."""
+''',
+    "client.py": '''\
 """The synchronous client: a training job, its rollouts and its sessions.
 
     with paceline.Client("127.0.0.1:7400") as client, client.run("run-1", seed=7) as run:
@@ -42,7 +44,9 @@ _HEAD = '''\
 Written by scripts/blocking-client: change the asynchronous classes instead. Each class here is the face of one of
 them (see `paceline.blocking`). Methods raise `PacelineError`.
 """
-
+''',
+}
+_IMPORTS = """
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +64,9 @@ from paceline.shards import Shard
 from paceline.transport.channel import Tls
 from paceline.v1 import weight_pb2
 from paceline.weights.adapters import Adapter
-'''
+"""
+_BATCHES = "from paceline.batches.blocking import OpenBatch, Rollout, Sessions\n"
+"""Import of the second file from the first."""
 _ENTER = """\
     def __enter__(self) -> Self:
         return self
@@ -71,8 +77,8 @@ _ENTER = """\
 _FACES = "|".join(CORES)
 
 
-def written() -> str:
-    """Return the text of the file, formatted."""
+def written() -> dict[Path, str]:
+    """Return the text of each file, formatted."""
     # Read as text: while the file is missing or broken, `paceline` cannot be imported.
     classes = {
         each.name: (each, source)
@@ -81,14 +87,29 @@ def written() -> str:
         for each in ast.parse(source).body
         if isinstance(each, ast.ClassDef)
     }
-    text = _HEAD + "\n\n".join(_face(name, classes) for name in CORES)
-    ruff = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(FILE), "-"]
-    return subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
+    return {
+        FOLDER / file: _tidy(
+            FOLDER / file,
+            _HEADS[file]
+            + _IMPORTS
+            + (_BATCHES if file == "client.py" else "")
+            + "\n\n".join(_face(name, classes) for name in names),
+        )
+        for file, names in FILES.items()
+    }
+
+
+def _tidy(file: Path, text: str) -> str:
+    """Return a module formatted, without the imports that it does not use."""
+    for command in (["check", "--quiet", "--fix", "--select", "F,I"], ["format"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(file), "-"]
+        text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
+    return text
 
 
 def _face(name: str, classes: Classes) -> str:
     """Return the face of a class."""
-    base = CORES[name]
+    base = BASES.get(name)
     above = _sync(base) if base else f"Face[{name}]"
     tree, source = classes[name]
     parts = [f"class {_sync(name)}({above}):\n    {_doc(tree, source)}\n"]
@@ -207,12 +228,12 @@ def _sync(text: str) -> str:
 
 
 def main() -> None:
-    """Write the file, or check it."""
-    text = written()
-    if "--check" not in sys.argv:
-        FILE.write_text(text)
-    elif text != FILE.read_text():
-        sys.exit(f"{FILE.name} is not current: run scripts/blocking-client")
+    """Write the files, or check them."""
+    for file, text in written().items():
+        if "--check" not in sys.argv:
+            file.write_text(text)
+        elif text != file.read_text():
+            sys.exit(f"{file.relative_to(FOLDER.parent)} is not current: run scripts/blocking-client")
 
 
 if __name__ == "__main__":

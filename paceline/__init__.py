@@ -4,10 +4,11 @@ Needs grpcio, protobuf and numpy; imports neither torch nor vLLM.
 """
 
 from paceline.aio import AsyncClient, AsyncRun
+from paceline.batches.blocking import OpenBatch, Rollout, Session, Sessions
 from paceline.batches.rollout import AsyncOpenBatch, AsyncRollout
 from paceline.batches.sessions import AsyncSession, AsyncSessions
 from paceline.calls.caller import RetryPolicy
-from paceline.client import Client, OpenBatch, Rollout, Run, Session, Sessions
+from paceline.client import Client, Run
 from paceline.errors import (
     AbortedError,
     AlreadyExistsError,

@@ -1,8 +1,8 @@
 """Run asynchronous code without an event loop, in threads that can be stopped.
 
 The coroutines of the SDK never suspend on a blocking transport, so a synchronous method runs one to its end in
-the calling thread. The synchronous classes are faces of asynchronous ones; `scripts/blocking-client` writes them to
-`paceline/client.py`. A stop signal does for such a thread what cancellation does for a task.
+the calling thread. The synchronous classes are faces of asynchronous ones, written by `scripts/blocking-client`. A
+stop signal does for such a thread what cancellation does for a task.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Violation:
     field: str
     """Path of the field, such as `groups[3].samples`."""
     description: str
-    """What is wrong, and what is allowed."""
+    """The fault, and the values that are allowed."""
 
 
 class PacelineError(Exception):
@@ -90,7 +90,7 @@ class PacelineError(Exception):
         self.code = code
         """The gRPC code."""
         self.message = message
-        """What went wrong, without the details."""
+        """The fault, without the details."""
         self.details = tuple(details)
         """google.rpc.* messages of known types."""
         self.request_id = request_id

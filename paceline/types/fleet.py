@@ -54,7 +54,7 @@ class Instance:
     address: str
     """host:port at which the gateway reaches it."""
     state: InstanceState
-    """Whether it generates."""
+    """State of the instance."""
     policy_version: int
     """Version of the weights that it has."""
     load: InstanceLoad

@@ -90,7 +90,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Do not stop at the model's end-of-sequence token."""
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
-    """Kind of all log-probabilities of a sample but those of its prompt."""
+    """Kind of a sample's log-probabilities, apart from `prompt_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)

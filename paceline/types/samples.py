@@ -156,7 +156,7 @@ class SampleFailure:
     field: str
     """The field at fault, such as `sampling.json_schema`; empty: none."""
     reason: str
-    """What was wrong, for people."""
+    """Explanation for people."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -174,7 +174,7 @@ def test_every_public_member_has_a_face_with_its_signature_and_text(face: type, 
         assert inspect.signature(here).return_annotation == returned, name
         assert not inspect.iscoroutinefunction(here)
         # An editor goes to where the method is written.
-        assert inspect.getsourcefile(inspect.unwrap(here)) == inspect.getsourcefile(Client)
+        assert inspect.getsourcefile(inspect.unwrap(here)) == inspect.getsourcefile(face)
     attributes = [
         name for each in core.__mro__ for name in getattr(each, "__annotations__", ()) if name[0] != "_"
     ]
