@@ -46,7 +46,8 @@ def members(kind: type[Any]) -> set[str]:
             found |= {
                 name
                 for name, each in vars(owner).items()
-                if inspect.isfunction(each) or isinstance(each, property | classmethod | staticmethod)
+                if f"{owner.__name__}.{name}" not in INTERNAL
+                and (inspect.isfunction(each) or isinstance(each, property | classmethod | staticmethod))
             }
             found |= set(getattr(owner, "__annotations__", ()))
     return {name for name in found - INTERNAL if not name.startswith("_")}
