@@ -48,6 +48,8 @@ WIDTHS: dict[Kind, int] = {"line": 8, "area": 8, "bars": 8, "heatmap": 8, "stat"
 """Width of a chart in columns, of 24."""
 RUNBOOK = "docs/runbook.md"
 """Page to which panels link; the Helm chart has a value for it."""
+SLOW = "steps-got-slow"
+"""Section of that page on slow steps, which explains the report of a run."""
 FINE, WARN, BAD = "#009E73", "#E69F00", "#D55E00"
 """Colours that remain distinct with red-green colour blindness (Okabe and Ito)."""
 _UPDATES = f"changes(max by (release) (paceline_gateway_policy_version{{{PLATFORM}}})[1m:15s]) > 0"
@@ -77,6 +79,12 @@ def render(board: Board) -> str:
             .keep_time(True)
         )
         .link(dashboard.DashboardLink("Runbook").type(DashboardLinkType.LINK).url(RUNBOOK).target_blank(True))
+        .link(
+            dashboard.DashboardLink("Steps got slow: paceline report")
+            .type(DashboardLinkType.LINK)
+            .url(f"{RUNBOOK}#{SLOW}")
+            .target_blank(True)
+        )
         .annotation(_annotation("Weight updates", _UPDATES, "#56B4E9"))
         .annotation(_annotation("New versions of services", _VERSIONS, "#CC79A7"))
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))

@@ -1,7 +1,7 @@
 """Prometheus metrics of the gateway."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry
@@ -165,6 +165,13 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     step_seconds = histogram(
         "step_seconds", "Steps from their first sample's acceptance to their last one's end.", _SECONDS
     )
+    step_parts = counter(
+        "step_part_seconds_total",
+        "Time of the sample that ended last in a step, by part: queue, prefill, plain, verified, moves, between. "
+        "And the time before the step: trainer, weights.",
+        "part",
+        values=("queue", "prefill", "plain", "verified", "moves", "between", "trainer", "weights"),
+    )
     bubble_seconds = histogram(
         "bubble_seconds",
         "Idle time of an instance from its last sample of a step to the step's end, at every step.",
@@ -293,13 +300,20 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
             self.fully_reused.labels(level).inc(reused == tokens)
 
     def step_over(
-        self, seconds: float, bubbles: Sequence[float], tokens: int, pregenerated: int | None
+        self,
+        seconds: float,
+        parts: Mapping[str, float],
+        bubbles: Sequence[float],
+        tokens: int,
+        pregenerated: int | None,
     ) -> None:
-        """Record a step: its duration, the idle seconds of its instances, and its tokens.
+        """Record a step: its duration and the seconds of its parts, the idle seconds of its instances, its tokens.
 
         `pregenerated` of the tokens existed when it began; None: it was not hinted.
         """
         self.step_seconds.observe(seconds)
+        for part, spent in parts.items():
+            self.step_parts.labels(part).inc(spent)
         for seconds in bubbles:
             self.bubble_seconds.observe(seconds)
         if bubbles:

@@ -504,6 +504,8 @@ class FakeInstance(rpc.GenerationServiceServicer):
             decode_steps=sample.steps,
             queue_time=duration(0.001),
             generation_time=duration(sample.steps * self.step_seconds),
+            prefill_time=duration(self.step_seconds),
+            plain_time=duration(max(0, sample.steps - 1) * self.step_seconds),
             draft_sources=[sample_pb2.DraftSource(drafter="suffix", drafted=4, accepted=3)],
             reused_prefix=sample.reused(),
             cached_tokens=len(sample.cached.tokens) if sample.cached else 0,

@@ -123,6 +123,44 @@ _NOW = Section(
     ),
 )
 
+_PARTS = 'part:paceline_step_part_seconds:mean1h{namespace=~"$namespace"}'
+_STEP_TIME = 'max by (namespace) (namespace:paceline_step_seconds:{which}{{namespace=~"$namespace"}})'
+_PARTS_MEANING = (
+    "queue, prefill, plain and verified engine steps, moves and between are the time of the sample that ended "
+    "last; trainer and weights the time from the step before until this one."
+)
+
+_SLOW = Section(
+    "Why are steps slow?",
+    (
+        Chart(
+            "Time of a step, by part",
+            SECONDS,
+            (Query(f"max by (part) ({_PARTS})", "{{part}}"),),
+            f"Mean of the steps of an hour. {_PARTS_MEANING} `paceline report` shows every step.",
+            kind="area",
+            runbook="PacelineStepsSlow",
+        ),
+        Chart(
+            "Longer than usual, by part",
+            SECONDS,
+            (Query(f"max by (part) ({_PARTS} - quantile_over_time(0.5, {_PARTS}[1d]))", "{{part}}"),),
+            "The same, less the median of a day: the part at the top is why steps got slower.",
+        ),
+        Chart(
+            "Step time and the usual one",
+            SECONDS,
+            (
+                Query(_STEP_TIME.format(which="mean1h"), "mean of an hour"),
+                Query(_STEP_TIME.format(which="usual1d"), "median of a day"),
+            ),
+            "More than twice the usual step time for half an hour is an alert. Another run, or longer responses, "
+            "change it as well.",
+            runbook="PacelineStepsSlow",
+        ),
+    ),
+)
+
 _STEPS = Section(
     "Steps",
     (
@@ -215,5 +253,5 @@ OVERVIEW = Board(
     title="Paceline / Steps",
     meaning="How the platform and its steps are, and what the trainer says of them.",
     variables=(NAMESPACES, RELEASES, RUNS, TOP),
-    sections=(_WELL, _NOW, _STEPS, _RUNS),
+    sections=(_WELL, _NOW, _SLOW, _STEPS, _RUNS),
 )

@@ -7,7 +7,7 @@ ended last. Times are unix seconds. The size of a report depends on the number o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -59,8 +59,7 @@ class ActivityCurve:
 
 PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
 """Parts of a sample's time, in this order: until its first engine step; the step with the first token; steps
-without
-and with a verified draft; moves and restarts; between engine steps, and until its end was reported."""
+without and with a verified draft; moves and restarts; between engine steps, and until its end was reported."""
 _MOST_PATH_SPANS = 12
 _MOST_NAME = 64
 
@@ -124,6 +123,10 @@ STEP_KIND = "step"
 SHOWN = 24
 """Most instances with a separate curve in an entry."""
 _LAST_SAMPLES = 3
+_MOST_RUNS = 1000
+"""Most runs whose last step is known; a further run replaces the one whose step ended first."""
+_MOST_UPDATES = 16
+"""Most updates of weights that are known of the time after a step: the latest ones."""
 
 
 @dataclass(slots=True)
@@ -149,7 +152,8 @@ class StepReport:
     """Report of a step.
 
     `shares` has the instances with samples of the step. Of the `tokens` of its samples, `pregenerated` existed
-    before the step; None: the step was not hinted. `last` has the samples that ended last, in order.
+    before the step; None: the step was not hinted. `last` has the samples that ended last, in order. `waits` has
+    the seconds of trainer and weights between the run's step before and this one, if they are known.
     """
 
     run_id: str
@@ -162,6 +166,8 @@ class StepReport:
     tokens: int = 0
     pregenerated: int | None = None
     last: deque[TimedSample] = field(default_factory=lambda: deque(maxlen=_LAST_SAMPLES))
+    version: int = 0
+    waits: Mapping[str, float] = field(default_factory=dict)
 
     def add(self, spans: Iterable[GenerationSpan], tokens: int, now: float) -> None:
         """Count a sample that has ended."""
@@ -184,19 +190,53 @@ class StepReport:
         ends = {name: share.end for name, share in self.shares.items()}
         return {name: max(0.0, self.ended_at - ends.get(name, self.begun_at)) for name in names}
 
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part of the time of the sample that ended last, and of the wait before it."""
+        return {**(time_parts(self.last[-1]) if self.last else {}), **self.waits}
+
+
+@dataclass(slots=True)
+class _LastStep:
+    """Step of a run that ended last, and the updates of weights since then, from their begin to their end."""
+
+    step: int
+    version: int
+    ended_at: float
+    updates: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_UPDATES))
+
+    def waits(self, step: int, version: int, now: float) -> dict[str, float]:
+        """Return the seconds of trainer and weights until a step begins; none if a restarted trainer begins it."""
+        if step < self.step or (step == self.step and version != self.version):
+            return {}
+        whole = max(0.0, now - self.ended_at)
+        updating = sum(max(0.0, min(now, end) - max(self.ended_at, begin)) for begin, end in self.updates)
+        weights = min(whole, updating)
+        return {"trainer": whole - weights, "weights": weights}
+
 
 class IdleTimeBook:
-    """Steps in work. Batches of the same step count as one while they overlap."""
+    """Steps in work, and the last step of each run. Batches of the same step count as one while they overlap."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[str, int], StepReport] = {}
+        # By run, the one that ended last at the end.
+        self._over: OrderedDict[str, _LastStep] = OrderedDict()
 
     def begin(
-        self, run_id: str, step: int, samples: int, now: float, pregenerated: int | None = None
+        self,
+        run_id: str,
+        step: int,
+        samples: int,
+        now: float,
+        pregenerated: int | None = None,
+        version: int = 0,
     ) -> None:
         """Begin `samples` samples of a step, `pregenerated` tokens of which exist (None: it was not hinted)."""
         key = (run_id, step)
-        report = self._steps.setdefault(key, StepReport(run_id, step, now, now))
+        report = self._steps.get(key)
+        if report is None:
+            waits = self._waits(run_id, step, version, now)
+            report = self._steps[key] = StepReport(run_id, step, now, now, version=version, waits=waits)
         report.unfinished += samples
         if pregenerated is not None:
             report.pregenerated = pregenerated + (report.pregenerated or 0)
@@ -224,14 +264,33 @@ class IdleTimeBook:
             report.pregenerated += ahead
         if ended is not None:
             report.last.append(ended)
-        return self._close((run_id, step))
+        closed = self._close((run_id, step))
+        if closed is not None:
+            self._over[run_id] = _LastStep(step, closed.version, closed.ended_at)
+            self._over.move_to_end(run_id)
+            if len(self._over) > _MOST_RUNS:
+                self._over.popitem(last=False)
+        return closed
 
     def drop(self, run_id: str, step: int, samples: int) -> None:
         """Give up `samples` samples of a step."""
         report = self._steps.get((run_id, step))
         if report is not None:
             report.unfinished -= samples
-            self._close((run_id, step))
+            if self._close((run_id, step)) is not None:
+                # Nobody knows until when it had been worked on.
+                self._over.pop(run_id, None)
+
+    def updated(self, run_id: str, begin: float, end: float) -> None:
+        """Record an update of a run's weights, from its begin to its end in unix seconds."""
+        if run_id in self._over:
+            self._over[run_id].updates.append((begin, end))
+
+    def _waits(self, run_id: str, step: int, version: int, now: float) -> dict[str, float]:
+        over = self._over.get(run_id)
+        if over is None or any(run == run_id for run, _ in self._steps):
+            return {}
+        return over.waits(step, version, now)
 
     def _close(self, key: tuple[str, int]) -> StepReport | None:
         return self._steps.pop(key) if self._steps[key].unfinished <= 0 else None

@@ -264,7 +264,9 @@ class Updater:
         published = self.book.publish()
         # GetVersions returns this version from here on.
         self.metrics.updates.labels("published").inc()
-        self.record(update_record(self._times, published.version, run_id, time.time()))
+        now = time.time()
+        self.record(update_record(self._times, published.version, run_id, now))
+        self.samples.scheduler.weights_updated(run_id, self._times.get("started", now), now)
         self._times = {}
         await save_until_stored(self.store, self.book)
         self.fleet.publish(published.version, recorded=True, now=asyncio.get_running_loop().time())

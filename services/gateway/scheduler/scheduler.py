@@ -79,7 +79,7 @@ class Scheduler:
             if coverage is not None:
                 self.estimator.cover(batch, coverage)
             pregenerated = None if coverage is None else 0
-            self._steps.begin(batch.key[0], batch.step, batch.unfinished, batch.accepted_at, pregenerated)
+            self._begin_in_step(batch, batch.unfinished, batch.accepted_at, pregenerated)
             self.metrics.show_run(batch.key[0], time.time(), step=batch.step)
         running.call_later(max(0.0, batch.deadline_at - time.time()), self._expire, running)
         self.turns.run(self._enqueue(running, range(len(batch.samples))))
@@ -96,7 +96,7 @@ class Scheduler:
         batch.most_tokens += most_tokens
         self.batches.grow(batch, len(samples), most_tokens)
         pregenerated = 0 if self.estimator.knows(batch) else None
-        self._steps.begin(batch.key[0], batch.step, len(samples), time.time(), pregenerated)
+        self._begin_in_step(batch, len(samples), time.time(), pregenerated)
         added = range(first, len(batch.samples))
         self.turns.run(self._enqueue(running, added))
         if batch.superseded:
@@ -124,6 +124,10 @@ class Scheduler:
         elif version != batch.current_version:
             batch.current_version = version
             self.turns.run(self._requeue(running))
+
+    def weights_updated(self, run_id: str, begin: float, end: float) -> None:
+        """Count an update of weights, in unix seconds, to the time that the run's next step waited for it."""
+        self._steps.updated(run_id, begin, end)
 
     def drop(self, running: RunningBatch) -> None:
         """Forget a batch, and abort its samples on instances."""
@@ -318,7 +322,7 @@ class Scheduler:
                 return
             batch.reopen(index)
             self.batches.count(batch.account, 1, batch.group_of(index).most_tokens)
-            self._steps.begin(batch.key[0], batch.step, 1, time.time())
+            self._begin_in_step(batch, 1, time.time())
             if batch.superseded:
                 batch.cancel(index, keep_partial=True)
             if batch.samples[index].cancelled:
@@ -431,6 +435,11 @@ class Scheduler:
         if self.feed is not None and batch.is_done() and not batch.open and not batch.rewarded_as:
             self.feed.end(batch)
 
+    def _begin_in_step(
+        self, batch: RolloutBatch, samples: int, now: float, pregenerated: int | None = None
+    ) -> None:
+        self._steps.begin(batch.key[0], batch.step, samples, now, pregenerated, batch.current_version)
+
     def _end_in_step(self, batch: RolloutBatch, ending: SampleEnding) -> None:
         """Record the end of a sample in its step, and report the step with its last sample."""
         sample = batch.samples[ending.index]
@@ -443,6 +452,8 @@ class Scheduler:
         if report is not None:
             bubbles = report.bubbles(self.placer.links)
             seconds = report.ended_at - report.begun_at
-            self.metrics.step_over(seconds, list(bubbles.values()), report.tokens, report.pregenerated)
+            self.metrics.step_over(
+                seconds, report.parts(), list(bubbles.values()), report.tokens, report.pregenerated
+            )
             self.record(step_record(report, bubbles, batch.current_version))
             log.info("step_over", run=report.run_id, step=report.step, bubbles=bubbles)

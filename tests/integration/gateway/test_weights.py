@@ -12,6 +12,7 @@ from paceline.errors import Violation
 from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2
 from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.gateway.config import GatewayConfig
+from services.gateway.feeds.step_report import PARTS
 from services.gateway.state.update_book import UpdatePhase, WeightUpdate
 from services.platform.redis.connection import connect
 from tests.integration.gateway.conftest import (
@@ -100,6 +101,37 @@ async def test_an_update_is_applied_everywhere_and_published(cluster: Cluster) -
     check_samples(request, await trainer.collect(request))
     await refused(trainer.submit(make_batch(version=0)), "FAILED_PRECONDITION")
     assert [fake.applied for fake in fakes] == [[1], [1]]
+
+
+async def test_metrics_say_what_the_time_of_a_step_went_to(cluster: Cluster) -> None:
+    gateway = await cluster.gateway()
+    await cluster.instance("i0")
+    await cluster.serving(gateway, 1)
+    trainer = gateway.trainer
+
+    async def a_step(number: int) -> None:
+        request = make_batch(version=number)
+        request.step = number
+        await trainer.submit(request)
+        await trainer.collect(request)
+
+    waits = ("trainer", "weights")
+
+    def parts() -> dict[str, float]:
+        return {part: gateway.metric("step_part_seconds_total", part=part) for part in (*PARTS, *waits)}
+
+    await a_step(0)
+    first = parts()
+    assert min(first["queue"], first["prefill"], first["plain"]) > 0
+    assert sum(first.values()) == pytest.approx(gateway.metric("step_seconds_sum"))
+    assert (first["trainer"], first["weights"]) == (0, 0)
+    await update(trainer)
+    await a_step(1)
+    second = parts()
+    assert min(second[wait] for wait in waits) > 0
+    assert gateway.metric("step_seconds_count") == 2
+    parts_of_steps = sum(seconds for part, seconds in second.items() if part not in waits)
+    assert parts_of_steps == pytest.approx(gateway.metric("step_seconds_sum"))
 
 
 async def test_an_update_waits_for_the_samples_of_the_old_version(cluster: Cluster) -> None:

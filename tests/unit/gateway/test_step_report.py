@@ -114,6 +114,51 @@ def test_an_entry_of_a_step_has_what_the_report_page_shows() -> None:
     assert sum(details["last"][0]["parts"].values()) == pytest.approx(18.5, abs=1e-3)
 
 
+def begun(book: IdleTimeBook, step: int, begin: float, end: float, version: int = 0) -> StepReport:
+    """Return the report of a step of one sample."""
+    book.begin("run", step, 1, begin, version=version)
+    report = book.end("run", step, (), 1, end, ended(begin, end))
+    assert report is not None
+    return report
+
+
+def test_a_step_knows_how_long_it_waited_for_the_trainer_and_for_weights() -> None:
+    book = IdleTimeBook()
+    assert begun(book, 0, 100.0, 110.0).waits == {}
+    book.updated("run", 108.0, 111.0)
+    book.updated("another", 111.0, 119.0)
+    book.updated("run", 115.0, 118.0)
+    report = begun(book, 1, 120.0, 130.0, version=1)
+    assert report.waits == {"trainer": 6.0, "weights": 4.0}
+    assert report.parts().keys() == {*PARTS, "trainer", "weights"}
+    assert sum(report.parts().values()) == pytest.approx(20.0)
+    # The updates before the step are no matter of the next one.
+    assert begun(book, 2, 131.0, 132.0, version=1).waits == {"trainer": 1.0, "weights": 0.0}
+
+
+def test_steps_that_overlap_wait_for_nothing_and_the_time_between_two_trainers_counts_as_none() -> None:
+    book = IdleTimeBook()
+    begun(book, 4, 100.0, 110.0, version=4)
+    book.begin("run", 5, 1, 111.0, version=5)
+    assert begun(book, 6, 112.0, 113.0, version=5).waits == {}
+    report = book.end("run", 5, (), 1, 120.0)
+    assert report is not None
+    assert report.waits == {"trainer": 1.0, "weights": 0.0}
+    # Another batch of the step, then a trainer that was restarted from the step, and one from an earlier step.
+    assert begun(book, 5, 125.0, 126.0, version=5).waits == {"trainer": 5.0, "weights": 0.0}
+    assert begun(book, 5, 900.0, 901.0, version=6).waits == {}
+    assert begun(book, 3, 2000.0, 2001.0, version=7).waits == {}
+    assert begun(book, 4, 2003.0, 2004.0, version=8).waits == {"trainer": 2.0, "weights": 0.0}
+
+
+def test_a_step_that_was_given_up_leaves_no_time_of_a_trainer() -> None:
+    book = IdleTimeBook()
+    begun(book, 0, 100.0, 110.0)
+    book.begin("run", 1, 2, 111.0)
+    book.drop("run", 1, 2)
+    assert begun(book, 1, 900.0, 901.0).waits == {}
+
+
 def test_an_entry_of_a_large_fleet_is_bounded_and_shows_the_busiest_and_the_idlest() -> None:
     report = report_of(1000, 5000)
     bubbles = report.bubbles([])

@@ -20,6 +20,7 @@ from tests.support.metric_names import known_labels
 from tests.support.promql import selectors, substituted, vectors
 
 register_default_plugins()
+RUNBOOK = (FOLDER.parents[3] / "docs/runbook.md").read_text()
 UIDS = [board.uid for board in BOARDS]
 
 
@@ -122,7 +123,7 @@ def test_shares_end_at_one_but_for_those_that_can_be_more() -> None:
 
 
 def test_every_panel_with_a_section_in_the_runbook_leads_there() -> None:
-    alerts = set(re.findall(r"^## (\w+)$", (FOLDER.parents[3] / "docs/runbook.md").read_text(), re.MULTILINE))
+    alerts = set(re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE))
     led = {chart.runbook for board in BOARDS for chart in charts(board) if chart.runbook}
     assert len(led) > 15
     assert led <= alerts
@@ -132,7 +133,9 @@ def test_every_panel_with_a_section_in_the_runbook_leads_there() -> None:
         assert links == [
             f"docs/runbook.md#{chart.runbook.lower()}" for chart in charts(board) if chart.runbook
         ]
-        assert "docs/runbook.md" in [link.get("url") for link in content["links"]]
+        urls = [link.get("url") for link in content["links"]]
+        assert urls[1:] == ["docs/runbook.md", "docs/runbook.md#steps-got-slow"]
+    assert "\n### Steps got slow\n" in RUNBOOK
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=UIDS)
@@ -157,7 +160,7 @@ def test_weight_updates_and_new_versions_are_marked() -> None:
 
 def test_only_series_of_the_platform_chosen_are_shown() -> None:
     """Two releases in a namespace are two platforms; exporters belong to none."""
-    elsewhere = re.compile(r"DCGM_|redis_(?!up)|ALERTS|namespace:paceline")
+    elsewhere = re.compile(r"DCGM_|redis_(?!up)|ALERTS|(namespace|part):paceline")
     for board in BOARDS:
         for query in queries(board):
             for name, matched in vectors(substituted(query.expr)):
