@@ -116,4 +116,6 @@ if __name__ == "__main__":
     gc.enable()
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
     module, sys.argv[1:] = _serve(socket.socket(fileno=int(sys.argv[1])), added)
+    # It runs anew under the name __main__, and runpy would warn about the one that was imported.
+    sys.modules.pop(f"{module}.__main__", None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -34,7 +34,7 @@ LAUNCHER = """
 import os, sys
 from services.local.zygote import Zygote
 with open(sys.argv[1], "wb") as log:
-    process = Zygote("thing").fork([sys.executable, "-m", "thing", "wait"], dict(os.environ), (), log)
+    process = Zygote("thing.__main__").fork([sys.executable, "-m", "thing", "wait"], dict(os.environ), (), log)
 print(process.pid, flush=True)
 sys.stdin.read()
 """
@@ -42,14 +42,16 @@ sys.stdin.read()
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """One in which there is a module `thing`."""
-    (tmp_path / "thing.py").write_text(THING)
+    """One in which there is a package `thing` that can be run."""
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing/__init__.py").touch()
+    (tmp_path / "thing/__main__.py").write_text(THING)
     return {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
 
 @pytest.fixture
 def zygote(tmp_path: Path, environment: dict[str, str]) -> Iterator[Zygote]:
-    zygote = Zygote("thing", environment=environment, log=tmp_path / "imports.log")
+    zygote = Zygote("thing.__main__", environment=environment, log=tmp_path / "imports.log")
     yield zygote
     zygote.close()
 
@@ -81,8 +83,9 @@ def test_a_fork_is_a_process_of_its_own(zygote: Zygote, tmp_path: Path) -> None:
     assert (one.wait(WAIT), other.wait(WAIT)) == (3, 3)
     assert said(tmp_path / "one") == [one.pid, one.pid, "one", ["a", "b"], [core]]
     assert said(tmp_path / "other")[:3] == [other.pid, other.pid, "other"]
-    # Of the import; run as a program it says so again.
+    # Of the import; run as a program it says so again, and its log begins with nothing else.
     assert (tmp_path / "imports.log").read_text() == "imported\n"
+    assert (tmp_path / "other").read_text().splitlines()[:-1] == ["imported"]
 
 
 def test_forks_end_by_signals_and_with_their_zygote(zygote: Zygote, tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_forks_end_by_signals_and_with_their_zygote(zygote: Zygote, tmp_path: Pa
 
 def test_processor_time_of_forks_that_ended_is_their_zygotes(zygote: Zygote, tmp_path: Path) -> None:
     forked(zygote, tmp_path / "first").wait(WAIT)
-    (process,) = [each for each in psutil.Process().children() if each.cmdline()[-1] == "thing"]
+    (process,) = [each for each in psutil.Process().children() if each.cmdline()[-1] == "thing.__main__"]
     until(lambda: not process.children())
     before = processor_seconds()
     forked(zygote, tmp_path / "log", "work").wait(WAIT)
