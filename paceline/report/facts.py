@@ -121,6 +121,8 @@ class RunStep:
     engine_steps: int = 0
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Verifications and accepted tokens of each drafter that had any."""
     attempt: int = 1
     """Number of the trainer's start that did the step, from 1 on."""
     replaced: bool = False
@@ -340,6 +342,10 @@ def _read_plan(facts: RunFacts, entry: Decision) -> None:
         step.engine_steps += int(details["engine_steps"])
         step.predicted_seconds += float(details["predicted_seconds"])
         step.measured_seconds += float(details["measured_seconds"])
+        for name, (verified, _, accepted) in details["drafts"].items():
+            if verified:
+                before = step.drafts.get(name, (0, 0))
+                step.drafts[name] = before[0] + int(verified), before[1] + int(accepted)
     lengths = details.get("lengths", {})
     for name, sums in details["drafts"].items():
         facts.drafts.setdefault(name, DraftCounts()).add(sums, lengths.get(name, ()))

@@ -1,6 +1,7 @@
 // Takes the parts of a newer page over, and leaves the reader where they are: what is open, scrolled to, or in focus.
 function follow(milliseconds) {
   const button = document.getElementById("pause"), status = document.getElementById("status");
+  const news = document.getElementById("news");
   let paused = false, known = "";
   button.addEventListener("click", () => {
     paused = !paused;
@@ -35,9 +36,9 @@ function follow(milliseconds) {
         if (!answer.ok) throw new Error(text);
         const steps = (text.match(/<p class="muted" id="subtitle">([^<]*)/) || [])[1] || "";
         take(text);
-        // Told to screen readers only when a step has ended, not with every figure.
-        if (known && steps !== known) status.textContent = steps;
-        else if (status.dataset.lost) status.textContent = "";
+        // Screen readers say it when a step has ended, not with every figure; others see it at the top.
+        if (known && steps !== known) news.textContent = steps;
+        if (status.dataset.lost) status.textContent = "";
         known = steps;
         delete status.dataset.lost;
       } catch (error) {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from paceline.report import plots, timeline
+from paceline.report import plots, slow, timeline
 from paceline.report.chart import DARK, LIGHT, SERIES, PageChart, Table, css
 from paceline.report.facts import RunFacts, RunStep, SamplePath, counted
 
@@ -45,6 +45,7 @@ def render(facts: RunFacts, refresh: float = 0.0) -> str:
         dark=Markup(css(DARK)),
         colours=SERIES,
         tiles=tiles(facts),
+        slow=slow.on_slow_steps(facts),
         sections=_sections(facts),
         paths=_paths(facts),
         decisions=_decisions(facts),
@@ -145,7 +146,8 @@ def _subtitle(facts: RunFacts) -> str:
     numbers = [step.step for step in counted(facts.steps)]
     begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(step.begun for step in facts.steps)))
     instances = max(step.instances for step in facts.steps)
-    words = f"Steps {min(numbers)} to {max(numbers)}, from {begun} on; up to {instances:,} instances"
+    fleet = "1 instance" if instances == 1 else f"up to {instances:,} instances"
+    words = f"Steps {min(numbers)} to {max(numbers)}, from {begun} on; {fleet}"
     if last.attempt > 1:
         replaced = len(facts.steps) - len(numbers)
         words += f"; the trainer was started {last.attempt} times, and {replaced:,} steps were replaced"
@@ -157,12 +159,12 @@ def _paths(facts: RunFacts) -> Table | None:
     if not facts.steps or not facts.steps[-1].last:
         return None
     step = facts.steps[-1]
-    headers = ["sample", "tokens", "seconds", "decode steps", "of them verified", "restarts", "way"]
+    headers = ["sample", "tokens", "seconds", "decode steps", "verified", "restarts", "instances"]
     return Table(headers, [_path_row(path, step.begun) for path in step.last])
 
 
 def _path_row(path: SamplePath, begun: float) -> list[str]:
-    way = "; ".join(
+    spans = "; ".join(
         f"{span.instance_id} {span.begin - begun:.2f} to {span.end - begun:.2f} s, {span.tokens} tokens"
         for span in path.spans
     )
@@ -173,7 +175,7 @@ def _path_row(path: SamplePath, begun: float) -> list[str]:
         f"{path.decode_steps:,}",
         f"{path.verify_steps:,}",
         str(path.restarts),
-        way,
+        spans,
     ]
 
 

@@ -99,7 +99,7 @@ def critical_path(facts: RunFacts) -> PageChart | None:
         "Critical path",
         "Time of the sample that ended last in each step, from its acceptance to its end: nothing else could have "
         f"made the step shorter.{latest(len(facts.steps))}",
-        f"Of {total:.1f} seconds of last samples {whole[longest] / total:.0%} is {longest}.",
+        f"Of the {total:.1f} seconds of these samples, {whole[longest] / total:.0%} is the part {longest}.",
         bars,
         PART_CLASSES,
         PART_WORDS,
@@ -296,7 +296,8 @@ def rewards(facts: RunFacts) -> PageChart | None:
     summary = f"Mean reward {before:.3f} in step {first.step}, {after:.3f} in step {last.step}."
     again = sum(step.replaced for step, _ in shown)
     if again:
-        summary += f" {again} steps, in grey, were replaced by those of a trainer that was started again."
+        steps = "1 step, in grey, was" if again == 1 else f"{again} steps, in grey, were"
+        summary += f" {steps} replaced by those of a trainer that was started again."
     return PageChart(
         "reward",
         "Reward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -204,6 +205,29 @@ def test_tables_name_their_rows_and_columns_and_scroll_by_keyboard(read: Reader)
     assert len(labels) == len(set(labels))
 
 
+def test_on_a_telephone_each_cell_of_a_table_has_the_name_of_its_column(page: str, read: Reader) -> None:
+    """A row is then a paragraph: no table is wider than the screen, and none of it is cut."""
+    narrow = page[page.index("/* On a telephone") :].partition("\n}\n")[0]
+    assert "@media (max-width: 700px)" in narrow
+    assert "attr(data-name)" in narrow
+    assert "display: block" in narrow
+    assert "nowrap" not in narrow
+    names = {html.unescape(text) for text in re.findall(r'role="columnheader">([^<]+)<', page)}
+    cells = [each for each in (*read.of("td"), *read.of("th")) if each["role"] in ("cell", "rowheader")]
+    named = {each["data-name"] for each in cells if "data-name" in each}
+    assert named == names - {"step", "instance"}, "a cell such as 'step 3' says it itself"
+    assert {each["role"] for each in read.of("tr")} == {"row"}
+
+
+def test_the_page_begins_with_the_slowest_step(read: Reader) -> None:
+    places = {attributes.get("id"): place for place, (_, attributes, _) in enumerate(read.elements)}
+    first_card = next(
+        place for place, (_, each, _) in enumerate(read.elements) if "card" in each.get("class", "")
+    )
+    assert places["slow"] == first_card
+    assert "No step was much slower than the others." in read.words["p"]
+
+
 def test_headings_and_landmarks_are_in_order(read: Reader) -> None:
     levels = [int(tag[1]) for tag, _, _ in read.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == levels.count(1) == 1
@@ -215,6 +239,7 @@ def test_headings_and_landmarks_are_in_order(read: Reader) -> None:
 def test_figures_of_the_run_are_in_the_page(page: str, facts: RunFacts) -> None:
     assert "Mean reward 0.500 in step 0, 0.507 in step 2." in page
     parts = facts.steps[1].last[0].parts
+    page = re.sub(r' (?:role|data-name)="[^"]*"', "", page)
     cells = "".join(f"<td>{parts[name]:.3f}</td>" for name in PART_CLASSES)
     assert f'<th scope="row">step 1</th>{cells}' in page
     assert "1 samples from instance-2 to instance-0" in page

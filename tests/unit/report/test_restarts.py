@@ -191,7 +191,7 @@ def test_before_the_new_trainer_has_rewards_those_of_the_old_one_are_shown() -> 
     entries = entries_of([Planned(0, 1, 1, 1, 0.5), Planned(0, 2, 1, 1, 0.7)])
     chart = plots.rewards(read_facts(entries[:-1]))
     assert chart is not None
-    assert chart.summary.startswith("Mean reward 0.500 in step 0, 0.500 in step 0. 1 steps")
+    assert chart.summary.startswith("Mean reward 0.500 in step 0, 0.500 in step 0. 1 step, in grey,")
 
 
 def test_steps_that_overlap_and_batches_of_one_version_are_one_attempt() -> None:
