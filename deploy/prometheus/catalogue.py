@@ -75,21 +75,15 @@ def metrics(service: str) -> list[Metric]:
     return [found[name] for name in sorted(found)]
 
 
-def table() -> str:
+def listing() -> str:
     """Return the list in Markdown."""
     lines: list[str] = []
     for service in SERVICES:
-        lines += [
-            "",
-            f"## {service}",
-            "",
-            "| metric | type | labels | meaning |",
-            "| --- | --- | --- | --- |",
-        ]
+        lines += ["", f"## {service}", ""]
         for metric in metrics(service):
-            labels = ", ".join(metric.labels)
-            meaning = metric.meaning.replace("|", "\\|")
-            lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {meaning} |")
+            labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+            kind = " (histogram)" if metric.kind == "histogram" else ""
+            lines.append(f"- `{metric.name}{labels}`{kind}: {metric.meaning}")
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -97,7 +91,7 @@ def document(text: str) -> str:
     """Return the document with the current list."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{table()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n\n{listing()}\n{END}{tail}"
 
 
 def _metrics(registry: CollectorRegistry) -> Iterator[Metric]:
