@@ -39,8 +39,8 @@ class PrometheusSource:
 
     def __init__(self, url: str, seconds: float, end: float, window: str) -> None:
         self._url = url.rstrip("/")
+        self.begin, self.end = end - seconds, end
         self._span = {"start": end - seconds, "end": end, "step": max(1.0, seconds / _POINTS)}
-        self.end = end
         self._window = window
 
     def over(self, expression: str) -> list[dict[str, Any]]:
@@ -65,12 +65,12 @@ class PrometheusSource:
 
 def draw(board: Board, source: PrometheusSource, path: Path) -> None:
     """Write one dashboard as a picture."""
-    charts = [chart for section in board.sections for chart in section.charts]
+    charts = [(section.title, chart) for section in board.sections for chart in section.charts]
     rows = math.ceil(len(charts) / _COLUMNS)
     figure, axes = plt.subplots(rows, _COLUMNS, figsize=(6 * _COLUMNS, 2.9 * rows), squeeze=False)
     for place, each in enumerate(axes.flat):
         if place < len(charts):
-            _draw_chart(charts[place], source, each)
+            _draw_chart(*charts[place], source, each)
         else:
             each.set_axis_off()
     figure.suptitle(board.title)
@@ -79,9 +79,9 @@ def draw(board: Board, source: PrometheusSource, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_chart(chart: Chart, source: PrometheusSource, axes: Axes) -> None:
+def _draw_chart(section: str, chart: Chart, source: PrometheusSource, axes: Axes) -> None:
     unit = chart.unit.removeprefix("si:").removeprefix("suffix:").strip()
-    axes.set_title(f"{chart.title} [{unit}]", fontsize=10)
+    axes.set_title(f"{section} / {chart.title} [{unit}]", fontsize=10)
     drawers = {"bars": _draw_bars, "heatmap": _draw_heat, "table": _write_rows}
     drawn = sum(drawers.get(chart.kind, _draw_lines)(query, source, axes) for query in chart.queries)
     if chart.limits is not None and drawn:
@@ -89,9 +89,15 @@ def _draw_chart(chart: Chart, source: PrometheusSource, axes: Axes) -> None:
             axes.axhline(value, color=colour, linestyle="--", linewidth=1)
     if not drawn:
         axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes)
-    elif 0 < drawn <= _MOST_SERIES:
-        axes.legend(fontsize=7)
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        more = [f"and {len(names) - _MOST_SERIES} more"] if len(names) > _MOST_SERIES else []
+        axes.legend(handles[:_MOST_SERIES], names[:_MOST_SERIES], title="".join(more), fontsize=7)
     axes.tick_params(labelsize=7)
+    if chart.kind not in ("bars", "table"):
+        # Minutes before the end, over all of the time that was asked for.
+        axes.set_xlim((source.begin - source.end) / 60, 0)
+        axes.xaxis.set_major_formatter(lambda minutes, _: f"{-minutes:g} min" if minutes else "now")
     if chart.kind in ("line", "area", "stat") and chart.unit != NUMBER:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 
@@ -100,7 +106,7 @@ def _draw_lines(query: Query, source: PrometheusSource, axes: Axes) -> int:
     series = source.over(query.expr)
     for each in series:
         points = [(float(at), float(value)) for at, value in each["values"]]
-        times, values = [at - source.end for at, _ in points], [value for _, value in points]
+        times, values = [(at - source.end) / 60 for at, _ in points], [value for _, value in points]
         axes.plot(times, values, label=_name(query, each["metric"]))
     return len(series)
 
@@ -109,7 +115,7 @@ def _draw_bars(query: Query, source: PrometheusSource, axes: Axes) -> int:
     series = source.last(query.expr)
     bars = sorted((_order(_name(query, each["metric"])), float(each["value"][1])) for each in series)
     axes.bar([str(name[1]) for name, _ in bars], [value for _, value in bars])
-    return len(series) and _MOST_SERIES + 1
+    return len(series)
 
 
 def _draw_heat(query: Query, source: PrometheusSource, axes: Axes) -> int:
@@ -122,16 +128,20 @@ def _draw_heat(query: Query, source: PrometheusSource, axes: Axes) -> int:
     # Buckets are cumulative.
     cells = [counts[0], *([b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(counts))]
     axes.imshow(
-        cells, aspect="auto", origin="lower", cmap="viridis", extent=(times[0] - source.end, 0, 0, len(cells))
+        cells,
+        aspect="auto",
+        origin="lower",
+        cmap="viridis",
+        extent=((times[0] - source.end) / 60, 0, 0, len(cells)),
     )
     axes.set_yticks(range(1, len(buckets) + 1), [f"{le:g}" for le, _ in buckets])
-    return _MOST_SERIES + 1
+    return len(buckets)
 
 
 def _write_rows(query: Query, source: PrometheusSource, axes: Axes) -> int:
     rows = [", ".join(each["metric"].values()) for each in source.last(query.expr)]
     axes.text(0.02, 0.95, "\n".join(rows), va="top", fontsize=8, transform=axes.transAxes)
-    return (_MOST_SERIES + 1) * bool(rows)
+    return len(rows)
 
 
 def _order(name: str) -> tuple[float, str]:

@@ -83,7 +83,7 @@ def _changes(times: Sequence[float]) -> list[int]:
     places = [place for place in range(FEWEST, len(times) - FEWEST + 1) if _is_change(times, place)]
 
     def size(place: int) -> float:
-        # Of the logarithms' means, which differ most where the change was; medians do not say where.
+        # Means of logarithms differ most where the change was; medians do not say where.
         before, after = _around(logs, place)
         return abs(fmean(after) - fmean(before))
 
@@ -138,7 +138,7 @@ def _causes(facts: RunFacts, place: int) -> Iterator[str]:
         )
     moved = [one.version != other.version for one, other in zip(facts.steps, facts.steps[1:], strict=False)]
     if old.version != new.version and 2 * sum(moved) < len(moved):
-        # Where nearly every step has a version of its own it explains nothing.
+        # A version that changes with nearly every step explains nothing.
         yield f"policy version {old.version} → {new.version}"
     drafters = (
         {name for step in before for name in step.drafts},

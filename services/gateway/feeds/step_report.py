@@ -278,7 +278,7 @@ class IdleTimeBook:
         if report is not None:
             report.unfinished -= samples
             if self._close((run_id, step)) is not None:
-                # Nobody knows until when it had been worked on.
+                # Its end is unknown, so the time until the next step is, too.
                 self._over.pop(run_id, None)
 
     def updated(self, run_id: str, begin: float, end: float) -> None:
