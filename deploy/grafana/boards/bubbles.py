@@ -122,7 +122,7 @@ _AHEAD = Section(
             "Leased and open samples",
             SAMPLES,
             (Query(gauge(f"{_B}leased_tasks"), "leased"), Query(gauge(f"{_B}open_tasks"), "open")),
-            "Samples of coming steps that instances work at, and that are not finished.",
+            "Samples of coming steps that instances have leased, and that are not finished.",
         ),
         Chart(
             "Leases",
@@ -169,7 +169,7 @@ _STORE = Section(
                     "hits",
                 ),
             ),
-            "Of the prompts that instances ask for, those that there are rollouts of.",
+            "Share of the prompts that instances ask for of which rollouts are stored.",
             most=1,
         ),
         Chart(
@@ -224,7 +224,7 @@ _MOVES = Section(
             "Engine steps of the donor for which a moved sample is paused.",
         ),
         Chart(
-            "What the gateway makes of moved samples",
+            "Moved samples by what the gateway did",
             PER_SECOND,
             (Query(rate(f"{_W}moves_total", "outcome"), "{{outcome}}"),),
             "Those that are neither claimed nor by_prefix are resumed by their prefix anywhere.",

@@ -115,7 +115,7 @@ _ROOM = Section(
             "Samples waiting",
             SAMPLES,
             each_instance(gauge(f"{_G}waiting_samples", "instance", INSTANCE)),
-            "Samples that the engine has and does not run, mostly for want of KV.",
+            "Samples that the engine has and does not run, mostly because KV is full.",
         ),
         Chart(
             "KV in use",
@@ -130,7 +130,7 @@ _ROOM = Section(
             "Samples preempted",
             PER_SECOND,
             each_instance(_rate(f"{_G}preemptions_total")),
-            "Samples that lost their KV and compute it again: for want of room, or for new weights in mid-flight.",
+            "Samples that lost their KV and compute it again: KV was full, or weights were updated in flight.",
             runbook="PacelineKvSaturated",
         ),
         Chart(

@@ -180,7 +180,7 @@ _STEPS = Section(
             "Samples ended",
             PER_SECOND,
             (Query(rate(f"{_G}samples_total", "status"), "{{status}}"),),
-            "Samples per second by how they ended. failed and aborted want an explanation.",
+            "Samples per second by how they ended. failed and aborted need an explanation.",
         ),
         Chart(
             "Samples on instances",
@@ -215,7 +215,7 @@ _STEPS = Section(
                     "share",
                 ),
             ),
-            "Of the time that instances had for the steps, the share in which they had no sample of them.",
+            "Share of the instances' time within steps in which they had no sample of the step.",
             most=1,
         ),
         Chart(
@@ -236,7 +236,7 @@ _RUNS = Section(
             "KL",
             NUMBER,
             "reported_kl",
-            "Between the policy and the one that sampled, as the trainer reports it.",
+            "KL between the policy and the one that sampled, as the trainer reports it.",
         ),
         _of_run(
             "Clip fraction",
@@ -251,7 +251,7 @@ _RUNS = Section(
 OVERVIEW = Board(
     uid="paceline-overview",
     title="Paceline / Steps",
-    meaning="How the platform and its steps are, and what the trainer says of them.",
+    meaning="Health of the platform, its steps and why they are slow, and what the trainer reports.",
     variables=(NAMESPACES, RELEASES, RUNS, TOP),
     sections=(_WELL, _NOW, _SLOW, _STEPS, _RUNS),
 )

@@ -44,7 +44,7 @@ _CALLS = Section(
             "RPCs ended per second, of all services.",
         ),
         Chart(
-            "Calls that ended badly",
+            "Failed calls",
             PER_SECOND,
             (
                 Query(
@@ -200,7 +200,7 @@ _STORE = Section(
             "Keys evicted",
             PER_SECOND,
             (Query(rate("redis_evicted_keys_total", "instance", _REDIS), "{{instance}}"),),
-            "Needs redis_exporter. Anything but 0 loses samples: maxmemory-policy must be noeviction.",
+            "Needs redis_exporter. Above 0 samples are lost: maxmemory-policy must be noeviction.",
             limits=Limits(0.001, 0.001),
             runbook="PacelineRedisEvicting",
         ),
@@ -217,7 +217,7 @@ _POLICY = Section(
             "Changes of knobs, and why: `paceline policy watch` shows each one.",
         ),
         Chart(
-            "Instances that work by the latest knobs",
+            "Instances that use the latest knobs",
             NUMBER,
             (Query(gauge(f"{_P}instances", "state"), "{{state}}"),),
             "Knobs reach an instance within a second.",
@@ -237,7 +237,7 @@ _POLICY = Section(
                 Query(gauge(f"{_S}wanted_replicas", "pool", how="max"), "wanted {{pool}}"),
                 Query(gauge(f"{_S}replicas", "pool", how="max"), "asked of Kubernetes {{pool}}"),
             ),
-            "Recommended: by what there is to do. Wanted: what patience lets through of it.",
+            "Recommended: for the work that there is. Wanted: after stabilization, which delays changes.",
         ),
     ),
 )

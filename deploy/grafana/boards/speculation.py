@@ -91,7 +91,7 @@ _ACCEPTANCE = Section(
                     "{{position}}",
                 ),
             ),
-            "Share of the drafts with a token at this position of which that token was kept.",
+            "Of the drafts with a token at this position, the share whose token was kept.",
             kind="bars",
             most=1,
         ),
@@ -103,7 +103,7 @@ _ACCEPTANCE = Section(
             kind="bars",
         ),
         Chart(
-            "Offers that broke the rules",
+            "Invalid proposals",
             PER_SECOND,
             (Query(rate(f"{_S}drafter_faults_total", "drafter", INSTANCE), "{{drafter}}"),),
             "Such a drafter has a defect; its samples are right all the same.",
