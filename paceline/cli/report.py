@@ -44,7 +44,7 @@ def report(
 ) -> None:
     """Write an HTML page on a run.
 
-    It shows reward, time, instances, the critical path, acceptance and decisions.
+    It shows which steps were slow and why, reward, time, instances, acceptance and decisions.
     """
     if not output.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
