@@ -64,7 +64,7 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
     facade = Facade(
         config=config,
         client=client.current,
-        fleet=ServedFleet(client.current, config.served_model_name),
+        fleet=ServedFleet(client.current, config.model_names),
         samples=SamplesInWork(
             client.current,
             config.max_concurrent_samples,

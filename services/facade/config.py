@@ -30,8 +30,9 @@ class FacadeConfig(ServiceConfig):
     """host:port of the gateway, or several, separated by commas, of which one leads."""
     model: Path | None = None
     """Folder with the tokenizer of the served model. Unset: prompts must be token ids, and answers have no text."""
-    served_model_name: str | None = None
-    """Name of the model in requests and answers. Unset: the name that the instances report."""
+    served_model_name: str | list[str] | None = None
+    """Names of the model in requests, several as a list or separated by commas. Answers have the first one. Unset:
+    the name that the instances report."""
     run_id: str = Field(default="http", min_length=1, max_length=256)
     """Run of requests without the header X-Paceline-Run, unless their token is for other runs: then the first run
     that the token names in full."""
@@ -87,6 +88,12 @@ class FacadeConfig(ServiceConfig):
     reader_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds for which an answer waits for a slow reader."""
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the model in requests, in the order given; empty: the name that the instances report."""
+        given = self.served_model_name or ()
+        return tuple(each.strip() for each in (given.split(",") if isinstance(given, str) else given))
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.anonymous_scopes and not self.insecure and not is_loopback(self.host):
@@ -95,4 +102,8 @@ class FacadeConfig(ServiceConfig):
             raise ValueError("anonymous_scopes: internal is for services only")
         if self.generation_config is GenerationDefaults.AUTO and self.model is None:
             raise ValueError("generation_config: auto needs model, the folder that has them")
+        if not all(self.model_names):
+            raise ValueError(
+                "served_model_name: a name is empty; leave the setting out for the instances' name"
+            )
         return self

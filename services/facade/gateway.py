@@ -111,18 +111,23 @@ class GatewayClient:
 class ServedModel:
     """Model that the instances serve."""
 
-    name: str
+    names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
+
+    @property
+    def name(self) -> str:
+        """Name of the model in answers."""
+        return self.names[0]
 
 
 class ServedFleet:
     """Model, instances and policy version of the fleet, as requests see them."""
 
-    def __init__(self, client: Callable[[], AsyncClient], name: str | None) -> None:
-        """`name` replaces the model's name."""
+    def __init__(self, client: Callable[[], AsyncClient], names: Sequence[str] = ()) -> None:
+        """`names` replace the model's name, unless there are none."""
         self._client = client
-        self._name = name
+        self._names = names
         self._model: ServedModel | None = None
         self._recent, self._recent_until = 0, -math.inf
         self._version_call: asyncio.Task[int] | None = None
@@ -131,7 +136,7 @@ class ServedFleet:
     async def model(self) -> ServedModel:
         """Return the model, which never changes. UnavailableError: no instance is known."""
         if self._model is None:
-            self._model = served_model(await self._client().instances(), self._name)
+            self._model = served_model(await self._client().instances(), self._names)
         return self._model
 
     async def instances(self) -> tuple[t.Instance, ...]:
@@ -192,12 +197,12 @@ class _Health:
         self.until = time.monotonic() + (0.0 if failed else HEALTH_KEPT_SECONDS)
 
 
-def served_model(instances: Sequence[t.Instance], name: str | None) -> ServedModel:
+def served_model(instances: Sequence[t.Instance], names: Sequence[str] = ()) -> ServedModel:
     """Return the model of the instances, with the least of their lengths and of their vocabularies."""
     if not instances:
         raise UnavailableError(grpc.StatusCode.UNAVAILABLE, "no instance has registered yet")
     return ServedModel(
-        name or instances[0].model,
+        tuple(names) or (instances[0].model,),
         min(each.max_model_len for each in instances),
         min(each.vocab_size for each in instances),
     )

@@ -197,7 +197,7 @@ class Facade:
         """Return the limits for the body of a request. UnavailableError: no instance is known."""
         model, config = await self.fleet.model(), self.config
         return Limits(
-            model.name,
+            model.names,
             model.vocab_size,
             model.max_model_len,
             config.logprobs_mode,

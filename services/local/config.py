@@ -65,7 +65,7 @@ class PlatformConfig:
     http_port: int | None = None
     """Port of the HTTP facade, 0 picks a free one; None: there is none."""
     served_model_name: str | None = None
-    """Name of the model in requests and answers over HTTP. None: the folder, as instances report it."""
+    """Names of the model over HTTP, separated by commas. None: the folder, as instances report it."""
     instance_options: tuple[str, ...] = ()
     """More flags for every instance, such as ("--max-num-seqs", "64")."""
     gateway_options: tuple[str, ...] = ()

@@ -58,7 +58,8 @@ def up(
     served_model_name: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model over HTTP. Default: its name on the hub, or its folder if it is given by that."
+            help="Names of the model over HTTP, separated by commas; answers have the first. "
+            "Default: its name on the hub, or its folder if it is given by that."
         ),
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,

@@ -242,9 +242,9 @@ class ModelNotServed(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits for a body: the served model, and the limits of the facade."""
+    """Limits for a body: the names of the served model and its sizes, and the limits of the facade."""
 
-    model: str
+    models: Sequence[str]
     vocab_size: int
     max_model_len: int
     logprobs_mode: t.LogprobsMode = t.LogprobsMode.RAW
@@ -258,8 +258,9 @@ class Limits:
 
     def check_model(self, named: str | None) -> None:
         """Raise ModelNotServed for a request that names another model."""
-        if named and named != self.model:
-            raise ModelNotServed([Violation("model", f"{named!r} is not served; must be {self.model!r}")])
+        if named and named not in self.models:
+            served = " or ".join(map(repr, self.models))
+            raise ModelNotServed([Violation("model", f"{named!r} is not served; must be {served}")])
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,10 +254,13 @@ class AbortRequestsBody(Body):
     """Names of requests, `request_id` in their bodies."""
 
 
-def models(name: str, max_model_len: int) -> dict[str, Any]:
-    """Return the list of models, with the served one."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "root": name}
-    return {"object": "list", "data": [{**model, "max_model_len": max_model_len}]}
+def models(names: Sequence[str], max_model_len: int) -> dict[str, Any]:
+    """Return the list of models: the served one, under each of its names."""
+    shared = {"object": "model", "created": 0, "owned_by": "paceline", "root": names[0]}
+    return {
+        "object": "list",
+        "data": [{"id": name, **shared, "max_model_len": max_model_len} for name in names],
+    }
 
 
 COMPLETION_NAMES = {"top_logprobs": "logprobs"}

@@ -27,9 +27,9 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """Return the model that is served."""
+        """Return the served model, once under each of its names."""
         model = await facade.fleet.model()
-        return vllm.models(model.name, model.max_model_len)
+        return vllm.models(model.names, model.max_model_len)
 
     @router.post("/v1/completions", response_model=None)
     async def complete(body: vllm.CompletionBody, request: Request) -> Response:

@@ -287,9 +287,12 @@ async def test_a_bad_parameter_is_named(stack_of: StackMaker) -> None:
 async def test_a_model_has_the_name_that_it_is_served_under_and_another_is_not_found(
     stack_of: StackMaker,
 ) -> None:
-    stack = await stack_of(served_model_name="org/policy")
-    (model,) = (await stack.facade.http.get("/v1/models")).json()["data"]
-    assert model["id"] == "org/policy"
+    stack = await stack_of(served_model_name="org/policy,policy")
+    models = (await stack.facade.http.get("/v1/models")).json()["data"]
+    assert [(model["id"], model["root"]) for model in models] == [
+        ("org/policy", "org/policy"),
+        ("policy", "org/policy"),
+    ]
     for path in ("/v1/completions", "/generate"):
         prompt = {"input_ids": [1]} if path == "/generate" else {"prompt": [1], "max_tokens": 1}
         # A small body is read here, a large one by a worker.
@@ -298,11 +301,12 @@ async def test_a_model_has_the_name_that_it_is_served_under_and_another_is_not_f
             error = response.json()["error"]
             assert (response.status_code, error["type"]) == (404, "not_found_error")
             assert (error["param"], error["code"]) == ("model", "MODEL_NOT_FOUND")
-            assert "'org/policy'" in error["message"]
+            assert "'org/policy' or 'policy'" in error["message"]
     with pytest.raises(openai.NotFoundError):
         await stack.facade.openai.completions.create(model="fake", prompt=[1])
-    answer = await stack.facade.openai.completions.create(model="org/policy", prompt=[1], max_tokens=1)
-    assert answer.model == "org/policy"
+    for name in ("org/policy", "policy"):
+        answer = await stack.facade.openai.completions.create(model=name, prompt=[1], max_tokens=1)
+        assert answer.model == "org/policy"
 
 
 async def test_values_that_ask_for_nothing_are_taken(stack_of: StackMaker) -> None:

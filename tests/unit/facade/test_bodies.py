@@ -22,7 +22,7 @@ from services.facade.work.jobs import Invalid, RefusedBody, prepared
 from services.facade.work.pool import FairSemaphore
 from tests.unit.facade.test_text import Bytes
 
-LIMITS = Limits("m", vocab_size=256, max_model_len=32)
+LIMITS = Limits(("m",), vocab_size=256, max_model_len=32)
 
 
 class Counted(Bytes):

@@ -19,7 +19,7 @@ from services.facade.dialects.chat import ChatBody
 from services.facade.dialects.paceline import HintBody
 from services.facade.dialects.tokens import TokensBody
 from services.facade.dialects.vllm import GENERATION_CONFIG, CompletionBody, model_defaults
-from services.platform.config import ConfigError
+from services.platform.config import ConfigError, read_config
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -82,20 +82,36 @@ def test_they_need_the_model() -> None:
 )
 def test_they_are_for_what_a_request_leaves_out(body: Any, applied: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(ChatBody, "prompts", lambda *_: [[1]])
-    limits = Limits("m", vocab_size=VOCAB_SIZE, max_model_len=32, defaults=FOUND)
+    limits = Limits(("m",), vocab_size=VOCAB_SIZE, max_model_len=32, defaults=FOUND)
     asked = body.model_copy(deep=True).samples(None, limits).sampling
     assert {name: getattr(asked, name) for name in FOUND} == (FOUND if applied else dict.fromkeys(FOUND))
     if applied:
         named = body.model_copy(deep=True, update={"temperature": 1.0, "top_k": -1, "min_p": 0.0})
         sampling = named.samples(None, limits).sampling
         assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.top_p) == (1.0, 0, 0.0, 0.95)
-    plain = body.samples(None, Limits("m", vocab_size=VOCAB_SIZE, max_model_len=32)).sampling
+    plain = body.samples(None, Limits(("m",), vocab_size=VOCAB_SIZE, max_model_len=32)).sampling
     assert all(getattr(plain, name) is None for name in FOUND)
 
 
 def test_hints_are_of_the_requests_to_come() -> None:
-    limits = Limits("m", vocab_size=VOCAB_SIZE, max_model_len=32, defaults=FOUND)
+    limits = Limits(("m",), vocab_size=VOCAB_SIZE, max_model_len=32, defaults=FOUND)
     body = HintBody(step=1, prompts=[[1]], top_p=0.5)
     body.prepare(None, limits)
     sampling = HintNextBatchRequest.FromString(body.announced).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == pytest.approx((0.6, 0.5, 20))
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ([], ()),
+        (["--served-model-name=org/m"], ("org/m",)),
+        (["--served-model-name=org/m, m"], ("org/m", "m")),
+        (["--served-model-name", "org/m", "--served-model-name", "m"], ("org/m", "m")),
+    ],
+)
+def test_a_model_may_have_several_names(flags: list[str], names: tuple[str, ...]) -> None:
+    assert read_config(FacadeConfig, flags, {}).model_names == names
+    with pytest.raises(ConfigError, match="served_model_name: a name is empty"):
+        read_config(FacadeConfig, ["--served-model-name=org/m,,m"], {})
+    assert FacadeConfig(served_model_name=["a", "b"]).model_names == ("a", "b")

@@ -29,7 +29,7 @@ def facade_of(client: Any) -> Facade:
     return Facade(
         FacadeConfig(),
         lambda: client,
-        ServedFleet(lambda: client, None),
+        ServedFleet(lambda: client),
         SamplesInWork(lambda: client, 8, 60.0, lambda _: None),
         None,
         metrics,
