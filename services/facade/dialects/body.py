@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -36,6 +37,23 @@ _MOST_REPORTED = 32
 """Most parameters that an error reports; a body may have hundreds of thousands."""
 _SEEDS = range(-(1 << 63), 1 << 64)
 _COUNTS = range(-(1 << 31), 1 << 31)
+SAME_MEANING = (
+    ("max_tokens", "max_new_tokens", "max_completion_tokens", "max_length"),
+    ("min_tokens", "min_new_tokens"),
+    ("seed", "sampling_seed", "random_seed"),
+    ("n", "n_samples", "num_samples", "num_generations", "num_return_sequences"),
+    ("prompt", "prompts", "text", "input_ids", "token_ids", "prompt_token_ids", "prompt_ids"),
+    ("logprobs", "return_logprob", "return_logprobs"),
+    ("logprobs", "top_logprobs", "top_logprobs_num"),
+    ("request_id", "rid"),
+    ("stop", "stop_strings", "stop_sequences"),
+    ("stop_token_ids", "stop_token_id", "eos_token_id"),
+    ("repetition_penalty", "rep_penalty"),
+    ("weight_dir", "model_path", "path"),
+    ("request_ids", "rids", "request_id", "rid"),
+    ("structured_outputs", "response_format", "json_schema", "guided_json"),
+)
+"""Names that dialects and libraries have for the same parameter; of a body's own ones, the first is suggested."""
 FINISH_REASONS: dict[t.FinishReason, str] = {
     t.FinishReason.STOP: "stop",
     t.FinishReason.LENGTH: "length",
@@ -91,10 +109,13 @@ VllmSeed = Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 
 """Seed of vLLM's server; -1 counts as left out."""
 
 
-def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: str = "") -> None:
+def check_unsupported(
+    body: Body, neutral: Mapping[str, Sequence[Any]], path: str = "", outer: Body | None = None
+) -> None:
     """Refuse parameters that have no field, unless their value is neutral. InvalidArgument names each.
 
-    `neutral` has the neutral values of known parameters, in addition to null, false and empty values.
+    `neutral` has the neutral values of known parameters, in addition to null, false and empty values. `path` is the
+    place of the body in `outer`, if it is a part of that one.
     """
     found = []
     for name, value in (body.model_extra or {}).items():
@@ -102,11 +123,38 @@ def check_unsupported(body: Body, neutral: Mapping[str, Sequence[Any]], path: st
             allowed = " or ".join(map(repr, neutral[name])) or "left out"
             found.append(Violation(path + name, f"is not supported; must be {allowed}"))
         elif name not in neutral and not _is_neutral(value, ()):
-            found.append(Violation(path + name, "is not known here; leave it out"))
+            meant = " or ".join(meant_instead(name, type(body), path, None if outer is None else type(outer)))
+            way_out = f"did you mean {meant}?" if meant else "leave it out"
+            found.append(Violation(path + name, f"is not known here; {way_out}"))
         if len(found) >= _MOST_REPORTED:
             break
     if found:
         raise InvalidArgument(found)
+
+
+def meant_instead(name: str, body: type[Body], path: str = "", outer: type[Body] | None = None) -> list[str]:
+    """Return the parameters that an unknown one may stand for, with their paths; at most two, the likeliest first.
+
+    Other dialects' names for the same thing come before names that are spelled alike.
+    """
+    fields = _fields(body, path)
+    if outer is not None:
+        fields = {**_fields(outer, ""), **fields}
+    same = [each for group in SAME_MEANING if name in group for each in group if each in fields]
+    alike = get_close_matches(name, fields, n=1, cutoff=0.8)
+    known = [name] if name in fields else []
+    return [fields[each] for each in (known or same or alike)[:2]]
+
+
+@cache
+def _fields(body: type[Body], path: str) -> dict[str, str]:
+    """Return the names of a body's fields with their paths; also of the bodies in it."""
+    found: dict[str, str] = {}
+    for name, each in body.model_fields.items():
+        for kind in (each.annotation, *get_args(each.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Body):
+                found |= _fields(kind, f"{path}{name}.")
+    return found | {name: path + name for name in body.model_fields}
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:

@@ -147,7 +147,7 @@ class GenerateBody(SamplesBody):
         """Return the requested samples."""
         given = self.sampling_params or SglangSampling()
         check_unsupported(self, NEUTRAL)
-        check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.")
+        check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.", self)
         limits.check_model(self.model)
         each = checked_count(given.n, "sampling_params.n")
         prompts, several = prompts_of(self, tokenizer, limits)

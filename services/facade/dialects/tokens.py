@@ -116,7 +116,7 @@ class TokensBody(SamplesBody):
         """Return the requested samples."""
         given = self.sampling_params
         check_unsupported(self, NEUTRAL)
-        check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.")
+        check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.", self)
         limits.check_model(self.model)
         checked_logprobs(given.logprobs)
         each = checked_count(given.n, "sampling_params.n")

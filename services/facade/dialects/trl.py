@@ -110,7 +110,7 @@ def trl_sampling(body: TrlBody) -> TrlSampling:
     except ValidationError as error:
         found = [Violation(f"generation_kwargs.{field_of(e['loc'])}", e["msg"]) for e in error.errors()]
         raise InvalidArgument(found) from error
-    check_unsupported(more, {}, "generation_kwargs.")
+    check_unsupported(more, {}, "generation_kwargs.", body)
     return more
 
 
