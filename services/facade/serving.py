@@ -30,6 +30,7 @@ from paceline.errors import CancelledError, DeadlineExceededError, PacelineError
 from services.contracts.errors import ServiceError
 from services.facade.config import FacadeConfig
 from services.facade.dialects.body import Body, Limits, RequestedSamples, as_it_is
+from services.facade.dialects.forms import ERRORS
 from services.facade.gateway import Forecasts, ServedFleet
 from services.facade.http_errors import fault, http_error
 from services.facade.metrics import FacadeMetrics
@@ -287,7 +288,7 @@ def body_router(facade: Facade, tag: str, prefix: str = "") -> APIRouter:
 
             return with_body
 
-    return APIRouter(tags=[tag], prefix=prefix, route_class=BodyRoute)
+    return APIRouter(tags=[tag], prefix=prefix, route_class=BodyRoute, responses=ERRORS)
 
 
 class _PreparedRequest(Request):

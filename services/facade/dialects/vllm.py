@@ -34,6 +34,7 @@ from services.facade.dialects.body import (
     token_ids_of,
     top_k_of,
 )
+from services.facade.dialects.forms import ModelCard, ModelsForm
 from services.facade.text import Tokenizer
 
 Json = dict[str, Any]
@@ -254,13 +255,20 @@ class AbortRequestsBody(Body):
     """Names of requests, `request_id` in their bodies."""
 
 
-def models(names: Sequence[str], max_model_len: int) -> dict[str, Any]:
+def models(names: Sequence[str], max_model_len: int) -> ModelsForm:
     """Return the list of models: the served one, under each of its names."""
-    shared = {"object": "model", "created": 0, "owned_by": "paceline", "root": names[0]}
-    return {
-        "object": "list",
-        "data": [{"id": name, **shared, "max_model_len": max_model_len} for name in names],
-    }
+    cards = [
+        ModelCard(
+            id=name,
+            object="model",
+            created=0,
+            owned_by="paceline",
+            root=names[0],
+            max_model_len=max_model_len,
+        )
+        for name in names
+    ]
+    return ModelsForm(object="list", data=cards)
 
 
 COMPLETION_NAMES = {"top_logprobs": "logprobs"}

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from jinja2 import Environment, StrictUndefined
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from paceline.errors import Violation
 from paceline.transport.interface import Unary
@@ -20,6 +20,7 @@ from paceline.v1 import rollout_pb2
 from services.contracts.errors import InvalidArgument
 from services.facade.dialects import paceline
 from services.facade.dialects.body import run_seed
+from services.facade.dialects.forms import HintForm, RewardsForm, StatusForm, VersionForm, answered
 from services.facade.gateway import ServedFleet
 from services.facade.serving import Facade, body_router
 
@@ -39,12 +40,13 @@ td:last-child{white-space:pre-line}
 </style></head><body>
 <h1>{{ title }} {{ version }}</h1><p>{{ summary }}</p>
 <p>The same as <a href="openapi.json">OpenAPI</a>.</p>
+{%- macro types(kinds) %}
+{%- for part, schema in kinds %}{{ " or " if not loop.first }}
+{%- if schema %}<a href="#{{ schema }}">{{ part }}</a>{% else %}{{ part }}{% endif %}{% endfor %}{% endmacro %}
 {%- macro rows(fields) %}{% if fields %}
 <table><tr><th>field</th><th>type</th><th>default</th><th></th></tr>
 {%- for each in fields %}
-<tr><td><code>{{ each.name }}</code></td><td>
-{%- for part, schema in each.kinds %}{{ " or " if not loop.first }}
-{%- if schema %}<a href="#{{ schema }}">{{ part }}</a>{% else %}{{ part }}{% endif %}{% endfor %}</td>
+<tr><td><code>{{ each.name }}</code></td><td>{{ types(each.kinds) }}</td>
 <td>{{ "required" if each.required else each.default }}</td><td>{{ each.text }}</td></tr>
 {%- endfor %}</table>{% endif %}{% endmacro %}
 {%- for tag, routes in sections %}
@@ -52,8 +54,9 @@ td:last-child{white-space:pre-line}
 {%- for route in routes %}
 <h3><code>{{ route.method }} {{ route.path }}</code></h3><p>{{ route.text }}</p>{{ rows(route.parameters) }}
 {%- if route.body %}<p>Body: <a href="#{{ route.body }}">{{ route.body }}</a></p>{% endif %}
+{%- if route.answer %}<p>Answer: {{ types(route.answer) }}</p>{% endif %}
 {%- endfor %}{% endfor %}
-<h2>Bodies</h2>
+<h2>Bodies and answers</h2>
 {%- for name, text, fields in schemas %}
 <h3 id="{{ name }}">{{ name }}</h3><p>{{ text }}</p>{{ rows(fields) }}
 {%- endfor %}
@@ -74,13 +77,14 @@ class ApiField:
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """Method and path, with its parameters and the name of its body's schema, "" for none."""
+    """Method and path, with its parameters, the name of its body's schema ("" for none) and the answer's types."""
 
     method: str
     path: str
     text: str
     parameters: list[ApiField] = field(default_factory=list)
     body: str = ""
+    answer: list[tuple[str, str]] = field(default_factory=list)
 
 
 def api_page(described: Json) -> str:
@@ -109,7 +113,9 @@ def _route(method: str, path: str, route: Json) -> ApiRoute:
     ]
     content = route.get("requestBody", {}).get("content", {}).get("application/json", {})
     body = next((schema for _, schema in _kinds(content.get("schema", {})) if schema), "")
-    return ApiRoute(method.upper(), path, route.get("description", ""), parameters, body)
+    answer = route.get("responses", {}).get("200", {}).get("content", {})
+    answers = [kind for media in answer.values() for kind in _kinds(media.get("schema", {}))]
+    return ApiRoute(method.upper(), path, route.get("description", ""), parameters, body, answers)
 
 
 def _fields(schema: Json) -> Iterator[ApiField]:
@@ -145,11 +151,11 @@ def server_routes(registry: CollectorRegistry, described: Callable[[], dict[str,
     page = cache(lambda: api_page(described()))
 
     @router.get("/version")
-    async def version() -> dict[str, str]:
+    async def version() -> VersionForm:
         """Return the version of Paceline, not of vLLM on the instances."""
-        return {"version": metadata.version("paceline")}
+        return VersionForm(version=metadata.version("paceline"))
 
-    @router.get("/metrics", response_model=None)
+    @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the metrics of this facade in the format of Prometheus, as on its metrics port."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -162,23 +168,27 @@ def server_routes(registry: CollectorRegistry, described: Callable[[], dict[str,
     return router
 
 
+PROBES = {**answered(StatusForm), 503: {"model": StatusForm, "description": "Requests cannot be served"}}
+"""Description of the answers of probes."""
+
+
 def health_routes(fleet: ServedFleet) -> APIRouter:
     """Return the routes of probes."""
-    router = APIRouter(tags=["health"])
+    router = APIRouter(tags=["health"], responses=PROBES)
 
     async def health() -> Response:
         """Answer 200 while a gateway leads and an instance serves or is paused."""
         return _answer(await fleet.problem(needs_instance=True))
 
     for path in ("/health", "/health/", "/health_generate"):
-        router.get(path, include_in_schema=path == "/health")(health)
+        router.get(path, response_model=None, include_in_schema=path == "/health")(health)
 
-    @router.get("/readyz")
+    @router.get("/readyz", response_model=None)
     async def ready() -> Response:
         """Answer 200 while a gateway leads. Weights can be updated then, even if no instance serves."""
         return _answer(await fleet.problem(needs_instance=False))
 
-    @router.get("/livez")
+    @router.get("/livez", response_model=None)
     async def live() -> Response:
         """Answer 200 while this process answers."""
         return _answer("")
@@ -197,23 +207,21 @@ def paceline_routes(facade: Facade) -> APIRouter:
     router = body_router(facade, "Paceline", "/paceline/v1")
 
     @router.post("/hint")
-    async def hint(body: paceline.HintBody, request: Request) -> dict[str, int]:
+    async def hint(body: paceline.HintBody, request: Request) -> HintForm:
         """Announce the prompts of a coming step, for idle instances; 0 samples if the hint cannot be used."""
         announced = rollout_pb2.HintNextBatchRequest.FromString(body.announced)
         announced.run_id, announced.run_seed = facade.run_id(request), _hinted_seed(facade, body.seed)
         facade.forecasts.announced(announced.run_id, announced.step)
-        return {
-            "samples": int((await facade.client().call(Unary("Rollout", "HintNextBatch", announced))).samples)
-        }
+        answer = await facade.client().call(Unary("Rollout", "HintNextBatch", announced))
+        return HintForm(samples=answer.samples)
 
     @router.post("/rewards")
-    async def rewards(body: paceline.RewardsBody, request: Request) -> dict[str, int]:
+    async def rewards(body: paceline.RewardsBody, request: Request) -> RewardsForm:
         """Report rewards of finished samples, for the drafter; `matched` of them are known."""
         reported = rollout_pb2.ReportRewardsRequest.FromString(body.reported)
         reported.run_id = facade.run_id(request)
-        return {
-            "matched": int((await facade.client().call(Unary("Rollout", "ReportRewards", reported))).matched)
-        }
+        answer = await facade.client().call(Unary("Rollout", "ReportRewards", reported))
+        return RewardsForm(matched=answer.matched)
 
     return router
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 import uuid
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from paceline import types as t
-from services.facade.dialects import answers, chat, tokens, trl, vllm
+from services.facade.dialects import answers, chat, forms, tokens, trl, vllm
+from services.facade.dialects.forms import answered
 from services.facade.gateway import Updates
 from services.facade.serving import EventResponse, Facade, body_router
 from services.facade.work.jobs import write_whole
@@ -26,29 +27,33 @@ def vllm_routes(facade: Facade, updates: Updates) -> APIRouter:
     _control(router, facade, updates)
 
     @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> forms.ModelsForm:
         """Return the served model, once under each of its names."""
         model = await facade.fleet.model()
         return vllm.models(model.names, model.max_model_len)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post(
+        "/v1/completions", response_model=None, responses=answered(forms.CompletionForm, streams=True)
+    )
     async def complete(body: vllm.CompletionBody, request: Request) -> Response:
         """Generate samples of one prompt or several, as text or as token ids."""
         return await _generated(facade, body, request, "completion")
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post(
+        "/v1/chat/completions", response_model=None, responses=answered(forms.ChatForm, streams=True)
+    )
     async def chat_completions(body: chat.ChatBody, request: Request) -> Response:
         """Generate samples that continue a conversation, by the model's chat template."""
         return await _generated(facade, body, request, "chat")
 
-    async def world_size() -> dict[str, int]:
+    async def world_size() -> forms.WorldSizeForm:
         """Return 1: trainers see one server, with any number of instances."""
-        return {"world_size": 1}
+        return forms.WorldSizeForm(world_size=1)
 
     for path in ("/get_world_size", "/get_world_size/"):
         router.get(path, include_in_schema=path == "/get_world_size")(world_size)
 
-    @router.post("/generate/", response_model=None)
+    @router.post("/generate/", response_model=None, responses=answered(forms.TrlForm))
     async def trl_generate(body: trl.TrlBody, request: Request) -> Response:
         """Generate samples for the client of `trl vllm-serve`."""
         requests = await facade.requests(request, body.requested)
@@ -62,42 +67,43 @@ def _control(router: APIRouter, facade: Facade, updates: Updates) -> None:
     @router.post("/pause")
     async def pause(
         mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
-    ) -> dict[str, Any]:
+    ) -> forms.PauseForm:
         """Let new requests wait; running ones are aborted, waited for, or continue. `clear_cache` has no effect."""
         aborted = await updates.pause(mode)
-        return {"status": "paused", "aborted_samples": aborted}
+        return forms.PauseForm(status="paused", aborted_samples=aborted)
 
     @router.post("/resume")
-    async def resume() -> dict[str, Any]:
+    async def resume() -> forms.StatusForm:
         """End a pause."""
         updates.resume()
-        return {"status": "resumed"}
+        return forms.StatusForm(status="resumed")
 
     @router.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
+    async def is_paused() -> forms.IsPausedForm:
         """Return whether new requests wait."""
-        return {"is_paused": facade.samples.paused}
+        return forms.IsPausedForm(is_paused=facade.samples.paused)
 
-    @router.post("/reset_prefix_cache", response_model=None)
+    @router.post("/reset_prefix_cache", response_model=None, response_class=Response)
     async def reset_prefix_cache() -> Response:
         """Do nothing: KV of other weights is never used."""
         return Response(status_code=200)
 
-    async def abort_requests(body: vllm.AbortRequestsBody) -> dict[str, Any]:
+    async def abort_requests(body: vllm.AbortRequestsBody) -> forms.AbortForm:
         """End requests; they are answered with the tokens that they have."""
-        return {"aborted_samples": await facade.samples.abort(set(body.request_ids).__contains__)}
+        aborted = await facade.samples.abort(set(body.request_ids).__contains__)
+        return forms.AbortForm(aborted_samples=aborted)
 
     for path in ("/abort_requests", "/inference/v1/abort_requests"):
         router.post(path)(abort_requests)
 
     @router.post("/update_weights")
-    async def update_weights(body: vllm.UpdateBody, request: Request) -> dict[str, Any]:
+    async def update_weights(body: vllm.UpdateBody, request: Request) -> forms.UpdateForm:
         """Publish the weights in a folder as the next version; running samples continue under it."""
         request.state.names = {"disk.path": "weight_dir"}
         outcome = await updates.from_folder(
             facade.run_id(request), body.weight_dir, t.InFlight.CONTINUE, lambda published: published + 1
         )
-        return {"status": "ok", "message": outcome.message, "weight_version": outcome.version}
+        return forms.UpdateForm(status="ok", message=outcome.message, weight_version=outcome.version)
 
 
 async def _generated(
@@ -120,7 +126,9 @@ def tokens_routes(facade: Facade) -> APIRouter:
     """Return the routes for tokens."""
     router = body_router(facade, "vLLM and OpenAI")
 
-    @router.post("/inference/v1/generate", response_model=None)
+    @router.post(
+        "/inference/v1/generate", response_model=None, responses=answered(forms.TokensForm, streams=True)
+    )
     async def generate(body: tokens.TokensBody, request: Request) -> Response:
         """Generate samples of one prompt, from token ids to token ids."""
         request_id, model = body.request_id or uuid.uuid4().hex, await facade.fleet.model()
@@ -134,12 +142,12 @@ def tokens_routes(facade: Facade) -> APIRouter:
             request, outputs, partial(write_whole, tokens.TokensWriter, (body, request_id, head))
         )
 
-    @router.post("/tokenize", response_model=None)
+    @router.post("/tokenize", response_model=None, responses=answered(forms.TokenizeForm))
     async def tokenize(body: tokens.TokenizeBody) -> Response:
         """Return the token ids of a text."""
         return Response(body.answer, media_type="application/json")
 
-    @router.post("/detokenize", response_model=None)
+    @router.post("/detokenize", response_model=None, responses=answered(forms.DetokenizeForm))
     async def detokenize(body: tokens.DetokenizeBody) -> Response:
         """Return the text of token ids, special tokens included."""
         return Response(body.answer, media_type="application/json")

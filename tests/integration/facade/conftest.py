@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 
 from services.contracts.seeds import sample_seed
-from services.facade.app import FacadeProcess
+from services.facade.app import FacadeProcess, app
 from services.facade.config import FacadeConfig
 from services.facade.dialects.body import prompt_id_of
 from services.facade.samples import SampleGroup
@@ -24,6 +26,41 @@ from tests.support.fake_instance import VOCAB, FakeInstance, response_of
 from tests.support.word_tokenizer import word_tokenizer
 
 __all__ = ["cluster"]
+
+
+MOST_CHECKED = 64 * 1024
+"""Most bytes of an answer that is compared with its description, which takes about a millisecond a KiB."""
+
+
+@cache
+def descriptions() -> dict[tuple[str, str], Draft202012Validator]:
+    """Return a validator of the answers to each method and path, which allows no field that is not described."""
+    described = app(FacadeConfig(), CollectorRegistry()).openapi()
+    for schema in described["components"]["schemas"].values():
+        if "properties" in schema:
+            schema["additionalProperties"] = False
+    found = {}
+    for path, methods in described["paths"].items():
+        for method, route in methods.items():
+            for status, answer in route["responses"].items():
+                schema = answer.get("content", {}).get("application/json", {}).get("schema")
+                if schema is not None:
+                    checked = {"components": described["components"], **schema}
+                    found[f"{method.upper()} {path}", status[0]] = Draft202012Validator(checked)
+    return found
+
+
+async def is_described(response: httpx.Response) -> None:
+    """Fail unless an answer is as the page of the API describes it."""
+    kind = response.headers.get("content-type", "")
+    wanted = descriptions().get(
+        (f"{response.request.method} {response.request.url.path}", str(response.status_code)[0])
+    )
+    if wanted is None or kind != "application/json":
+        return
+    await response.aread()
+    if len(response.content) <= MOST_CHECKED:
+        wanted.validate(response.json())
 
 
 class RunningFacade:
@@ -42,7 +79,9 @@ class RunningFacade:
         await self.process.start()
         self._task = asyncio.create_task(self.process.run())
         self.url = f"{self._scheme}://127.0.0.1:{self.process.port}"
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=CALL, **self._options)
+        self.http = httpx.AsyncClient(
+            base_url=self.url, timeout=CALL, event_hooks={"response": [is_described]}, **self._options
+        )
         self.openai = AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="unused", timeout=CALL, max_retries=0, http_client=self.http
         )

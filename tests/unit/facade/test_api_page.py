@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from prometheus_client import CollectorRegistry
+
+from services.facade.app import app
+from services.facade.config import FacadeConfig
 from services.facade.routes.paceline import api_page
 
 DESCRIBED = {
@@ -11,6 +15,15 @@ DESCRIBED = {
             "post": {
                 "tags": ["one"],
                 "description": "Does & says.",
+                "responses": {
+                    "200": {
+                        "content": {
+                            "application/json": {
+                                "schema": {"type": "array", "items": {"$ref": "#/components/schemas/Part"}}
+                            }
+                        }
+                    }
+                },
                 "requestBody": {
                     "content": {
                         "application/json": {
@@ -49,6 +62,7 @@ def test_routes_fields_types_and_defaults_are_told() -> None:
     page = " ".join(api_page(DESCRIBED).split())
     assert "<code>POST /a</code></h3><p>Does &amp; says.</p>" in page
     assert 'Body: <a href="#Body">Body</a>' in page
+    assert 'Answer: <a href="#Part">list of Part</a>' in page
     assert "<code>ids</code></td><td>list of integer</td> <td>required</td>" in page
     assert '<a href="#Part">Part</a> or string</td>' in page
     assert "<code>n</code></td><td>integer</td> <td>1</td><td>Count &lt;1&gt;.</td>" in page
@@ -57,3 +71,20 @@ def test_routes_fields_types_and_defaults_are_told() -> None:
     assert 'id="Body">Body</h3><p>A body.</p>' in page
     assert "&lt;b&gt;" in page
     assert "://" not in page
+
+
+def test_every_answer_has_a_form_and_nothing_is_from_elsewhere() -> None:
+    """Integration tests compare each answer that they get with these forms."""
+    described = app(FacadeConfig(), CollectorRegistry()).openapi()
+    for path, methods in described["paths"].items():
+        for route in methods.values():
+            content = route["responses"]["200"].get("content", {})
+            schemas = [each["schema"] for each in content.values()]
+            assert schemas or path == "/reset_prefix_cache", path  # which has an empty answer
+            assert all("$ref" in each or "anyOf" in each or each.get("type") == "string" for each in schemas)
+            assert "422" not in route["responses"], path
+    for name, schema in described["components"]["schemas"].items():
+        assert schema.get("description"), name
+    page = api_page(described)
+    assert "://" not in page
+    assert "<script" not in page
