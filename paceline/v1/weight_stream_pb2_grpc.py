@@ -27,7 +27,9 @@ if _version_not_supported:
 
 class WeightStreamServiceStub(object):
     """Served by generation instances, for the trainer of an update with transport STREAM. Each call carries the update's
-    ticket as its bearer token, and no other.
+    ticket as its bearer token, and no other. An update has four calls: StartUpdate returns an instance, its address and
+    the ticket; PushWeights sends all bytes to it; UpdateWeights, with the checksum of the index, returns when every
+    instance has checked them; FinishUpdate publishes the version.
     """
 
     def __init__(self, channel):
@@ -45,12 +47,18 @@ class WeightStreamServiceStub(object):
 
 class WeightStreamServiceServicer(object):
     """Served by generation instances, for the trainer of an update with transport STREAM. Each call carries the update's
-    ticket as its bearer token, and no other.
+    ticket as its bearer token, and no other. An update has four calls: StartUpdate returns an instance, its address and
+    the ticket; PushWeights sends all bytes to it; UpdateWeights, with the checksum of the index, returns when every
+    instance has checked them; FinishUpdate publishes the version.
     """
 
     def PushWeights(self, request_iterator, context):
-        """Bytes in, positions out. The first answer says where to begin. A call that broke off is made again, at any
-        instance of the update: it goes on from what that one has.
+        """Bytes in, positions out. The first answer says where to begin: bytes before `received` are not sent again. The caller
+        keeps the bytes from `confirmed` on, ends its requests after the last piece, and reads answers until all is
+        confirmed. After an error it calls StartUpdate again, with the same version and push_id, which names an instance that
+        lives, and pushes there; the first answer may lie before what the lost instance had, but not before `confirmed`.
+        UNAUTHENTICATED: the instance does not know the ticket yet; try again. NOT_NEXT: bytes before these are missing.
+        INVALID_ARGUMENT is final.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +82,9 @@ def add_WeightStreamServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WeightStreamService(object):
     """Served by generation instances, for the trainer of an update with transport STREAM. Each call carries the update's
-    ticket as its bearer token, and no other.
+    ticket as its bearer token, and no other. An update has four calls: StartUpdate returns an instance, its address and
+    the ticket; PushWeights sends all bytes to it; UpdateWeights, with the checksum of the index, returns when every
+    instance has checked them; FinishUpdate publishes the version.
     """
 
     @staticmethod

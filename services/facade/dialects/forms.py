@@ -30,7 +30,7 @@ def answered(form: Any, *, streams: bool = False) -> dict[int | str, dict[str, A
 
 
 class ErrorDetail(AnswerForm):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -154,7 +154,7 @@ class AnswerHead(AnswerForm):
 
 
 class CompletionForm(AnswerHead):
-    """Answer of /v1/completions: the samples of the first prompt, then those of the next."""
+    """Answer of /v1/completions, prompt by prompt."""
 
     choices: list[CompletionChoice]
 
@@ -331,7 +331,7 @@ class SglangFinish(AnswerForm):
     length: int | None = None
     """Tokens of the response, of `length`."""
     message: str | None = None
-    """Of `abort`."""
+    """Text of `abort`."""
 
 
 Likely = tuple[float | None, int, str | None]

@@ -21,11 +21,23 @@ def test_every_method_and_message_is_there_and_says_what_it_is() -> None:
             assert set(rows) == {method.name for method in service.method}
             assert all(text.strip() for text in rows.values()), service.name
         for message in file.message_type:
-            said = PAGE.partition(f"\n### {message.name}\n")[2].partition("\n### ")[0]
-            assert re.findall(r"^\| `(\w+)` \|", said, re.MULTILINE) == [each.name for each in message.field]
+            text, rows = described_as(message.name)
+            assert [*rows] == [each.name for each in message.field]
+            assert text, message.name
+            assert [name for name, said in rows.items() if not said.strip()] == [], message.name
         for enum in file.enum_type:
-            said = PAGE.partition(f"\n### {enum.name}\n")[2].partition("\n### ")[0]
-            assert re.findall(r"^\| `(\w+)` \|", said, re.MULTILINE) == [each.name for each in enum.value]
+            text, rows = described_as(enum.name)
+            assert [*rows] == [each.name for each in enum.value]
+            assert text, enum.name
+            silent = [name for name, said in rows.items() if not said.strip()]
+            assert all(name.endswith("_UNSPECIFIED") for name in silent), enum.name
+
+
+def described_as(name: str) -> tuple[str, dict[str, str]]:
+    """Return the text of a message or enumeration, and the text of each of its rows."""
+    said = PAGE.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    text = said.partition("\n| ")[0].strip()
+    return text, dict(re.findall(r"^\| `(\w+)` \|.*?\|(?: (.*))? \|$", said, re.MULTILINE))
 
 
 def test_links_lead_to_headings_of_the_page() -> None:
