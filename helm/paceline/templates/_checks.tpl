@@ -1,13 +1,15 @@
-{{/* What the values ask for and this cluster cannot give. Only a real one is asked: Helm's list of APIs for `helm template`
-lacks that of the aggregation layer, which every API server has. */}}
+{{/* What the values ask for and nobody can give: images without a registry, and what this cluster lacks. Only a real one is
+asked: Helm's list of APIs for `helm template` lacks that of the aggregation layer, which every API server has. */}}
 
 {{- define "paceline.check" -}}
-{{- if and .Values.checkCluster (.Capabilities.APIVersions.Has "apiregistration.k8s.io/v1") -}}
+{{- if .Values.checkCluster -}}
 {{- $missing := list -}}
+{{- if .Capabilities.APIVersions.Has "apiregistration.k8s.io/v1" -}}
 {{- range (include "paceline.neededApis" . | fromYaml).apis -}}
 {{- $api := .api -}}
 {{- if not ($.Capabilities.APIVersions.Has $api) -}}
 {{- $missing = append $missing (printf "%s needs %s, which this cluster does not serve: install %s, or %s." .value $api .by .or) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if ne .Values.image.pullPolicy "Never" -}}

@@ -60,7 +60,7 @@ def texts(
         upgrade: render as `helm upgrade` does.
         version: of Helm.
         apis: group/version or group/version/Kind that the cluster has. None: there is no cluster, as for `helm
-            template`.
+            template`, and nothing is checked.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / chart.name
@@ -73,8 +73,9 @@ def texts(
                 known = " ".join(map(json.dumps, apis))
                 text = _APIS.sub(lambda asked, known=known: f"has {asked[1]} (list {known})", text)
             file.write_text(text)
+        given = dict(values) if apis is not None else {"checkCluster": False, **values}
         return helm.Chart.load(str(copy)).render(
-            dict(values), name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade
+            given, name=name, namespace=namespace, is_install=not upgrade, is_upgrade=upgrade
         )
 
 

@@ -87,7 +87,7 @@ def render(
 ) -> Release:
     """Render the chart as `helm install` or `helm upgrade` does, without a cluster."""
     # The library keeps the values that it is given, and the chart adds to them.
-    given = copy.deepcopy(dict(values or {}))
+    given = copy.deepcopy({"checkCluster": False, **(values or {})})
     texts = chart().render(given, name=name, namespace=NAMESPACE, is_install=not upgrade, is_upgrade=upgrade)
     notes = next(text for path, text in texts.items() if path.endswith("NOTES.txt"))
     documents = [

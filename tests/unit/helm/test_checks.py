@@ -10,7 +10,7 @@ import helm_python as helm
 import pytest
 
 from tests.support.cluster.charts import texts
-from tests.unit.helm.release import CHART, VALUE_SETS, value_set
+from tests.unit.helm.release import CHART, VALUE_SETS, render
 
 REAL = "apiregistration.k8s.io/v1"
 """An API that every cluster has, and Helm does not assume where it knows none."""
@@ -69,6 +69,14 @@ def test_images_without_a_registry_are_refused_unless_the_nodes_have_them() -> N
     assert installed({**plain, "image": of_its_own}, [])
 
 
-def test_nothing_is_refused_without_a_cluster_or_if_one_says_so() -> None:
-    assert all(value_set(name).manifests for name in VALUE_SETS)
+def test_without_a_cluster_only_images_are_refused() -> None:
+    for name, values in VALUE_SETS.items():
+        registry = {"image": {**values.get("image", {}), **PUSHED["image"]}}
+        assert render({**values, **registry, "checkCluster": True}).manifests, name
+    with pytest.raises(helm.HelmError, match=r"image\.registry names no registry"):
+        render({"checkCluster": True})
+
+
+def test_nothing_is_refused_if_one_says_so() -> None:
+    assert render({}).manifests
     assert installed({"checkCluster": False}, [])
