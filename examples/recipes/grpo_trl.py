@@ -1,11 +1,10 @@
 """TRL on Paceline: GRPOTrainer samples from a fleet, and pushes weights to it.
 
     paceline up --model Qwen/Qwen2.5-0.5B-Instruct
-    pip install '.[trl]'                        # in a checkout of Paceline, into the trainer's environment
     python grpo_trl.py Qwen/Qwen2.5-0.5B-Instruct
 
-Names: TRL 1.16. Not run: this file. Run: GRPOTrainer with PacelineRollout on real instances, in the tests
-(tests/e2e/test_trl.py) and for twenty steps in the soak.
+It needs Paceline's extra `trl`, in the trainer's environment. Names: TRL 1.16. Not run: this file. Run: GRPOTrainer
+with PacelineRollout on real instances, in the tests (tests/e2e/test_trl.py) and for twenty steps in the soak.
 """
 
 import sys

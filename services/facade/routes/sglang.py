@@ -113,7 +113,7 @@ def _weights(router: APIRouter, facade: Facade, updates: Updates) -> None:
 
     async def absent(request: Request) -> None:
         path = request.url.path
-        raise Unimplemented(path, f"{path} is not there: push weights by a folder, see docs/trainers.md")
+        raise Unimplemented(path, f"{path} is not there: push weights by a folder, see docs/http.md")
 
     for path in ABSENT:
         router.post(path, include_in_schema=False)(absent)
