@@ -119,12 +119,14 @@ def test_objects_that_are_named_are_made(release: Release) -> None:
 
 
 def test_images_that_are_built_are_the_targets_of_the_container_file() -> None:
-    (loop,) = re.findall(r"for target in (.*); do", TEXT)
+    published, tried = (loop.split() for loop in re.findall(r"for target in (.*); do", TEXT))
     targets = re.findall(
         r"^FROM base AS (\S+)", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE
     )
-    assert loop.split() == ["control", "generation-cuda", "generation-cpu"]
-    assert set(loop.split()) <= set(targets)
+    assert published == ["control", "generation-cuda", "generation-cpu"]
+    assert set(published) <= set(targets)
+    loaded = re.findall(r"for image in (.*); do", (ROOT / "scripts/kind").read_text())[0].split()
+    assert [f"paceline-{each}" for each in tried] == loaded
     images = yaml.safe_load((CHART / "values.yaml").read_text())["image"]
     inspected = re.findall(r"imagetools inspect (\S+)", TEXT)
     assert inspected == [
