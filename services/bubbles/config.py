@@ -7,13 +7,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.platform.config import ServiceConfig
+from services.platform.config import Port, ServiceConfig
 
 
 class BubblesConfig(ServiceConfig):
     """Settings of the coordinator; services.platform.config has the settings that all services share."""
 
-    port: int = 7420
+    port: Port = 7420
     """Port of the gRPC server; 0 picks a free one."""
     instance_id: str = Field(default_factory=socket.gethostname)
     """Name of the coordinator in the registry. Of several that are registered the youngest is used."""

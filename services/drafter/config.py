@@ -10,13 +10,13 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from services.drafter.learning.data import LearningSettings, Targets, Weighting
-from services.platform.config import LeaderConfig
+from services.platform.config import LeaderConfig, Port
 
 
 class DrafterConfig(LeaderConfig):
     """Settings of the learner; services.platform.config has those that all services share."""
 
-    port: int = 7450
+    port: Port = 7450
     """Port of the gRPC server; 0 picks a free one."""
     instance_id: str = Field(default_factory=socket.gethostname)
     """Name in the registry. Of several registered processes one leads and the others stand by."""

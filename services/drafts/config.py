@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.platform.config import ServiceConfig
+from services.platform.config import Port, ServiceConfig
 
 
 class DraftsConfig(ServiceConfig):
     """Settings of a replica, in addition to the settings that all services share."""
 
-    port: int = 7410
+    port: Port = 7410
     """Port of the gRPC server; 0 picks a free one."""
     replica_id: str = Field(default_factory=socket.gethostname, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Stable name of the replica, which determines its share of the prompts. A process that is restarted under this

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from paceline.tokens import TokenScope
 from paceline.transport.channel import is_loopback
 from paceline.types import LogprobsMode
-from services.platform.config import ServiceConfig
+from services.platform.config import Port, ServiceConfig
 
 
 class GenerationDefaults(StrEnum):
@@ -24,7 +24,7 @@ class GenerationDefaults(StrEnum):
 class FacadeConfig(ServiceConfig):
     """Settings of the HTTP facade, in addition to the shared ones of services.platform.config."""
 
-    port: int = Field(default=7480, ge=0, le=65535)
+    port: Port = 7480
     """Port of the HTTP server; 0 picks a free one."""
     gateway: str = "127.0.0.1:7400"
     """host:port of the gateway, or several, separated by commas, of which one leads."""

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.platform.config import LeaderConfig
+from services.platform.config import LeaderConfig, Port
 
 
 class GatewayConfig(LeaderConfig):
     """Settings of the gateway, in addition to the settings of all services (services.platform.config)."""
 
-    port: int = 7400
+    port: Port = 7400
     """Port of the gRPC server."""
     leader_host: str | None = None
     """Host at which other gateways reach this one while it leads, to forward calls to it. An example is the

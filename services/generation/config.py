@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.generation.engine.environment import parallelism_refusal
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
-from services.platform.config import ServiceConfig
+from services.platform.config import Port, ServiceConfig
 
 _W4_GROUPS = (32, 64, 128, 256)
 
@@ -186,7 +186,7 @@ class GenerationConfig(ServiceConfig):
     probability min(1, lenience * p_now / p_then) instead, others as by REJECTION: BubbleSpec's rule. Lossy, too."""
     reuse_chunk: int = Field(default=128, ge=1, le=128)
     """Most tokens of its cached rollout that a LENIENT sample verifies in one step, whatever `speculation` says."""
-    migration_port: int = Field(default=0, ge=0, le=65535)
+    migration_port: Port = 0
     """Port that receives the KV of moved samples; further ranks have the ports that follow. 0: any free ports."""
     migration_transport: Literal["tcp", "nixl"] = "tcp"
     """Transport of the KV of moved samples. nixl needs the package of that name, on every instance."""

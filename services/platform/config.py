@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -38,6 +38,9 @@ from pydantic_settings import (
 from redis.asyncio.connection import SSLConnection, parse_url
 
 from paceline.transport.channel import is_loopback
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+"""Port of this machine; 0 lets the system choose a free one."""
 
 SINGLE = ("redis", "rediss", "unix")
 SENTINEL = ("redis+sentinel", "rediss+sentinel")
@@ -149,13 +152,13 @@ class ServiceConfig(BaseSettings):
 
     host: str = "127.0.0.1"
     """Address to listen on. Beyond loopback it needs `tls` and a token, or `insecure`."""
-    port: int = Field(default=0, ge=0, le=65535)
+    port: Port = 0
     """gRPC port; 0 picks a free one."""
     advertise_host: str | None = None
     """Host that peers should dial. Unset: `host`, or this machine's own address when `host` is a wildcard."""
-    metrics_port: int = Field(default=0, ge=0, le=65535)
+    metrics_port: Port = 0
     """Prometheus port, on `host`; 0 picks a free one."""
-    probe_port: int | None = Field(default=None, ge=0, le=65535)
+    probe_port: Port | None = None
     """Port, on `host`, that answers only /livez and /readyz, in plain HTTP and without a token, for kubelets; 0
     picks a free one. Unset: none."""
     insecure: bool = False

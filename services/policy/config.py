@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.platform.config import LeaderConfig
+from services.platform.config import LeaderConfig, Port
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -88,7 +88,7 @@ class ScalingConfig(BaseModel):
 class PolicyConfig(LeaderConfig):
     """Settings of the policy service, in addition to the shared ones of services.platform.config."""
 
-    port: int = 7430
+    port: Port = 7430
     """Port of the gRPC server; 0 picks a free one."""
     instance_id: str = Field(default_factory=socket.gethostname)
     """Name in the registry. Of several registered processes one leads and the others stand by."""

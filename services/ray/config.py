@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.platform.config import ServiceConfig
+from services.platform.config import Port, ServiceConfig
 
 _SHARED = (
     *("redis_url", "namespace", "log_level", "log_format", "host"),
@@ -47,7 +47,7 @@ class RayConfig(ServiceConfig):
     """Address of the cluster, as `ray.init` takes it; auto: the cluster of this machine."""
     ray_namespace: str = "paceline"
     """Ray namespace of the actors. Two platforms on one cluster need different ones."""
-    port: int = Field(default=7400, ge=0, le=65535)
+    port: Port = 7400
     """Port of the gateway; other processes pick free ones."""
     gateway_resource: str | None = None
     """Custom resource of the node that the gateway runs on, so that a Service can select it. Unset: any node."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.platform.config import LeaderConfig
+from services.platform.config import LeaderConfig, Port
 from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.records import MoveBy, MoveCost, ReallocationRules
 
@@ -20,7 +20,7 @@ class ReallocatorConfig(LeaderConfig):
     Times are in seconds.
     """
 
-    port: int = 7430
+    port: Port = 7430
     """Port of the gRPC server; 0 picks a free one."""
     instance_id: str = Field(default_factory=socket.gethostname)
     """Name in the registry. Of several registered processes one leads and the others stand by."""

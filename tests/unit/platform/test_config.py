@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from pydantic import Field
 
+from helm.generate import SETTINGS
 from paceline.transport.channel import is_loopback
 from services.platform.config import ServiceConfig, listening_problems, load_config
 
@@ -212,3 +214,9 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for name in ("--config", "--max-batch", "--tls.cert-file", "Most samples at once"):
         assert name in text
+
+
+@pytest.mark.parametrize("place", sorted(set(SETTINGS.values()) - {"services.policy.config:ScalingConfig"}))
+def test_a_service_with_a_port_of_its_own_keeps_the_range_of_ports(place: str) -> None:
+    schema = resolve_name(place).model_json_schema()["properties"]["port"]
+    assert (schema["minimum"], schema["maximum"]) == (0, 65535)
