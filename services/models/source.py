@@ -121,7 +121,8 @@ class Source:
         except Exception as error:  # libraries raise different ones
             raise SourceError(f"{self.address} cannot be listed: {_text(error)}") from error
         if not listed:
-            raise SourceError(f"{self.address} has no files")
+            there = self._files.exists(self._root)
+            raise SourceError(f"{self.address} {'has no files' if there else 'does not exist'}")
         return listed
 
     def open(self, path: str, offset: int) -> IO[bytes]:
