@@ -1,11 +1,12 @@
-"""Demo of Paceline on this machine: instances, gateway, and a trainer that learns arithmetic.
+"""Demo of Paceline on this machine: instances, and a trainer of arithmetic.
 
-    python -m examples.tinymath.demo            # ten steps on two instances
-    python -m examples.tinymath.demo --steps 3 --prompts 8 --out runs/small
-    python -m examples.tinymath.demo --model smollm2      # a language model on problems in words
+    paceline demo                        # ten steps on two instances
+    paceline demo --steps 3 --prompts 8 --out runs/small
+    paceline demo --model smollm2        # a language model on problems in words
 
-Writes `summary.json`, `steps.json`, logs, and the page of `paceline report` with its entries (`report.html`,
-`report.jsonl`) to a folder under runs/; runs/latest links to the latest one.
+Writes `summary.json`, `steps.json`, logs, and the page of `paceline report`
+with its entries (`report.html`, `report.jsonl`) to a folder under runs/;
+runs/latest links to the latest one.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich import console as rich
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
 from examples.tinymath.curriculum import Curriculum, curriculum_of
 from examples.tinymath.decisions import DecisionWatch
@@ -45,24 +47,36 @@ from examples.tinymath.train import (
 from paceline import Client, ExactnessLevel, Group, KnobSetting, Sample, WeightFolder
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
+from services.local.child import ProgressLines
+from services.local.config import DeviceChoice
+from services.local.doctor import examine, refused
 from services.local.machine import chooses_cuda
 from services.models.download import DownloadError
 from services.models.local_model import local_model
 from services.models.source import SourceError
 from services.step_time.machine import driver_gpus
 
-_TIME_COLUMNS = (
-    "step",
-    "reward",
-    "tokens",
-    "p50/p95/max",
-    "rollout s",
-    "tok/s",
-    "bubbles s",
-    "update s",
-    "send s",
-)
-_DRAFT_COLUMNS = ("step", "accepted", "block eff.", "cached", "reused", "drafter", "eagle3")
+_TIME_COLUMNS = {
+    "step": 4,
+    "reward": 6,
+    "tokens": 7,
+    "p50/p95/max": 14,
+    "rollout s": 9,
+    "tok/s": 6,
+    "bubbles s": 9,
+    "update s": 8,
+    "send s": 6,
+}
+_DRAFT_COLUMNS = {
+    "step": 4,
+    "accepted": 13,
+    "block eff.": 10,
+    "cached": 6,
+    "reused": 6,
+    "drafter": 7,
+    "eagle3": 13,
+}
+"""Columns of the two tables and their least widths: at most 80 characters in a line."""
 LEARNER_OPTIONS = ("--batch-tokens=512", "--held-out-share=0.2", "--report-seconds=0.5")
 """Options of the online learner: the demo's steps are small, so it takes several optimizer steps from each."""
 POLICIES = ("fixed", "adaptive", "solver", "toggle", "planner")
@@ -76,7 +90,7 @@ class Setup:
     model: Path
     curriculum: Curriculum
     instances: int
-    device: Literal["auto", "cpu", "cuda"]
+    device: DeviceChoice
     dtype: str
     out: Path
     instance_options: tuple[str, ...]
@@ -87,7 +101,7 @@ class Setup:
 
 
 class Screen:
-    """Display of finished steps and of the progress of the present one; without a terminal, one line per step."""
+    """Display of finished steps and of the present one: live on a terminal, and line by line elsewhere."""
 
     def __init__(self, console: Console, options: Options) -> None:
         self._console = console
@@ -97,41 +111,58 @@ class Screen:
             TextColumn("{task.description:24}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn()
         )
         self._task = self._progress.add_task("submitting", total=options.prompts * options.samples)
-        self.live = Live(self._progress, console=console, refresh_per_second=4)
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+        self.awaited = "the trainer"
+        """What is waited for, in words."""
+
+    @property
+    def display(self) -> AbstractContextManager[object]:
+        """Context in which steps are shown. Without a terminal a line every ten seconds says what is awaited."""
+        if self._console.is_terminal:
+            return self._live
+        return ProgressLines(self._print, time.monotonic(), list, lambda: [self.awaited])
 
     def watch(self, step: int, finished: int, total: int) -> None:
         """Show that a sample has arrived."""
-        doing = "rollout" if finished < total else "reward, learn, send"
-        text = f"step {step}: {doing}"
+        left = total - finished
+        self.awaited = f"{left} of {total} samples of step {step}" if left else f"the update of step {step}"
+        text = f"step {step}: {'rollout' if left else 'reward, learn, send'}"
         self._progress.update(self._task, description=text, completed=finished, total=total)
 
     def add(self, record: StepRecord) -> None:
         """Show that a step is finished."""
         self._records.append(record)
-        if not self._console.is_terminal:
-            cells = zip(_TIME_COLUMNS, _time_cells(record), strict=True)
-            self._console.print("  ".join(f"{name} {cell}" for name, cell in cells), soft_wrap=True)
+        self.awaited = f"the first sample of step {record.step + 1}"
         last = len(self._records) == self._options.steps
-        tables = step_tables(self._records)
-        self._progress.reset(self._task, description=f"step {record.step + 1}: submitting")
-        self.live.update(rich.Group(*tables, *([] if last else [self._progress])))
+        if self._console.is_terminal:
+            self._progress.reset(self._task, description=f"step {record.step + 1}: submitting")
+            shown = [Text("\n".join(lines)) for lines in step_tables(self._records)]
+            self._live.update(rich.Group(*shown, *([] if last else [self._progress])))
+            return
+        header, *_, line = step_tables(self._records)[0]
+        for each in ([header] if len(self._records) == 1 else []) + [line]:
+            self._print(each)
+        if last:
+            for lines in step_tables(self._records)[1:]:
+                self._print("\n".join(["", *lines]))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def step_tables(records: Sequence[StepRecord]) -> list[Table]:
-    """Return a table of times and, if there were drafts or cached rollouts, a table of these."""
-    tables = [_steps_table(_TIME_COLUMNS, map(_time_cells, records))]
+def step_tables(records: Sequence[StepRecord]) -> list[list[str]]:
+    """Return the lines of a table of times and, if there were drafts or cached rollouts, of a table of these."""
+    tables = [_lines(_TIME_COLUMNS, [_time_cells(record) for record in records])]
     if any(record.drafted or record.cached or record.drafter_version for record in records):
-        tables.append(_steps_table(_DRAFT_COLUMNS, map(_draft_cells, records)))
+        tables.append(_lines(_DRAFT_COLUMNS, [_draft_cells(record) for record in records]))
     return tables
 
 
-def _steps_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _lines(columns: Mapping[str, int], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a header and a line for each row; a column without a cell is left out."""
+    used = [place for place in range(len(columns)) if any(row[place] for row in rows)]
+    widths = list(columns.values())
+    return [" ".join(f"{row[place]:>{widths[place]}}" for place in used) for row in (list(columns), *rows)]
 
 
 def _time_cells(record: StepRecord) -> list[str]:
@@ -142,7 +173,7 @@ def _time_cells(record: StepRecord) -> list[str]:
         "/".join(map(str, percentiles(record.lengths))),
         f"{record.timing.rollout:.2f}",
         f"{record.tokens_per_second:.0f}",
-        " ".join(f"{seconds:.2f}" for seconds in record.bubbles.values()),
+        f"{sum(record.bubbles.values()):.2f}",
         f"{record.timing.update:.2f}",
         f"{record.timing.push:.2f}",
     ]
@@ -163,8 +194,8 @@ def _draft_cells(record: StepRecord) -> list[str]:
 def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]:
     """Run everything and return the summary."""
     began, started = time.monotonic(), datetime.now().astimezone()
-    setup.out.mkdir(parents=True, exist_ok=True)
-    console.print(f"Starting {setup.instances} instances of {setup.model} and a gateway ...")
+    count = f"{setup.instances} instance{'s' if setup.instances != 1 else ''}"
+    console.print(f"Starting {count} of {_shown(setup.model)} and a gateway ...", soft_wrap=True)
     config = PlatformConfig(
         model=setup.model.absolute(),
         instances=setup.instances,
@@ -182,8 +213,11 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         with DecisionWatch(platform.client()) as watch:
             if setup.policy is not None:
                 set_mode(client, setup.policy)
-            records, kept = _train(client, setup, options, console)
-            watch.wait_for(options.steps - 1)
+            screen = Screen(console, options)
+            with screen.display:
+                records, kept = _train(client, setup, options, screen)
+                screen.awaited = "the decisions on the last step"
+                watch.wait_for(options.steps - 1)
         decisions = watch.decisions
         plainly = None
         if kept is not None:
@@ -222,13 +256,12 @@ def set_mode(client: Client, mode: str) -> None:
 
 
 def _train(
-    client: Client, setup: Setup, options: Options, console: Console
+    client: Client, setup: Setup, options: Options, screen: Screen
 ) -> tuple[list[StepRecord], SampledStep | None]:
     """Train; return the steps, and the last sampled step if plain decoding must give the same tokens."""
     learner = new_learner(setup.model, options)
     # The learner of the drafter reads the weights of a step from their folder after the step.
     weights = WeightFolder(setup.out / "weights", setup.model, keep=4) if setup.learner else None
-    screen = Screen(console, options)
     records: list[StepRecord] = []
     kept: list[SampledStep] = []
 
@@ -237,7 +270,7 @@ def _train(
             kept.append(SampledStep.of(learner.model, step, asked, samples, seconds))
 
     run_id = f"{setup.curriculum.name}-{time.time_ns():x}"
-    with client.run(run_id, seed=options.seed, weights=weights) as run, screen.live:
+    with client.run(run_id, seed=options.seed, weights=weights) as run:
         for record in train(run, learner, options, screen.watch, setup.curriculum, keep):
             filled = replace(record, drafter_version=client.versions().drafter_version)
             records.append(filled)
@@ -260,31 +293,44 @@ def _link_latest(out: Path) -> None:
 
 
 def _print_summary(summary: dict[str, Any], console: Console) -> None:
-    console.print(
-        f"\nReward {summary['reward_first']:.3f} in the first step, {summary['reward_last']:.3f} in the last; "
+    tell = partial(console.print, markup=False, highlight=False)
+    tell(
+        f"\nReward {summary['reward_first']:.3f} in the first step, {summary['reward_last']:.3f} in the last."
+    )
+    tell(
         f"{summary['samples']} samples, {summary['tokens']} tokens, "
-        f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all.",
-        soft_wrap=True,
+        f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all."
     )
     if summary["plainly"] is not None:
-        console.print(str(PlainComparison(**summary["plainly"])), soft_wrap=True)
-    console.print(f"Report: {summary['report']}", soft_wrap=True)
+        tell(str(PlainComparison(**summary["plainly"])))
+    tell(f"Report: {summary['report']}", soft_wrap=True)
 
 
-def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
-    """Return the command line."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line; exit with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(
         prog="paceline demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--instances", type=int, help="default: one for each GPU, or two without")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--instances", type=int, metavar="N", help="default: one for each GPU, or two without"
+    )
+    parser.add_argument("--device", choices=[each.value for each in DeviceChoice], default="auto")
     parser.add_argument(
         "--model",
         default=str(MODEL),
-        help="model folder in Hugging Face layout, organization/name on the hub, or smollm2",
+        help="model folder in Hugging Face layout, organization/name\n"
+        "on the hub, or smollm2 (default: that of the example)",
     )
-    parser.add_argument("--dtype", default="float32", help="of the instances: float32, bfloat16 or auto")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
+    parser.add_argument(
+        "--dtype", default="float32", help="of the instances: float32, bfloat16 or auto\n(default: float32)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("runs/demo"),
+        help="folder for the results (default: runs/demo)",
+    )
     parser.add_argument("--policy", choices=POLICIES, help="how the platform speculates (default: planner)")
     parser.add_argument(
         "--learner", action="store_true", help="draft with an EAGLE-3 head that learns during training"
@@ -292,15 +338,22 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
     parser.add_argument(
         "--instance-option",
         action="append",
+        metavar="FLAG",
         default=[],
-        help="more flags for instances, e.g. --max-num-seqs=64",
+        help="more flags for instances, such as --max-num-seqs=64",
     )
     add_options(parser)
     given = parser.parse_args(arguments)
-    options = tuple(given.instance_option)
-    on_gpus = driver_gpus() if chooses_cuda(given.device, driver_gpus()) else 0
-    model = local_model(given.model, lambda line: print(f"model: {line}", flush=True))
+    if given.instances is not None and given.instances < 1:
+        parser.error(f"argument --instances: is {given.instances}; must be at least 1")
+    given.device = DeviceChoice(given.device)
+    return given
+
+
+def read_setup(given: argparse.Namespace, model: Path) -> tuple[Setup, Options]:
+    """Return the options for a model. ValueError: one cannot be used."""
     curriculum = curriculum_of(model)
+    on_gpus = driver_gpus() if chooses_cuda(given.device, driver_gpus()) else 0
     setup = Setup(
         model=model,
         curriculum=curriculum,
@@ -308,7 +361,7 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
         device=given.device,
         dtype=given.dtype,
         out=given.out,
-        instance_options=options,
+        instance_options=tuple(given.instance_option),
         learner=given.learner,
         policy=given.policy,
     )
@@ -317,12 +370,23 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[Setup, Options]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit status."""
+    given = parse(arguments)
+    console = Console()
     try:
-        setup, options = read_arguments(arguments)
+        # Before a download that may be long.
+        machine = PlatformConfig(
+            Path(given.model), instances=given.instances or 1, device=given.device, folder=given.out
+        )
+        if refused(examine(machine, None)):
+            return 1
+        model = local_model(given.model, lambda line: print(f"model: {line}", flush=True))
+        if refused(examine(machine, model)):
+            return 1
+        setup, options = read_setup(given, model)
+        setup.out.mkdir(parents=True, exist_ok=True)
     except (DownloadError, SourceError, OSError, ValueError) as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1
-    console = Console()
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports
     try:
         summary = run_demo(setup, options, console)

@@ -132,7 +132,7 @@ def record_step(
         verify_steps=sum(p.verify_steps for p in provenances),
         decode_steps=sum(p.decode_steps for p in provenances),
         cached=sum(min(s.provenance.cached_tokens, len(s.token_ids)) for s in samples),
-        reused=sum(p.reused_prefix for p in provenances),
+        reused=sum(min(s.provenance.reused_prefix, len(s.token_ids)) for s in samples),
         migrations=sum(p.migrations for p in provenances),
         resubmissions=sum(p.resubmissions for p in provenances),
         eagle3_drafted=sum(source.drafted for source in sources if source.drafter == "eagle3"),

@@ -55,6 +55,13 @@ class Options:
     lenience: float = round(math.exp(0.5), 3)
     """The l of lenient: a cached token is kept with probability min(1, l * p_now / p_then)."""
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts", "samples", "pool", "max_tokens", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be at least 1")
+        if not 0 <= self.lr < math.inf:
+            raise ValueError(f"--lr is {self.lr}; must be at least 0 and finite")
+
     @property
     def asked(self) -> Exactness:
         """The exactness of every batch."""
@@ -74,6 +81,8 @@ WORDS_OPTIONS = Options(
 _LOGITS = 1 << 27
 """Most logits of one forward pass of the update: half a gigabyte, which the backward pass needs thrice."""
 _EXACTNESS = (ExactnessLevel.EXACT, ExactnessLevel.COUPLED_HISTORY, ExactnessLevel.LENIENT)
+
+_METAVARS = {int: "N", float: "X"}
 
 Watch = Callable[[int, int, int], None]
 """Called with (step, finished, total) when a sample arrives; learning begins when finished == total."""
@@ -210,6 +219,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=type(value),
+            metavar=_METAVARS.get(type(value)),
             choices=_EXACTNESS if isinstance(value, ExactnessLevel) else None,
             help=f"default: {value}{also}",
         )

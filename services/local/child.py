@@ -1,6 +1,6 @@
 """Run the processes of a platform: start them, wait until they are ready, restart them, and rotate their logs.
 
-A `Child` is one process, which dies with the launcher. `StartProgress` reports which processes are ready,
+A `Child` is one process, which dies with the launcher. `ProgressLines` reports which are ready,
 `Supervisor` restarts those that died, and `LogRotation` bounds their logs.
 """
 
@@ -274,10 +274,10 @@ class Supervisor:
             child.start()
 
 
-class StartProgress:
-    """Report a start line by line, from a thread that runs while the block does.
+class ProgressLines:
+    """Report on a wait line by line, from a thread that runs while the block does.
 
-    A line says which process has become ready; after ten seconds without one, a line names the others.
+    A line says which process has become ready; after ten seconds without one, a line names what is awaited.
     """
 
     def __init__(
@@ -292,14 +292,14 @@ class StartProgress:
         Args:
             report: gets each line.
             ready: returns the names of all processes that are ready.
-            awaited: returns the names of the others.
+            awaited: returns the names of the others, or of whatever else is awaited.
         """
         self._report = report
         self._began = self._reported_at = began
         self._ready_names, self._awaited = ready, awaited
         self._reported: set[str] = set()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="start-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

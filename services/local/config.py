@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal
 
 from paceline.transport.channel import Tls
 
 LOG_BYTES = 32 << 20
+
+
+class DeviceChoice(StrEnum):
+    """Device of the instances; auto: GPUs if there are any and vLLM is built for them."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +88,7 @@ class PlatformConfig:
     """Let the instances keep weights in one folder; otherwise each has its own, as on hosts that share no disk."""
     environment: dict[str, str] = field(default_factory=dict)
     """More environment variables for every process."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the instances; auto: GPUs if there are any and vLLM is built for them."""
+    device: DeviceChoice = DeviceChoice.AUTO
     pin: bool = True
     """On CPU, pin each instance to its share of the cores, so that none slows another down."""
     restarts: RestartPolicy | None = None

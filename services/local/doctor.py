@@ -22,8 +22,9 @@ from rich.table import Table
 from paceline.cli.options import Json, add_columns, plain_table, print_json
 from paceline.installation import how_to_install
 from services.generation.engine.model_support import by_reason
-from services.local.config import PlatformConfig
+from services.local.config import DeviceChoice, PlatformConfig
 from services.local.machine import Machine, chooses_cuda, read_machine
+from services.models.local_model import fault_of
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_DRIVER = 580
@@ -153,10 +154,12 @@ def _sizes(machine: Machine, needs: Needs) -> Iterator[Finding]:
 def _ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
     for port in needs.ports:
         if port in machine.taken_ports:
-            yield Finding(
-                "ports", FindingState.MISSING, f"{port} is taken: stop what listens there, or choose another"
-            )
-    if not set(needs.ports) & machine.taken_ports:
+            text = f"{port} is taken: stop what listens there, or choose another"
+            yield Finding("ports", FindingState.MISSING, text)
+    if len(set(needs.ports)) < len(needs.ports):
+        text = f"{needs.ports[0]} is for the gateway and for HTTP: choose another for one of them"
+        yield Finding("ports", FindingState.MISSING, text)
+    elif not set(needs.ports) & machine.taken_ports:
         listed = ", ".join(str(port) for port in needs.ports if port)
         yield Finding("ports", FindingState.FINE, f"{listed} free" if listed else "any")
 
@@ -167,13 +170,6 @@ def _instances(needs: Needs) -> str:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
-
-
-def model_findings(model: Path, dtype: str) -> list[Finding]:
-    """Return findings about a model folder as vLLM reports them, which takes as long as importing vLLM."""
-    if not (model / "config.json").is_file():
-        return [Finding("model", FindingState.MISSING, f"{model} has no config.json")]
-    return findings_of(_outlook(model, dtype))
 
 
 def findings_of(outlook: Mapping[str, Any]) -> list[Finding]:
@@ -211,6 +207,8 @@ def _outlook(model: Path, dtype: str) -> Mapping[str, Any]:
     return found
 
 
+DEVICE_HELP = "Device of the instances; auto is CUDA with a GPU and a vLLM for it."
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -218,7 +216,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def doctor(
     model: Annotated[
         Path | None,
-        typer.Option(help="Model folder: check that there is room for it and that vLLM supports it."),
+        typer.Option(
+            help="Model folder: check its files, that there is room for it, and that vLLM supports it."
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Data type of the model: float32, bfloat16, float16, or auto for its own.")
@@ -227,9 +227,7 @@ def doctor(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway.")] = 7400,
     http_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the platform.")] = Path("runs/local"),
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, or auto: CUDA with a GPU and a vLLM for it.")
-    ] = "auto",
+    device: Annotated[DeviceChoice, typer.Option(help=DEVICE_HELP)] = DeviceChoice.AUTO,
     as_json: Json = False,
 ) -> None:
     """Report what this machine lacks for a platform.
@@ -242,31 +240,50 @@ def doctor(
         port=port,
         http_port=http_port,
         folder=folder,
-        device=device,  # type: ignore[arg-type]
+        device=device,
     )
-    found = examine(config)
-    if model is not None and not any(
-        each.about == "packages" and each.state is not FindingState.FINE for each in found
-    ):
-        found += model_findings(model, dtype)
+    found = examine(config, model)
+    # vLLM is asked last, which takes as long as importing it.
+    if model is not None and not lacking(found, "packages", "model"):
+        found += findings_of(_outlook(model, dtype))
     if as_json:
         print_json([{"about": each.about, "state": each.state.value, "text": each.text} for each in found])
     else:
         Console().print(findings_table(found))
-    raise typer.Exit(any(each.state is FindingState.MISSING for each in found))
+    raise typer.Exit(bool(lacking(found)))
 
 
-def examine(config: PlatformConfig) -> list[Finding]:
-    """Return the findings about this machine for a platform."""
+def examine(config: PlatformConfig, model: Path | None) -> list[Finding]:
+    """Return the findings about this machine for a platform, and about its model folder if that is given."""
     ports = tuple(port for port in (config.port, config.http_port) if port)
     machine = read_machine(config.folder, ports, PACKAGES)
     needs = Needs(
         instances=config.instances,
         cuda=chooses_cuda(config.device, machine.gpus),
         ports=ports,
-        model_bytes=_weights_bytes(config.model),
+        model_bytes=0 if model is None else sum(each.stat().st_size for each in model.glob("*.safetensors")),
     )
-    return findings(machine, needs)
+    found = findings(machine, needs)
+    if model is not None and (fault := fault_of(model)):
+        found.append(Finding("model", FindingState.MISSING, fault))
+    return found
+
+
+def lacking(found: Sequence[Finding], *about: str) -> list[Finding]:
+    """Return the findings, in these respects or in all, without which nothing starts."""
+    return [
+        each for each in found if each.state is FindingState.MISSING and (not about or each.about in about)
+    ]
+
+
+def refused(found: Sequence[Finding]) -> bool:
+    """Return True and print the findings without which nothing starts, if there are any."""
+    if not (missing := lacking(found)):
+        return False
+    console = Console()
+    console.print("paceline: this machine lacks what the platform needs (paceline doctor):")
+    console.print(findings_table(missing))
+    return True
 
 
 def findings_table(found: Sequence[Finding]) -> Table:
@@ -276,9 +293,3 @@ def findings_table(found: Sequence[Finding]) -> Table:
     for each in found:
         table.add_row(each.about, each.state.value, each.text)
     return table
-
-
-def _weights_bytes(model: Path) -> int:
-    if not (model / "config.json").is_file():
-        return 0
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
-from services.local.config import PlatformConfig
+from services.local.config import DeviceChoice, PlatformConfig
 from services.platform.launching import cpu_list, share_cores
 from services.platform.memory import own_memory_limits
 from services.step_time.machine import driver_gpus
@@ -69,12 +68,12 @@ def read_machine(folder: Path, ports: Iterable[int], packages: Iterable[str]) ->
     )
 
 
-def chooses_cuda(device: Literal["auto", "cpu", "cuda"], gpus: int) -> bool:
+def chooses_cuda(device: DeviceChoice, gpus: int) -> bool:
     """Return True if instances run on GPUs: on request, or with `auto` if there are GPUs.
 
     `auto` stays on the CPU with vLLM's build for CPUs, which `make setup` installs.
     """
-    return device == "cuda" or (device == "auto" and gpus > 0 and not _is_cpu_build())
+    return device == DeviceChoice.CUDA or (device == DeviceChoice.AUTO and gpus > 0 and not _is_cpu_build())
 
 
 def _is_cpu_build() -> bool:

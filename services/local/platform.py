@@ -34,7 +34,7 @@ from services.local.child import (
     LogRotation,
     PlatformError,
     ProcessSpec,
-    StartProgress,
+    ProgressLines,
     Supervisor,
     stop_together,
 )
@@ -264,7 +264,7 @@ class Platform:
     def _watched(self, began: float) -> AbstractContextManager[object]:
         if self._report is None:
             return nullcontext()
-        return StartProgress(self._report, began, self._ready_names, self._awaited)
+        return ProgressLines(self._report, began, self._ready_names, self._awaited)
 
     def _ready_names(self) -> list[str]:
         return [child.spec.name for child in list(self._children.values()) if child.ready is not None]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,8 +20,8 @@ from paceline import PacelineError, RetryPolicy
 from paceline.cli.options import Token, add_columns, plain_table
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
-from services.local.config import LOG_BYTES, RestartPolicy
-from services.local.doctor import FindingState, examine, findings_table
+from services.local.config import LOG_BYTES, DeviceChoice, RestartPolicy
+from services.local.doctor import DEVICE_HELP, FindingState, examine, findings_table, refused
 from services.models.download import DownloadError
 from services.models.local_model import hub_name, local_model
 from services.models.source import SourceError
@@ -64,9 +65,7 @@ def up(
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
     folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, or auto: CUDA with a GPU and a vLLM for it.")
-    ] = "auto",
+    device: Annotated[DeviceChoice, typer.Option(help=DEVICE_HELP)] = DeviceChoice.AUTO,
     pin: Annotated[bool, typer.Option(help="On CPU, pin each instance to its share of the cores.")] = True,
     restart: Annotated[bool, typer.Option(help="Restart instances that died.")] = True,
     learner: Annotated[
@@ -96,13 +95,8 @@ def up(
     """
     if served_model_name is not None and http_port is None:
         raise typer.BadParameter("applies to HTTP and needs --http-port", param_hint="--served-model-name")
-    try:
-        model_folder = local_model(model, lambda line: typer.echo(f"model: {line}"))
-    except (DownloadError, SourceError, OSError) as error:
-        typer.echo(f"paceline: {error}", err=True)
-        raise typer.Exit(1) from error
     config = PlatformConfig(
-        model=model_folder,
+        model=Path(model),
         instances=instances,
         port=port,
         http_port=http_port,
@@ -112,25 +106,31 @@ def up(
         token=token,
         no_token=no_token,
         log_bytes=log_bytes,
-        device=cast(Any, device),
+        device=device,
         pin=pin,
         restarts=RestartPolicy() if restart else None,
         instance_options=(*(("--sleep-mode",) if during_update is DuringUpdate.SLEEP else ()), *context.args),
         bubble_options=(f"--during-update={during_update.value}",),
         learner=learner,
     )
-    raise typer.Exit(run_until_stopped(config))
+    if refused(examine(config, None)):  # before a download that may be long
+        raise typer.Exit(1)
+    try:
+        found = local_model(model, lambda line: typer.echo(f"model: {line}"))
+    except (DownloadError, SourceError, OSError) as error:
+        typer.echo(f"paceline: {error}", err=True)
+        raise typer.Exit(1) from error
+    raise typer.Exit(run_until_stopped(replace(config, model=found)))
 
 
 def run_until_stopped(config: PlatformConfig) -> int:
     """Start the platform, show its processes, stop it on SIGINT or SIGTERM; return the exit status."""
     console = Console()
     _interrupt_on_sigterm()
-    if missing := [each for each in examine(config) if each.state is FindingState.MISSING]:
-        console.print("paceline: this machine lacks what the platform needs (paceline doctor):")
-        console.print(findings_table(missing))
+    if refused(examine(config, config.model)):
         return 1
-    console.print(f"Starting {config.instances} instances of {config.model} ...", markup=False)
+    count = f"{config.instances} instance{'s' if config.instances != 1 else ''}"
+    console.print(f"Starting {count} of {config.model} ...", markup=False)
     try:
         with Platform(config, report=partial(console.print, markup=False, highlight=False)) as platform:
             console.print(processes_table(platform))
@@ -188,10 +188,10 @@ def leave_report(platform: Platform) -> Path | None:
 
 def _explain(console: Console, config: PlatformConfig) -> None:
     """Show what this machine lacks, if it lacks anything."""
-    lacking = [each for each in examine(config) if each.state is not FindingState.FINE]
-    if lacking:
+    found = [each for each in examine(config, config.model) if each.state is not FindingState.FINE]
+    if found:
         console.print("\nThis machine may be the reason (paceline doctor):")
-        console.print(findings_table(lacking))
+        console.print(findings_table(found))
 
 
 def processes_table(platform: Platform) -> Table:

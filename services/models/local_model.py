@@ -1,15 +1,21 @@
-"""Find or fetch the model that a user names: a folder, a kept download, or one that a script makes."""
+"""Find or fetch the model that a user names: a folder, a kept download, or one that a script makes.
+
+`fault_of` says why a folder cannot be served, from its files alone.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from paceline.installation import CHECKOUT
-from services.models.download import Report, download, present
-from services.models.source import Source, SourceError, as_source
+from paceline.weights.safetensors import INDEX
+from services.models.download import WORK, Report, download, present
+from services.models.source import CONFIGURATION, Source, SourceError, as_source
 
 _CHECKOUT = Path(__file__).parents[2]
 _MADE = {"smollm2": ("scripts/real-model", "runs/models/smollm2")}
@@ -53,6 +59,64 @@ def _made(name: str, report: Report) -> Path:
     if making.returncode:
         raise SourceError(f"{script} could not make {name}: {last}")
     return folder
+
+
+def fault_of(folder: Path) -> str:
+    """Return what is wrong with a model folder, as a sentence without a full stop; "" if nothing is.
+
+    It reads config.json, the index, and the header of each safetensors file.
+    """
+    if not folder.exists():
+        name = str(folder)
+        known = name in _MADE or hub_name(name) is not None
+        return f"there is no folder {name}" + (f" (`paceline up --model {name}` fetches it)" if known else "")
+    if not folder.is_dir():
+        return f"{folder} is a file; name the folder that has config.json and the weights"
+    if not (folder / CONFIGURATION).is_file():
+        if (folder / WORK).is_dir():
+            return f"the download to {folder} is not complete; run `paceline download` again"
+        return f"{folder} has no {CONFIGURATION}"
+    try:
+        _object(folder / CONFIGURATION)
+        return _fault_of_weights(folder)
+    except (OSError, ValueError) as error:
+        return f"{folder} cannot be read: {error}"
+
+
+def _fault_of_weights(folder: Path) -> str:
+    """Return what is wrong with the weights; OSError or ValueError if the index cannot be read."""
+    # Imported late: the command line loads this module to show help.
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        listed = _object(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict):
+            return f"{folder / INDEX} has no weight_map"
+        named = sorted(set(map(str, listed.values())))
+        if missing := [name for name in named if not (folder / name).is_file()]:
+            return f"{folder} lacks {len(missing)} of {len(named)} files of weights, such as {missing[0]}"
+        files = [folder / name for name in named]
+    elif not files and not any(folder.glob("*.bin")):
+        return f"{folder} has no weights: no *.safetensors, and no *.bin"
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            return f"{file} is damaged or not complete: {error}"
+    return ""
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. OSError; ValueError: it holds something else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return found
 
 
 def hub_name(name: str) -> str | None:

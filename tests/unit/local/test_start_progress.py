@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from services.local.child import StartProgress
+from services.local.child import ProgressLines
 
 
 def test_what_becomes_ready_is_reported_once_and_a_silence_lasts_ten_seconds() -> None:
     lines: list[str] = []
-    progress = StartProgress(lines.append, 100.0, list, list)
+    progress = ProgressLines(lines.append, 100.0, list, list)
     progress.check(101.0, [], ["gateway", "instance-0"])
     assert lines == []
     progress.check(103.0, ["gateway"], ["instance-0"])
@@ -34,7 +34,7 @@ def test_what_is_ready_at_the_end_is_reported_before_the_start_returns() -> None
         looked.set()
         return list(ready)
 
-    with StartProgress(lines.append, 0.0, names, list):
+    with ProgressLines(lines.append, 0.0, names, list):
         assert looked.wait(60)
         ready.append("gateway")
     assert [line.partition(" after")[0] for line in lines] == ["gateway is ready"]

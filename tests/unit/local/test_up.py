@@ -20,7 +20,7 @@ def _configured(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> P
         return 0
 
     monkeypatch.setattr(up, "run_until_stopped", run)
-    ended = CliRunner().invoke(up.app, ["--model", str(folder), *flags])
+    ended = CliRunner().invoke(up.app, ["--model", str(folder), "--port=0", *flags])
     assert ended.exit_code == 0, ended.output
     return seen[0]
 
