@@ -8,16 +8,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from paceline.cli import operations, policy, report
+from paceline.cli.options import with_value_names
 from paceline.errors import PacelineError
 from paceline.installation import CHECKOUT, how_to_install
 
@@ -34,10 +35,11 @@ SECTIONS = {
 DEBUG = "PACELINE_DEBUG"
 """Environment variable that makes errors show their traceback."""
 _INTERRUPTED = 130
+_OTHER_VERSION = f"is of another version than the rest: install again, by `make setup` or {how_to_install()}"
 _EXAMPLES = """\b
 Examples:
   paceline doctor                          what this machine lacks
-  paceline up --instances 2                a platform on this machine
+  paceline up --model smollm2              a platform on this machine
   paceline status --watch                  its instances, at each change
   paceline report --run my-run             a page on how a run went
   paceline status --address gateway:7400   a platform elsewhere
@@ -49,6 +51,9 @@ class CommandGroup(TyperGroup):
 
     # Contexts and commands are Any: some versions of Typer take their classes from click, others have their own.
 
+    _lists = False
+    """True while names of commands are completed, which needs no command."""
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, the SDK's own first."""
         own = super().list_commands(ctx)
@@ -58,7 +63,23 @@ class CommandGroup(TyperGroup):
         """Return a command; None if there is none of that name."""
         own = super().get_command(ctx, cmd_name)
         found = tuple(entry_points(group=GROUP, name=cmd_name))
-        return _load(found[0]) if own is None and found else own
+        if own is None and found:
+            return self._listed(found[0]) if self._lists else _load(found[0])
+        if own is None and any(cmd_name in section for section in SECTIONS.values()):
+            return _refusing(cmd_name, _OTHER_VERSION)
+        return own
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return what may complete a word; for names of commands none of their modules is imported."""
+        self._lists = True
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            self._lists = False
+
+    @staticmethod
+    def _listed(entry: EntryPoint) -> Any:
+        return TyperCommand(entry.name, help=brief(entry))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands in their sections, each with one line."""
@@ -112,24 +133,29 @@ def _find_server() -> None:
 def _load(entry: EntryPoint) -> Any:
     _find_server()
     try:
-        return get_command(entry.load())
+        return get_command(named_values(entry.load()))
     except ModuleNotFoundError as error:
-        return _unavailable(entry, error)
+        top = entry.module.partition(".")[0]
+        if error.name is not None and error.name.startswith(f"{top}.") and find_spec(top) is not None:
+            return _refusing(entry.name, _OTHER_VERSION, error)
+        if top == "examples":
+            # No installation has the examples, except an editable one, which is in a checkout.
+            needed = f"`make setup` in {CHECKOUT}; then run `make demo` there"
+        else:
+            needed = f"the server: {how_to_install('cpu', server=True)} (or cuda instead of cpu)"
+        return _refusing(entry.name, f"needs {needed}", error)
+    except (AttributeError, ImportError) as error:
+        return _refusing(entry.name, _OTHER_VERSION, error)
 
 
-def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Any:
-    """Return a command that reports the installation that it needs, and ends with status 2."""
-    if entry.module.partition(".")[0] == "examples":
-        # No installation has the examples, except an editable one, which is in a checkout.
-        needed = f"`make setup` in {CHECKOUT}; then run `make demo` there"
-    else:
-        needed = f"the server: {how_to_install('cpu', server=True)} (or cuda instead of cpu)"
-    message = f"paceline: {entry.name} needs {needed}: {error}"
+def _refusing(name: str, reason: str, error: Exception | None = None) -> Any:
+    """Return a command that says why it cannot run, and ends with status 2."""
+    message = f"paceline: {name} {reason}" + (f": {error}" if error else "")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
     @app.command(
-        entry.name,
-        help=f"Not available: needs {needed}.",
+        name,
+        help=f"Not available: {reason}.",
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
     def refuse(_: typer.Context) -> None:
@@ -137,6 +163,17 @@ def _unavailable(entry: EntryPoint, error: ModuleNotFoundError) -> Any:
         raise typer.Exit(2)
 
     return get_command(app)
+
+
+def named_values(app: typer.Typer) -> typer.Typer:
+    """Name the values of all options of an application in its help, and return it."""
+    for each in app.registered_commands:
+        if each.callback is not None:
+            with_value_names(each.callback)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            named_values(group.typer_instance)
+    return app
 
 
 app = typer.Typer(
@@ -165,11 +202,16 @@ app.add_typer(
 )
 app.command("report")(report.report)
 app.command("token")(operations.token)
+named_values(app)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"paceline {version('paceline')}")
+        try:
+            typer.echo(f"paceline {version('paceline')}")
+        except PackageNotFoundError:
+            typer.echo(f"paceline: it is not installed: `make setup`, or {how_to_install('cli')}", err=True)
+            raise typer.Exit(1) from None
         raise typer.Exit
 
 

@@ -29,7 +29,8 @@ from paceline.tokens import TokenEntry, new_token
 from paceline.types import BatchStatus, Instance, InstanceState, Versions
 
 Instances = Annotated[
-    list[str] | None, typer.Argument(help="Instances, as `paceline status` names them. Default: all.")
+    list[str] | None,
+    typer.Argument(metavar="INSTANCE", help="Instances, as `paceline status` names them. Default: all."),
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Run, as its trainer names it.")]
 
@@ -198,13 +199,16 @@ def show_weights(gateway: GatewayOptions, as_json: Json = False) -> None:
 def abort_update(
     gateway: GatewayOptions,
     update_id: Annotated[
-        str, typer.Option("--update", show_default=False, help="Update to abort, if it is still in progress.")
+        str,
+        typer.Option(
+            "--update", show_default=False, help="Update to abort, if it is still in progress. Default: any."
+        ),
     ] = "",
 ) -> None:
-    """Abort the weight update in progress, even if a trainer waits for it.
+    """Abort the weight update in progress.
 
-    Instances discard its data and keep serving the published version; the trainer's push fails with ABORTED.
-    Refused once instances have begun to apply the weights.
+    That is done even if a trainer waits for it. Instances discard its data and keep serving the published version;
+    the trainer's push fails with ABORTED. Refused once instances have begun to apply the weights.
     """
     with gateway.open(leaders_only=True) as client:
         found = client.versions()

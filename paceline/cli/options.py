@@ -12,9 +12,10 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, Self, TypeVar, get_args
 
 import typer
 from rich.console import Console
@@ -23,7 +24,7 @@ from rich.table import Column, Table
 
 from paceline.calls.caller import RetryPolicy
 from paceline.client import Client
-from paceline.transport.channel import Tls, TlsFileError
+from paceline.transport.channel import DEFAULT_PORT, Tls, TlsFileError
 from paceline.transport.options import TOKEN_FILE, read_token
 
 CONFIG, PROFILE = "PACELINE_CONFIG", "PACELINE_PROFILE"
@@ -106,27 +107,33 @@ _OPTIONS: dict[str, Any] = {
     "address": Annotated[
         str | None,
         typer.Option(
-            help="host:port of the gateway, or several with commas between.",
+            metavar="HOST:PORT",
+            help=f"Gateway, or several with commas between; the port is {DEFAULT_PORT} unless given. "
+            f"Default: {ADDRESS}.",
             envvar="PACELINE_ADDRESS",
-            show_default=ADDRESS,
         ),
     ],
     "ca_file": Annotated[
         Path | None,
-        typer.Option(help="Use TLS and trust these authorities (PEM).", envvar="PACELINE_CA_FILE"),
+        typer.Option(
+            help="Use TLS and trust these authorities (PEM). Default: plain text.", envvar="PACELINE_CA_FILE"
+        ),
     ],
     "cert_file": Annotated[
         Path | None,
-        typer.Option(help="Client certificate (PEM), for mutual TLS.", envvar="PACELINE_CERT_FILE"),
+        typer.Option(
+            help="Client certificate (PEM), for mutual TLS. Default: none.", envvar="PACELINE_CERT_FILE"
+        ),
     ],
     "key_file": Annotated[
-        Path | None, typer.Option(help="Private key of the certificate (PEM).", envvar="PACELINE_KEY_FILE")
+        Path | None,
+        typer.Option(help="Private key of the certificate (PEM). Default: none.", envvar="PACELINE_KEY_FILE"),
     ],
     "server_name": Annotated[
         str | None,
         typer.Option(
-            help="Name in the gateway's certificate, if it differs from the dialled one, such as localhost for "
-            "a forwarded port.",
+            help="Name in the gateway's certificate, such as localhost for a forwarded port. Default: that of "
+            "the address.",
             envvar="PACELINE_SERVER_NAME",
         ),
     ],
@@ -142,7 +149,8 @@ _OPTIONS: dict[str, Any] = {
     "profile": Annotated[
         str | None,
         typer.Option(
-            help="Profile of ~/.config/paceline/config.toml, for options that are not given.", envvar=PROFILE
+            help="Profile of ~/.config/paceline/config.toml, for options that are not given. Default: none.",
+            envvar=PROFILE,
         ),
     ],
 }
@@ -231,6 +239,36 @@ def connected(command: Callable[Concatenate[GatewayOptions, P], R]) -> Callable[
     described.__signature__ = signature.replace(parameters=[*own, *added])
     described.__annotations__ = {each.name: each.annotation for each in (*own, *added)}
     return with_options
+
+
+def with_value_names(command: Callable[..., Any]) -> None:
+    """Name the values of a command's options in its help, where the options do not.
+
+    Typer would name their type, such as <str>. The name is the last word of the option, or PATH, N or X.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    for parameter in signature.parameters.values():
+        kind, *described = get_args(parameter.annotation) or (parameter.annotation,)
+        for each in described:
+            if isinstance(each, typer.models.ParameterInfo) and each.metavar is None:
+                each.metavar = _value_name(parameter.name, kind)
+    # Typer reads these, and would evaluate annotations that are texts again.
+    described_command: Any = command
+    described_command.__signature__ = signature
+    described_command.__annotations__ = {
+        name: parameter.annotation for name, parameter in signature.parameters.items()
+    }
+
+
+def _value_name(option: str, kind: Any) -> str | None:
+    """Return the name of an option's values. None: Typer knows better, since it is a flag or has few values."""
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
+    if any(each is bool or (isinstance(each, type) and issubclass(each, Enum)) for each in kinds):
+        return None
+    word = option.rpartition("_")[2].upper()
+    if word in ("SECONDS", "PORT", "BYTES", "FOLDER", "FILE"):
+        return word
+    return {Path: "PATH", int: "N", float: "X"}.get(kinds[0], word)
 
 
 def plain_table() -> Table:

@@ -27,9 +27,9 @@ drafter_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 _FEW = 5
 """Most instances that are named one by one."""
-Run = Annotated[str, typer.Option(help="Knobs of a run.")]
-Model = Annotated[str, typer.Option(help="Knobs of a model, as `paceline status` names it.")]
-Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances.")]
+Run = Annotated[str, typer.Option(help="Knobs of a run. Default: of the fleet.")]
+Model = Annotated[str, typer.Option(help="Knobs of a model, as `paceline status` names it. Default: of all.")]
+Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances. Default: of all.")]
 
 
 @policy_app.command("get")
@@ -37,7 +37,11 @@ Pool = Annotated[str, typer.Option(help="Knobs of a pool of instances.")]
 def get(
     gateway: GatewayOptions, run: Run = "", model: Model = "", pool: Pool = "", as_json: Json = False
 ) -> None:
-    """Show the knobs that are set and the knobs in use, of the fleet or of a run, a model or a pool."""
+    """Show the knobs that are set, and the knobs in use.
+
+    Of the fleet, or of a run, a model or a pool. In use is the configuration of each instance under the settings of
+    all scopes; for a run, what its samples get.
+    """
     with gateway.open() as client:
         setting = client.knobs(run, model=model, pool=pool)
     if as_json:
@@ -56,7 +60,7 @@ def set_(
     knobs: Annotated[
         list[str],
         typer.Argument(
-            help="name=value, such as mode=toggle speculation=false ladder.on=true; name= unsets."
+            metavar="NAME=VALUE", help=" such as mode=toggle speculation=false ladder.on=true; name= unsets."
         ),
     ],
     run: Run = "",
@@ -85,7 +89,8 @@ def watch(
     gateway: GatewayOptions,
     run: Annotated[str, typer.Option(help="Decisions of this run and of the fleet. Default: all.")] = "",
     last: Annotated[
-        float, typer.Option(min=0, help="Begin with the decisions of this many past seconds.")
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Begin with the decisions of this many past seconds."),
     ] = 0,
     as_json: Json = False,
 ) -> None:
@@ -195,7 +200,7 @@ def _value(text: str) -> Any:
 @drafter_app.command("show")
 @connected
 def show_drafter(gateway: GatewayOptions, as_json: Json = False) -> None:
-    """Show the published drafter, with its acceptance length and the samples on which it was trained."""
+    """Show the published drafter, and on what it was trained."""
     with gateway.open() as client:
         drafter = client.drafter()
     show(drafter, as_json, drafter_lines)
@@ -206,9 +211,12 @@ def show_drafter(gateway: GatewayOptions, as_json: Json = False) -> None:
 def roll_back(
     gateway: GatewayOptions,
     version: Annotated[
-        int, typer.Option(min=0, show_default=False, help="Fail if another version than this is published.")
+        int,
+        typer.Option(
+            min=0, show_default=False, help="Fail if another version than this is published. Default: any."
+        ),
     ] = 0,
-    reason: Annotated[str, typer.Option(help="Reason to record in the decision log.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason to record in the decision log. Default: none.")] = "",
 ) -> None:
     """Publish the previous drafter again.
 

@@ -32,14 +32,24 @@ def report(
         typer.Option("--live", help="Serve the page on this machine, for a run in progress, until Ctrl-C."),
     ] = False,
     port: Annotated[int, typer.Option(help="Port of --live; 0 picks a free one.", min=0, max=65535)] = 7480,
-    refresh: Annotated[float, typer.Option(help="Seconds between updates of --live.", min=0.5)] = 2.0,
+    refresh: Annotated[
+        float, typer.Option(help="Time between updates of --live.", min=0.5, metavar="SECONDS")
+    ] = 2.0,
     entries: Annotated[
         Path | None,
-        typer.Option(help="Read this file of entries, one JSON object per line, instead of a platform."),
+        typer.Option(help="File of entries to read, one JSON object per line. Default: ask a platform."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Also write the entries, for --entries.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Also write the entries, for --entries. Default: no file.")
+    ] = None,
     last: Annotated[
-        float, typer.Option(min=0, help="Entries of this many past seconds.", show_default="a day")
+        float,
+        typer.Option(
+            min=0,
+            help="Entries of this many past seconds. Default: a day.",
+            show_default=False,
+            metavar="SECONDS",
+        ),
     ] = _DAY,
 ) -> None:
     """Write an HTML page on a run.

@@ -33,7 +33,9 @@ def calibrate(
         int, typer.Option(min=1, help="Most draft tokens of a sample, which decides on CUDA graphs.")
     ] = 16,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Devices of an instance.")] = 1,
-    threads_bind: Annotated[str | None, typer.Option(help="CPU cores of the engine, such as 0-3.")] = None,
+    threads_bind: Annotated[
+        str | None, typer.Option(help="CPU cores of the engine, such as 0-3. Default: all.")
+    ] = None,
 ) -> None:
     """Measure the step times of a model on this machine.
 

@@ -217,7 +217,8 @@ def doctor(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Model folder: check its files, that there is room for it, and that vLLM supports it."
+            help="Model folder: check its files, that there is room for it, and that vLLM supports it. "
+            "Default: none."
         ),
     ] = None,
     dtype: Annotated[
@@ -225,7 +226,9 @@ def doctor(
     ] = "auto",
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway.")] = 7400,
-    http_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade.")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade. Default: none.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the platform.")] = Path("runs/local"),
     device: Annotated[DeviceChoice, typer.Option(help=DEVICE_HELP)] = DeviceChoice.AUTO,
     as_json: Json = False,

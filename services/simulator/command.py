@@ -36,10 +36,15 @@ _SEARCH = 10
 def simulate(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="Model and device, or a part of the name.")] = "8B H100",
-    table: Annotated[Path | None, typer.Option(help="Take step times from this JSON file instead.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Take step times from this JSON file. Default: of --device.")
+    ] = None,
     instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 8,
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds: find the fewest instances whose step is done by then.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="Find the fewest instances whose step takes no longer. Default: none."
+        ),
     ] = None,
     least: Annotated[int, typer.Option(min=1, help="With --deadline: fewest instances.")] = 8,
     most: Annotated[int, typer.Option(min=1, help="With --deadline: most instances.")] = 4096,
@@ -50,13 +55,18 @@ def simulate(
     spread: Annotated[float, typer.Option(min=0, help="Standard deviation of its logarithm.")] = 0.8,
     limit: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 16384,
     trace: Annotated[
-        Path | None, typer.Option(help="Take lengths from JSON Lines instead: a list for each prompt.")
+        Path | None,
+        typer.Option(help="Take lengths from JSON Lines, a list for each prompt. Default: draw them."),
     ] = None,
     draft: Annotated[
-        list[str] | None, typer.Option(help="Source of drafts that all samples have, as NAME=ACCEPTANCE.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=ACCEPTANCE", help="Source of drafts that all samples have. Default: none."
+        ),
     ] = None,
     pregenerate: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Fill bubbles; acceptance of what is pre-generated.")
+        float | None,
+        typer.Option(min=0, max=1, help="Fill bubbles; acceptance of what is pre-generated. Default: no."),
     ] = None,
     reallocate: Annotated[bool, typer.Option("--reallocate", help="Move samples between instances.")] = False,
     decision_steps: Annotated[int, typer.Option(min=1, help="Engine steps between decisions to move.")] = 64,
@@ -65,7 +75,9 @@ def simulate(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps. Default: 3 with --pregenerate, else 1.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths and all else that is drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the lengths and of all other random numbers.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Simulate steps of a rollout cluster, or size one.
@@ -133,8 +145,9 @@ def _device(name: str) -> DeviceTable:
     exact = [each for each in known_devices() if each.name == name]
     found = exact or [each for each in known_devices() if name in each.name]
     if len(found) != 1:
-        names = ", ".join(each.name for each in known_devices())
-        raise ValueError(f"--device {name!r} names {len(found)} devices of: {names}")
+        names = ", ".join(repr(each.name) for each in found or known_devices())
+        many = "names several devices" if found else "names no device"
+        raise ValueError(f"--device {name!r} {many}; give one of {names}")
     return found[0]
 
 

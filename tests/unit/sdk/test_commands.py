@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -107,7 +108,69 @@ def test_help_has_every_command_in_a_section_and_examples_that_are_taken(
     for command, words in examples:
         assert run([command, "--help"]) == 0
         shown = capsys.readouterr().out
-        assert all(each in shown for each in words.split() if each.startswith("--")), command
+        given = {each for each in words.split() if each.startswith("--")}
+        assert given >= {option for option, text in options_of(shown).items() if "[required]" in text}
+        assert given <= options_of(shown).keys(), command
+
+
+def options_of(shown: str) -> dict[str, str]:
+    """Return the text on each option in the help of a command."""
+    rows = re.split(r"\n  (?=-)", shown.partition("\nOptions:")[2].partition("\n\n")[0])
+    return {row.split()[0]: " ".join(row.split()) for row in rows[1:]}
+
+
+OWN = ("status", "batches", "cancel", "end-run", "report", "pause", "resume", "drain", "token")
+GROUPS = {"policy": ("get", "set", "watch"), "drafter": ("show", "roll-back"), "weights": ("show", "abort")}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([each] for each in (*OWN, *sorted(registered_commands().names - {"demo"}))),
+        *([group, each] for group, below in GROUPS.items() for each in below),
+    ],
+    ids=" ".join,
+)
+def test_help_names_values_and_defaults(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "-h"]) == 0
+    found = options_of(capsys.readouterr().out)
+    assert found.keys() >= {"-h,"}
+    for option, text in found.items():
+        assert not re.search(r"<(str|int|float|path|list\[str\])", text), "a type says nothing"
+        value = re.match(r"--\S+ ([A-Z:=]+|<\S+>) ", text)
+        if value and "[required]" not in text:
+            assert re.search(r"[Dd]efault: ", text), f"{option} does not say what holds without it"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_commands_of_a_group_are_listed_with_a_whole_sentence(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([group, "-h"]) == 0
+    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(GROUPS[group])
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+
+
+def test_a_command_is_completed_without_importing_a_registered_one() -> None:
+    program = (
+        "import sys; from paceline.cli.app import run; run([]);"
+        "print([each for each in sys.modules if each.partition('.')[0] in ('services', 'examples')])"
+    )
+    environment = {
+        **os.environ,
+        "_PACELINE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "paceline d",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    *completed, imported = done.stdout.split("\n")[:-1]
+    assert set(completed) - {""} == {"drain", "drafter", "doctor", "demo", "download"}
+    assert imported == "[]"
 
 
 @pytest.mark.parametrize("name", sorted(registered_commands().names))
@@ -154,6 +217,33 @@ def test_without_the_demo_its_command_says_what_works(tmp_path: Path) -> None:
     assert advised == ["setup", "demo"]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(advised) <= set(targets)
+
+
+@pytest.mark.parametrize(
+    "place", ["services.local.up:gone", "services.local.gone:app", "services.gone.up:app", None]
+)
+def test_metadata_of_another_version_is_a_sentence(
+    place: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = EntryPoints([EntryPoint("up", place, app.GROUP)] if place else [])
+    monkeypatch.setattr(app, "entry_points", lambda **params: found.select(**params))
+    assert run(["up", "--model=m"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "paceline: up is of another version than the rest: install again, by `make setup` or pip "
+    )
+    assert run(["-h"]) == 0
+
+
+def test_a_version_that_is_not_installed_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(app, "version", version)
+    assert run(["--version"]) == 1
+    assert "it is not installed: `make setup`, or pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
