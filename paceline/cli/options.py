@@ -11,7 +11,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import wraps
 from pathlib import Path
@@ -39,55 +39,12 @@ class ProfileError(ValueError):
     """Raised for an unusable profile; the message names the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Options of a connection; None for each that the profile leaves out."""
-
-    address: str | None = None
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-    server_name: str | None = None
-    token_file: Path | None = None
-    insecure: bool | None = None
-
-    @classmethod
-    def of(cls, values: dict[str, Any], folder: Path) -> Self:
-        """Make a profile from a table of a file in `folder`. ProfileError: a wrong name or type."""
-        names = [field.name for field in fields(cls)]
-        if unknown := sorted(values.keys() - set(names)):
-            raise ProfileError(f"{unknown[0]!r} is not an option; options are {', '.join(names)}")
-        for name, value in values.items():
-            wanted, allowed = (bool, "true or false") if name == "insecure" else (str, "text")
-            if type(value) is not wanted:
-                raise ProfileError(f"{name} is {value!r}; must be {allowed}")
-        files = [name for name in values if name.endswith("_file")]
-        return cls(**{**values, **{name: folder / Path(values[name]).expanduser() for name in files}})
-
-
 def config_file() -> Path:
     """Return the path of the file with profiles. RuntimeError: the user has no home folder."""
     if named := os.environ.get(CONFIG):
         return Path(named)
     folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(folder) / "paceline/config.toml"
-
-
-def read_profile(name: str) -> Profile:
-    """Return a profile. ProfileError: there is none of this name, or it cannot be read."""
-    try:
-        path = config_file()
-        profiles = tomllib.loads(path.read_text()).get("profiles", {})
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ProfileError(f"profiles cannot be read: {error}") from error
-    found = profiles.get(name) if isinstance(profiles, dict) else None
-    if not isinstance(found, dict):
-        names = ", ".join(map(repr, list(profiles)[:_MOST_NAMED])) or "none"
-        raise ProfileError(f"{path} has no profile {name!r}; profiles are {names}")
-    try:
-        return Profile.of(found, path.parent)
-    except ProfileError as error:
-        raise ProfileError(f"{path}: profile {name!r}: {error}") from error
 
 
 P = ParamSpec("P")
@@ -159,16 +116,33 @@ _OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Options of a connection on the command line. Options that are None come from the profile."""
+    """Options of a connection; None for each that is not given. The command line has them, and so has a profile."""
 
     address: str | None = None
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
     server_name: str | None = None
-    token: str | None = None
     insecure: bool | None = None
+    token: str | None = None
+    """Only of the command line, whose user may choose to show it; a profile names a file."""
+    token_file: Path | None = None
+    """Only of a profile."""
     profile: str | None = None
+    """Only of the command line."""
+
+    @classmethod
+    def of_profile(cls, values: dict[str, Any], folder: Path) -> Self:
+        """Return the options in a table of a file in `folder`. ProfileError: a wrong name or type."""
+        names = [field.name for field in fields(cls) if field.name not in ("token", "profile")]
+        if unknown := sorted(values.keys() - set(names)):
+            raise ProfileError(f"{unknown[0]!r} is not an option; options are {', '.join(names)}")
+        for name, value in values.items():
+            wanted, allowed = (bool, "true or false") if name == "insecure" else (str, "text")
+            if type(value) is not wanted:
+                raise ProfileError(f"{name} is {value!r}; must be {allowed}")
+        files = [name for name in values if name.endswith("_file")]
+        return cls(**{**values, **{name: folder / Path(values[name]).expanduser() for name in files}})
 
     def open(self, *, leaders_only: bool = False) -> Client:
         """Return a client that gives up within seconds, because a person waits at the terminal.
@@ -178,18 +152,19 @@ class GatewayOptions:
         Raises:
             typer.BadParameter: an option is wrong.
         """
-        found = self._profile()
-        ca_file, cert_file = self.ca_file or found.ca_file, self.cert_file or found.cert_file
-        key_file, name = self.key_file or found.key_file, self.server_name or found.server_name
-        tls = Tls(ca_file, cert_file, key_file, name) if ca_file or cert_file or key_file or name else None
-        insecure = found.insecure if self.insecure is None else self.insecure
+        try:
+            found = self.with_profile()
+        except ProfileError as error:
+            raise typer.BadParameter(str(error), param_hint="--profile") from error
+        files = (found.ca_file, found.cert_file, found.key_file)
+        tls = Tls(*files, found.server_name) if any((*files, found.server_name)) else None
         try:
             return Client(
-                (found.address or ADDRESS) if self.address is None else self.address,
-                token=self._token(found),
+                ADDRESS if found.address is None else found.address,
+                token=found.token,
                 tls=tls,
                 leaders_only=leaders_only,
-                insecure=bool(insecure),
+                insecure=bool(found.insecure),
                 timeout=5,
                 retry=RetryPolicy(seconds=1),
             )
@@ -204,21 +179,36 @@ class GatewayOptions:
             hint = TOKEN_FILE if message.startswith(TOKEN_FILE) else "--address"
             raise typer.BadParameter(message, param_hint=hint) from error
 
-    def _profile(self) -> Profile:
+    def with_profile(self) -> GatewayOptions:
+        """Return these options, and for each that is None that of the profile. ProfileError: it cannot be used."""
         if not self.profile:
-            return Profile()
+            return self
+        other = read_profile(self.profile)
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        found = replace(other, **{name: value for name, value in given.items() if value is not None})
+        if found.token is not None or found.token_file is None:
+            return found
         try:
-            return read_profile(self.profile)
-        except ProfileError as error:
-            raise typer.BadParameter(str(error), param_hint="--profile") from error
-
-    def _token(self, found: Profile) -> str | None:
-        if self.token is not None or found.token_file is None:
-            return self.token
-        try:
-            return read_token(found.token_file)
+            return replace(found, token=read_token(found.token_file))
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--profile") from error
+            raise ProfileError(str(error)) from error
+
+
+def read_profile(name: str) -> GatewayOptions:
+    """Return the options of a profile. ProfileError: there is none of this name, or it cannot be read."""
+    try:
+        path = config_file()
+        profiles = tomllib.loads(path.read_text()).get("profiles", {})
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ProfileError(f"profiles cannot be read: {error}") from error
+    found = profiles.get(name) if isinstance(profiles, dict) else None
+    if not isinstance(found, dict):
+        names = ", ".join(map(repr, list(profiles)[:_MOST_NAMED])) or "none"
+        raise ProfileError(f"{path} has no profile {name!r}; profiles are {names}")
+    try:
+        return GatewayOptions.of_profile(found, path.parent)
+    except ProfileError as error:
+        raise ProfileError(f"{path}: profile {name!r}: {error}") from error
 
 
 def connected(command: Callable[Concatenate[GatewayOptions, P], R]) -> Callable[..., R]:
