@@ -48,7 +48,8 @@ _STATE: dict[str, Callable[[Instance], str]] = {
 }
 _LOAD: dict[str, Callable[[Instance], str]] = {
     "KV use": lambda each: f"{each.load.kv_usage:.0%}",
-    "step ms": lambda each: f"{each.load.step_seconds * 1e3:.1f}",
+    # Without samples there are no steps.
+    "step ms": lambda each: f"{each.load.step_seconds * 1e3:.1f}" if each.load.running else "",
     "tokens": lambda each: short_count(each.load.generated_tokens),
 }
 

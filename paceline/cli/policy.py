@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,8 @@ from paceline.cli.options import (
     print_whole,
     show,
 )
+from paceline.client import Client
+from paceline.errors import PacelineError
 from paceline.types import Decision, Drafter, EffectiveKnobs, KnobSetting
 
 policy_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -44,6 +47,9 @@ def get(
     """
     with gateway.open() as client:
         setting = client.knobs(run, model=model, pool=pool)
+        unknown = _unknown_scope(client, setting, run, model, pool)
+    if unknown:
+        typer.echo(f"paceline: {unknown}", err=True)
     if as_json:
         print_json(setting)
         return
@@ -78,9 +84,32 @@ def set_(
             setting.revision if revision is None else revision, with_changes(setting.knobs, knobs)
         )
         change = client.set_knobs(run, changed, model=model, pool=pool)
+        unknown = _unknown_scope(client, setting, run, model, pool)
+    if unknown:
+        typer.echo(f"paceline: {unknown}", err=True)
     typer.echo(f"revision {change.revision}; applied by {len(change.applied)} instances")
     if change.pending:
         typer.echo(f"not reached yet, will be retried: {', '.join(change.pending)}")
+
+
+def _unknown_scope(client: Client, setting: KnobSetting, run: str, model: str, pool: str) -> str:
+    """Return a warning if nothing is known by the name of a scope, which may be mistyped; "" otherwise."""
+    if run:
+        # Another token than that of an operator may not list batches.
+        with suppress(PacelineError):
+            if next(iter(client.batches(run)), None) is None:
+                runs = sorted({each.run_id for each in client.batches()})
+                return f"run {run!r} has no batch yet; its knobs wait for one. {_known('runs', runs)}"
+    elif (model or pool) and not any(each.instance_ids for each in setting.effective):
+        models = sorted({each.model for each in client.instances()}) if model else []
+        known = f" {_known('models', models)}" if model else ""
+        return f"no instance is of {'model' if model else 'pool'} {model or pool!r} now.{known}"
+    return ""
+
+
+def _known(what: str, names: Sequence[str]) -> str:
+    few = ", ".join(names[:_FEW]) + (", ..." if names[_FEW:] else "")
+    return f"Known {what}: {few or 'none'}"
 
 
 @policy_app.command("watch")

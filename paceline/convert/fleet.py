@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from paceline import types as t
@@ -67,7 +68,19 @@ def _fill(message: Message, values: Mapping[str, Any], path: str, faults: Faults
                 values_by_name = {name: list(value) if isinstance(value, tuple) else value}
                 json_format.ParseDict(values_by_name, message)
             except json_format.ParseError:
-                faults[place] = f"is {value!r}, which is not a value of this knob's type"
+                faults[place] = f"is {value!r}; must be {_allowed(field)}"
+
+
+def _allowed(field: Any) -> str:
+    """Return in words what a knob takes; the service checks ranges, and the names of modes."""
+    if field.message_type is not None:
+        return f"a group of knobs: {', '.join(field.message_type.fields_by_name)}"
+    one, several = {
+        FieldDescriptor.CPPTYPE_BOOL: ("true or false", "truth values"),
+        FieldDescriptor.CPPTYPE_STRING: ("a text", "texts"),
+        FieldDescriptor.CPPTYPE_DOUBLE: ("a finite number", "finite numbers"),
+    }.get(field.cpp_type, ("a whole number", "whole numbers"))
+    return f"a list of {several}" if field.is_repeated else one
 
 
 def instance(message: fleet_pb2.Instance) -> t.Instance:

@@ -325,7 +325,7 @@ class ClientDouble:
         yield INSTANCES[1:]
         raise KeyboardInterrupt
 
-    def batches(self, run_id: str) -> Iterator[t.BatchStatus]:
+    def batches(self, run_id: str = "") -> Iterator[t.BatchStatus]:
         yield from (each for each in BATCHES if run_id in ("", each.run_id))
 
     def cancel(self, run_id: str, batch_id: str) -> int:
@@ -346,6 +346,9 @@ class ClientDouble:
     def knobs(self, *_: Any, **__: Any) -> t.KnobSetting:
         return KNOBS
 
+    def set_knobs(self, *_: Any, **__: Any) -> t.KnobChange:
+        return t.KnobChange(4, ("i1",), ("i7",))
+
     def watch_decisions(self, *_: Any) -> Iterator[t.Decision]:
         yield from DECISIONS
 
@@ -361,6 +364,23 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def at_80_columns() -> Iterator[Console]:
     yield Console(width=80, file=io.StringIO(), force_terminal=False)
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_names_and_states_are_whole_on_a_narrow_terminal(width: int) -> None:
+    idle = replace(INSTANCES[1], load=t.InstanceLoad(0, 0, 0.0, 0.0, 123, 10))
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    operations._print_fleet(console, (*INSTANCES, replace(idle, instance_id="i2")), VERSIONS)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert [line[1] for line in lines if line[:1] == ["i2"]] == ["serving", "serving", "Qwen3-8B"]
+    assert next(line for line in lines if line[:1] == [LONG])[1:] == [
+        "draining",
+        "123456",
+        "256/1024",
+        "1024",
+    ]
+    assert ["i2", "serving", "0%", "123"] in lines, "an idle instance has no step time"
 
 
 def printed(table: Table) -> list[str]:
@@ -452,6 +472,31 @@ def test_knobs_of_a_fleet_without_instances_are_not_said_to_be_in_use(
     assert ["mode", "planner"] in rows
     assert rows[0][-4:] == ["no", "knob", "is", "set"]
     assert rows[-1][:5] == ["in", "use:", "on", "no", "instance;"]
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize(
+    ("scope", "said"),
+    [
+        ([], ""),
+        (["--run=run-a"], ""),
+        (["--model=Qwen3-8B"], ""),
+        (["--run=nosuch"], "run 'nosuch' has no batch yet; its knobs wait for one. Known runs: run-a, run-b"),
+        (["--model=Qwen3"], "no instance is of model 'Qwen3' now. Known models: Qwen3-8B"),
+        (["--pool=nosuch"], "no instance is of pool 'nosuch' now."),
+    ],
+)
+def test_knobs_of_a_name_that_nobody_has_are_set_with_a_warning(
+    scope: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if scope in (["--model=Qwen3"], ["--pool=nosuch"]):
+        default = t.KnobSetting(0, {}, (t.EffectiveKnobs({"mode": "planner"}, ()),))
+        monkeypatch.setattr(sys.modules[__name__], "KNOBS", default)
+    for command in (["policy", "set", "draft_cap=3"], ["policy", "get"]):
+        assert run([*command, *scope]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == (f"paceline: {said}\n" if said else "")
+        assert "revision " in shown.out
 
 
 @pytest.mark.usefixtures("connected")

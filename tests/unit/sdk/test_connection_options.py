@@ -157,7 +157,34 @@ WRONG: list[tuple[list[str], str]] = [
     (["token", "--name=x"], "Missing option '--scope'"),
     (["token", "--name=x", "--scope=all"], "scopes"),
     (["token", "--name=x", "--scope=fleet", "--requests-per-second=fast"], "--requests-per-second"),
+    (["up"], "Missing option '--model'"),
+    (["up", "--model=.", "--port=99999"], "--port"),
+    (["up", "--model=.", "--http-port=-1"], "--http-port"),
+    (["up", "--model=.", "--instances=0"], "--instances"),
+    (["up", "--model=.", "--device=tpu"], "--device"),
+    (["up", "--model=.", "--served-model-name=m"], "--served-model-name"),
+    (["up", "--model=nope", "--port=0"], "'nope' is neither a folder"),
+    (["up", "--model=empty", "--port=0"], "is a file"),
+    (["doctor", "--device=tpu"], "--device"),
+    (["doctor", "--port=99999"], "--port"),
+    (["doctor", "--port=7399", "--http-port=7399"], "for HTTP"),
+    (["doctor", "--model=nope", "--port=0"], "there is no folder nope"),
+    (["doctor", "--model=production", "--port=0"], "production has no config.json"),
+    (["download"], "Missing option '--source'"),
+    (["download", "--source=nope", "--folder=x"], "'nope' is neither a folder"),
+    (["download", "--source=file:///nope", "--folder=x"], "file:///nope does not exist"),
+    (["download", "--source=file:///nope", "--folder=empty"], "empty"),
+    (
+        ["simulate", "--device=H100"],
+        "give one of '8B H100', '70B 8xH100', '30B-A3B H100', '8B H100, clock halved'",
+    ),
+    (["simulate", "--device=nope"], "names no device; give one of 'CPU tinymath'"),
+    (["simulate", "--table=nope"], "nope"),
+    (["simulate", "--draft=x"], "x"),
+    (["calibrate"], "Missing option '--model'"),
 ]
+ON_STDOUT = ("doctor", "up")
+"""Commands that print a table of what is missing."""
 
 
 @pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(each) or "nothing" for each, _ in WRONG])
@@ -169,7 +196,7 @@ def test_errors_take_a_line_or_two(
     (folder / "empty").touch()
     assert run(arguments) in (1, 2)
     shown = capsys.readouterr()
-    assert said in shown.err + (shown.out if said == "Usage" else "")
+    assert said in shown.err + (shown.out if said == "Usage" or arguments[0] in ON_STDOUT else "")
     assert "Traceback" not in shown.err
 
 

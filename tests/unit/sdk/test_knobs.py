@@ -25,21 +25,30 @@ def test_every_knob_has_a_field() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "field"),
+    ("knobs", "field", "said"),
     [
-        ({"speed": 1}, "knobs.speed"),
-        ({"mode": 3}, "knobs.mode"),
-        ({"draft_cap": 1.5}, "knobs.draft_cap"),
-        ({"margin": float("nan")}, "knobs.margin"),
-        ({"ladder": True}, "knobs.ladder"),
-        ({"ladder": {"lengths": []}}, "knobs.ladder.lengths"),
-        ({"drafters": {"given": True}}, "knobs.drafters.given"),
+        ({"speed": 1}, "knobs.speed", "is no knob; there are mode, speculation, "),
+        ({"mode": 3}, "knobs.mode", "is 3; must be a text"),
+        ({"speculation": "maybe"}, "knobs.speculation", "is 'maybe'; must be true or false"),
+        ({"draft_cap": 1.5}, "knobs.draft_cap", "is 1.5; must be a whole number"),
+        ({"margin": float("nan")}, "knobs.margin", "is nan; must be a finite number"),
+        (
+            {"ladder": True},
+            "knobs.ladder",
+            "is True; must be a group of knobs: on, lengths, up, down, patience",
+        ),
+        ({"ladder": {"lengths": ["a"]}}, "knobs.ladder.lengths", "must be a list of whole numbers"),
+        ({"ladder": {"lengths": []}}, "knobs.ladder.lengths", "is empty"),
+        ({"drafters": {"given": True}}, "knobs.drafters.given", "is no knob; there are reference, "),
     ],
 )
-def test_unknown_knobs_and_wrong_types_are_refused_by_name(knobs: dict[str, Any], field: str) -> None:
+def test_unknown_knobs_and_wrong_types_are_refused_by_name(
+    knobs: dict[str, Any], field: str, said: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=field) as refused:
         knobs_to_proto(knobs)
     assert [each.field for each in refused.value.violations] == [field]
+    assert said in refused.value.violations[0].description
 
 
 def test_a_service_refuses_knobs_of_a_later_version() -> None:
