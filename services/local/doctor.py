@@ -23,7 +23,7 @@ from paceline.cli.options import Json, add_columns, plain_table, print_json
 from paceline.installation import how_to_install
 from services.generation.engine.model_support import by_reason
 from services.local.config import DeviceChoice, PlatformConfig
-from services.local.machine import Machine, chooses_cuda, read_machine
+from services.local.machine import Machine, chooses_cuda, read_machine, store_fault
 from services.models.local_model import fault_of
 
 OLDEST_PYTHON = (3, 11)
@@ -229,6 +229,9 @@ def doctor(
     http_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade. Default: none.")
     ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Redis to use. Default: the platform starts one.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the platform.")] = Path("runs/local"),
     device: Annotated[DeviceChoice, typer.Option(help=DEVICE_HELP)] = DeviceChoice.AUTO,
     as_json: Json = False,
@@ -242,6 +245,7 @@ def doctor(
         instances=instances,
         port=port,
         http_port=http_port,
+        redis_url=redis_url,
         folder=folder,
         device=device,
     )
@@ -267,6 +271,8 @@ def examine(config: PlatformConfig, model: Path | None) -> list[Finding]:
         model_bytes=0 if model is None else sum(each.stat().st_size for each in model.glob("*.safetensors")),
     )
     found = findings(machine, needs)
+    if config.redis_url is not None and (fault := store_fault(config.redis_url)):
+        found.append(Finding("Redis", FindingState.MISSING, fault))
     if model is not None and (fault := fault_of(model)):
         found.append(Finding("model", FindingState.MISSING, fault))
     return found

@@ -15,13 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+import redis
 
 from services.local.config import DeviceChoice, PlatformConfig
+from services.platform.config import SINGLE, parse_store_url
 from services.platform.launching import cpu_list, share_cores
 from services.platform.memory import own_memory_limits
 from services.step_time.machine import driver_gpus
 
 _DRIVER = Path("/proc/driver/nvidia")
+_STORE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,23 @@ def is_taken(port: int) -> bool:
         except OSError:
             return True
     return False
+
+
+def store_fault(url: str) -> str:
+    """Return why the Redis at an address cannot be used, without its password; "" if nothing is known against it.
+
+    A single server is asked. Sentinels and clusters may be changing, which the services wait for.
+    """
+    try:
+        parse_store_url(url)
+        if url.partition("://")[0] in SINGLE:
+            with redis.Redis.from_url(
+                url, socket_connect_timeout=_STORE_SECONDS, socket_timeout=_STORE_SECONDS
+            ) as store:
+                store.ping()
+    except (redis.RedisError, OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def _driver(version: Path) -> str:

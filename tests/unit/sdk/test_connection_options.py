@@ -170,6 +170,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["doctor", "--port=7399", "--http-port=7399"], "for HTTP"),
     (["doctor", "--model=nope", "--port=0"], "there is no folder nope"),
     (["doctor", "--model=production", "--port=0"], "production has no config.json"),
+    (["doctor", "--port=0", "--redis-url=redis://:secret@127.0.0.1:1/0"], "connecting to 127.0.0.1:1"),
+    (["up", "--model=.", "--port=0", "--redis-url=http://127.0.0.1"], "must start with one of redis://"),
     (["download"], "Missing option '--source'"),
     (["download", "--source=nope", "--folder=x"], "'nope' is neither a folder"),
     (["download", "--source=file:///nope", "--folder=x"], "file:///nope does not exist"),
