@@ -41,7 +41,7 @@ lint: setup     ## Format, style, types, imports, protocol, the blocking client
 	.venv/bin/buf breaking --against protos/baseline.binpb
 
 docs: setup     ## Documentation site, strictly checked, in runs/site
-	NO_MKDOCS_2_WARNING=1 scripts/heartbeat "docs, a minute or two" .venv/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 VLLM_LOGGING_LEVEL=ERROR scripts/heartbeat "docs, a minute or two" .venv/bin/mkdocs build --strict --quiet
 
 format: setup   ## Format and fix what can be fixed
 	$(PYTHON) -m ruff check --fix $(SOURCES)

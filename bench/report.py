@@ -42,6 +42,11 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=_WIDTH)
 
 
+def say(line: str) -> None:
+    """Print a line of progress."""
+    console().print(line, markup=False, highlight=False)
+
+
 def show(title: str, figures: Figures) -> None:
     """Print figures as a two-column table."""
     show_rows(title, ("figure", "value"), [(name, format_value(value)) for name, value in figures.items()])

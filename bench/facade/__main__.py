@@ -24,7 +24,7 @@ import psutil
 from bench.comparison import Comparison
 from bench.facade.ways import FacadeWorkload, Ways
 from bench.intervals import median_interval
-from bench.report import Figures, cores, show, show_table, write
+from bench.report import Figures, cores, say, show, show_table, write
 from paceline import AsyncClient
 from services.local.config import PlatformConfig
 from services.local.machine import cpu_environment
@@ -57,7 +57,7 @@ def main() -> None:
         http_port=0,
     )
     work = _workload(arguments.prompts, arguments.samples, arguments.max_tokens)
-    with Platform(options) as platform:
+    with Platform(options, report=say) as platform:
         figures = asyncio.run(_measure(platform, work, arguments.rounds))
     show_table("facade: the same samples, seconds a round", _COLUMNS, figures["ways"])
     show("facade", {name: value for name, value in figures.items() if name != "ways"})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import paceline
 from bench.gateway.bare_engine import KV_BYTES, RUN_SEED, BareEngine, Workload, engine_cores
-from bench.report import Figures, show, write
+from bench.report import Figures, say, show, write
 from services.local.config import PlatformConfig
 from services.local.machine import cpu_environment
 from services.local.platform import Platform
@@ -39,7 +39,7 @@ def main() -> None:
         reallocator=False,
     )
     with (
-        Platform(options) as platform,
+        Platform(options, report=say) as platform,
         BareEngine(arguments.model) as bare,
         platform.client() as client,
         client.run("bench", seed=RUN_SEED) as run,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.learner.following import RecordedRollouts
-from bench.report import console
+from bench.report import console, say
 from bench.rollout.record import load_or_record
 from bench.rollout.systems import plain_platform
 from bench.rollout.training import TrainedStep, Trajectory
@@ -101,7 +101,7 @@ def _first_samples(
         told = {group.prompt_id: [int(each) for each in group.prompt_token_ids] for group in asked}
         sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
         with (
-            Platform(plain_platform(model, instances, folder / "platform")) as platform,
+            Platform(plain_platform(model, instances, folder / "platform"), report=say) as platform,
             platform.client() as client,
             client.run("warm-up", seed=options.seed) as run,
         ):

@@ -31,7 +31,7 @@ from bench.migration.driver import DrivenMove, Driver, LoadResult, Task
 from bench.migration.figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
 from bench.migration.loads import PROMPT_TOKENS, TailOptions, figure_5, long_tail
 from bench.random_model import make_random_model
-from bench.report import console, show, show_table, write
+from bench.report import console, say, show, show_table, write
 from bench.rollout.systems import plain_platform
 from bench.scrape import Metrics, scrape
 from examples.tinymath.train import MODEL
@@ -159,7 +159,7 @@ async def _measure(
         policy=False,
     )
     options = (*config.instance_options, "--flush-interval-seconds=0.01")
-    with Platform(replace(config, instance_options=options)) as platform:
+    with Platform(replace(config, instance_options=options), report=say) as platform:
         async with Driver(_addresses(platform), platform.config.token) as driver:
             # The first run warms everything up, measures response lengths, and lets the reallocator learn.
             tasks = tasks_of(await driver.run(tasks_of(None)))

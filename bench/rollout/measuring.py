@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.comparison import Comparison, Responses
-from bench.report import cores
+from bench.report import cores, say
 from bench.rollout.cells import InstanceLoad, StepFigures
 from bench.rollout.modelled import InstanceWork, StepReader, assumed_sweep, divided, modelled, passes_of
 from bench.rollout.registry import StockSystem
@@ -207,7 +207,7 @@ def _on_platform(
         found.append(platform_figures(by_step[step.step], step, system.name, logged, tasks))
         watch(found[-1])
 
-    with Platform(config) as platform, ExitStack() as stack:
+    with Platform(config, report=say) as platform, ExitStack() as stack:
         if system.knobs:
             with platform.client() as client:
                 client.set_knobs("", KnobSetting(0, system.knobs))

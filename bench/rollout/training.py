@@ -11,6 +11,7 @@ from pathlib import Path
 
 import paceline
 from bench.comparison import Responses
+from bench.report import say
 from examples.tinymath.curriculum import TINYMATH, Curriculum
 from examples.tinymath.grpo import Drift, GrpoLearner
 from examples.tinymath.train import Options, collect, groups, lessons, plan, reward
@@ -136,7 +137,7 @@ class Trajectory:
 def serving(config: PlatformConfig, seed: int) -> Iterator[Run]:
     """Yield a run on a platform that is started for it alone."""
     with (
-        Platform(config) as platform,
+        Platform(config, report=say) as platform,
         platform.client() as client,
         client.run("trajectory", seed=seed) as run,
     ):

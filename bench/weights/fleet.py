@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bench.report import cores
+from bench.report import cores, say
 from bench.scrape import metrics_at
 from bench.weights.instance import COPYING, ENGINE, TIMES, VLLM
 from bench.weights.links import LINK_HOST, ThrottledLinks, free_ports
@@ -240,7 +240,7 @@ def _platform(
         pin=False,
     )
     try:
-        with Platform(config, launch=launch) as platform:
+        with Platform(config, launch=launch, report=say) as platform:
             yield platform
     finally:
         for each in "adopted", "versions":
