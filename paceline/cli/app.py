@@ -136,11 +136,11 @@ def _load(entry: EntryPoint) -> Any:
         return get_command(named_values(entry.load()))
     except ModuleNotFoundError as error:
         top = entry.module.partition(".")[0]
-        if error.name is not None and error.name.startswith(f"{top}.") and find_spec(top) is not None:
-            return _refusing(entry.name, _OTHER_VERSION, error)
         if top == "examples":
             # No installation has the examples, except an editable one, which is in a checkout.
             needed = f"`make setup` in {CHECKOUT}; then run `make demo` there"
+        elif (error.name or "").startswith(f"{top}.") and find_spec(top) is not None:
+            return _refusing(entry.name, _OTHER_VERSION, error)
         else:
             needed = f"the server: {how_to_install('cpu', server=True)} (or cuda instead of cpu)"
         return _refusing(entry.name, f"needs {needed}", error)
