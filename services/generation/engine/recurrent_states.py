@@ -46,7 +46,9 @@ class StateTable(BlockTable):
 
     def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
         """Return the blocks of the states, [num_reqs, 1]; kernels for CPU need them without gaps."""
-        return super().get_device_tensor(num_reqs)[:, :1].contiguous()
+        states = super().get_device_tensor(num_reqs)[:, :1]
+        # `contiguous` would keep the stride of a single row.
+        return states.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)
