@@ -26,6 +26,7 @@ MARKED_FOLDERS = ("integration", "e2e", "chaos", "gpu", "hostile")
 FIRST_FOLDERS = ("chaos", "e2e", "hostile", "integration", "unit/kernels")
 FAST_FOLDERS = (
     "hostile",
+    "integration/documents",
     "integration/facade",
     "integration/platform",
     "integration/scaling",
