@@ -20,6 +20,7 @@ from services.contracts.seeds import sample_seed
 from services.generation.engine.types import EngineRequest, Sampling
 from services.local import Platform
 from tests.e2e.conftest import plain_config
+from tests.support.documents import read
 from tests.support.oracle import Oracle
 from tests.support.trl_alone import import_trl
 from tests.support.trl_async import RecordedWeights, samples_read, without_gpu
@@ -39,6 +40,8 @@ from tests.support.trl_runs import (
     words,
 )
 from tests.support.zygote import launch
+
+TUTORIAL = Path(__file__).parents[2] / "docs/tutorials/1-trl.md"
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,28 @@ def test_an_unmodified_trainer_learns_from_what_its_policy_decodes(
     torch = import_module("torch")
     first, second = (policy(folder).state_dict() for folder, _ in recorded.given)
     assert any(not torch.equal(first[name], second[name]) for name in first), "the policy has learned"
+
+
+def test_the_program_of_the_tutorial_trains(
+    trl: Any, platform: Platform, client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (program,) = [block for block in read(TUTORIAL.read_text()) if block.file == "train.py"]
+    changes = {
+        '"127.0.0.1:7400"': repr(platform.gateway_address),
+        '"runs/trl"': repr(str(tmp_path)),
+        "max_steps=10": "max_steps=1",
+        "max_completion_length=200": "max_completion_length=16",
+    }
+    text = program.text
+    for documented, here in changes.items():
+        assert documented in text
+        text = text.replace(documented, here)
+    monkeypatch.chdir(TUTORIAL.parents[2])
+    before = client.versions().policy_version
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "train.py", "exec"), names)
+    assert client.versions().policy_version > before
+    assert metric(names["trainer"], "rollout/samples") == [16]
 
 
 def test_another_policy_on_the_fleet_ends_the_training(

@@ -76,7 +76,7 @@ class Desk:
         elif block.language == "python":
             await asyncio.to_thread(run_block, text, block.line, self.gateway, self.weights)
         elif program := _PROGRAM.fullmatch(text):
-            # Not in a process of its own, where importing takes longer than all else.
+            # In this process: in another one importing would take longer than all else.
             monkeypatch.setattr(sys, "argv", shlex.split(program[1]))
             await asyncio.to_thread(runpy.run_path, sys.argv[0], run_name="__main__")
         else:
