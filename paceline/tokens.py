@@ -46,7 +46,7 @@ class TokenEntry:
     sha256: str
     scopes: tuple[TokenScope, ...]
     requests_per_second: float | None = None
-    """Limit on RPCs in the long run; None: no limit."""
+    """Limit on RPCs, on average; None: no limit."""
     runs: tuple[str, ...] = ()
     """Patterns of the runs that it may name; empty: any run."""
     max_queued_samples: int | None = None

@@ -290,7 +290,7 @@ def token(
         list[str], typer.Option(help="rollouts, weights, fleet or metrics; may be given several times.")
     ],
     requests_per_second: Annotated[
-        float | None, typer.Option(help="Most RPCs per second in the long run. Default: no limit.")
+        float | None, typer.Option(help="Limit on RPCs per second, on average. Default: no limit.")
     ] = None,
     run: Annotated[
         list[str] | None,
