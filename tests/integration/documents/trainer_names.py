@@ -75,6 +75,8 @@ def _names(step: int) -> dict[str, Any]:
         "decode": lambda token_ids: " ".join(map(str, token_ids)),
         "run_tool": lambda text: text,
         "wandb": SimpleNamespace(log=_log),
+        "mlflow": SimpleNamespace(log_metrics=_log),
+        "writer": SimpleNamespace(add_scalar=lambda name, value, step: None),
     }
 
 
