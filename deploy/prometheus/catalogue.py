@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from services.bubbles.metrics import BubbleMetrics
+from services.contracts.drafters import OWN
 from services.drafter.metrics import DrafterMetrics
 from services.drafts.service import DraftStoreMetrics
 from services.drafts.store import DraftStore
@@ -40,12 +41,25 @@ def _every(registry: CollectorRegistry) -> None:
     registry.register(RELOADS)
 
 
+def _drafters(registry: CollectorRegistry) -> None:
+    for drafter in OWN.values():
+        make = drafter.load().Metrics
+        if make is not None:
+            make(registry)
+
+
 Maker = Callable[[CollectorRegistry], object]
 
 SERVICES: dict[str, tuple[Maker, ...]] = {
     "Every service": (_every,),
     "Gateway": (GatewayMetrics,),
-    "Generation instance": (EngineMetrics, PregenerationMetrics, MigrationMetrics, WeightStreamMetrics),
+    "Generation instance": (
+        EngineMetrics,
+        PregenerationMetrics,
+        MigrationMetrics,
+        WeightStreamMetrics,
+        _drafters,
+    ),
     "Draft store": (lambda registry: DraftStoreMetrics(registry, DraftStore(1 << 20, 1), lambda: 0.0),),
     "Bubble coordinator": (BubbleMetrics,),
     "Reallocator": (ReallocatorMetrics,),

@@ -24,6 +24,8 @@ Faults = dict[str, str]
 _STATE = EnumPair(t.InstanceState, fleet_pb2.InstanceState, "INSTANCE_STATE")
 _TARGET = EnumPair(t.WeightTarget, weight_pb2.WeightTarget, "WEIGHT_TARGET")
 _IN_FLIGHT = EnumPair(t.InFlight, weight_pb2.InFlight, "IN_FLIGHT")
+# Field of drafters without a field of their own; in a mapping all drafters are alike.
+_OTHERS = "others"
 
 
 def knobs_to_proto(knobs: Mapping[str, Any]) -> knobs_pb2.Knobs:
@@ -47,6 +49,8 @@ def knobs_to_proto(knobs: Mapping[str, Any]) -> knobs_pb2.Knobs:
 def knobs_from_proto(message: knobs_pb2.Knobs) -> dict[str, Any]:
     """Return the knobs that are set, by name."""
     values: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    if "drafters" in values:
+        values["drafters"] |= values["drafters"].pop(_OTHERS, {})
     return values
 
 
@@ -54,8 +58,14 @@ def _fill(message: Message, values: Mapping[str, Any], path: str, faults: Faults
     fields = message.DESCRIPTOR.fields_by_name
     for name, value in values.items():
         place = f"{path}.{name}"
-        field = fields.get(name)
-        if field is None:
+        field = None if name == _OTHERS else fields.get(name)
+        if field is None and _OTHERS in fields:
+            # A drafter without a field of its own, which the service knows or refuses.
+            if isinstance(name, str) and isinstance(value, bool):
+                getattr(message, _OTHERS)[name] = value
+            else:
+                faults[place] = f"is {value!r}; must be true or false"
+        elif field is None:
             faults[place] = f"is no knob; there are {', '.join(fields)}"
         elif field.message_type is not None and isinstance(value, Mapping):
             group: Message = getattr(message, name)

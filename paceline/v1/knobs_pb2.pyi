@@ -47,13 +47,22 @@ class LadderKnobs(_message.Message):
     def __init__(self, on: bool = ..., lengths: _Optional[_Iterable[int]] = ..., up: _Optional[float] = ..., down: _Optional[float] = ..., patience: _Optional[int] = ...) -> None: ...
 
 class DrafterKnobs(_message.Message):
-    __slots__ = ("reference", "suffix", "quantized", "eagle3")
+    __slots__ = ("reference", "suffix", "quantized", "eagle3", "others")
+    class OthersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bool
+        def __init__(self, key: _Optional[str] = ..., value: bool = ...) -> None: ...
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     SUFFIX_FIELD_NUMBER: _ClassVar[int]
     QUANTIZED_FIELD_NUMBER: _ClassVar[int]
     EAGLE3_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     reference: bool
     suffix: bool
     quantized: bool
     eagle3: bool
-    def __init__(self, reference: bool = ..., suffix: bool = ..., quantized: bool = ..., eagle3: bool = ...) -> None: ...
+    others: _containers.ScalarMap[str, bool]
+    def __init__(self, reference: bool = ..., suffix: bool = ..., quantized: bool = ..., eagle3: bool = ..., others: _Optional[_Mapping[str, bool]] = ...) -> None: ...

@@ -8,10 +8,10 @@ run's setting. The narrower scope wins, knob by knob, but speculation that is of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,6 +21,7 @@ from paceline.errors import Violation
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.times import duration, seconds_of
 from paceline.v1 import knobs_pb2
+from services.contracts.drafters import NAME, OWN, registered
 from services.contracts.errors import InvalidArgument
 
 Mode = Literal["fixed", "adaptive", "solver", "toggle", "planner"]
@@ -71,14 +72,19 @@ class LadderKnobs(BaseModel):
 
 
 class DrafterKnobs(BaseModel):
-    """Switches of the drafters of an instance; a drafter that is off makes no proposals."""
+    """Switches of drafters by name; a drafter that is off makes no proposals, and one that is not named is on."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[Annotated[str, Field(pattern=NAME)], bool] = Field(init=False)
 
-    reference: bool = True
-    suffix: bool = True
-    quantized: bool = True
-    eagle3: bool = True
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        return dict.fromkeys(OWN, True) | given if isinstance(given, dict) else given
+
+    def on(self, drafter: str) -> bool:
+        """Return True if the drafter of this name may propose."""
+        return (self.__pydantic_extra__ or {}).get(drafter, True)
 
 
 class Knobs(BaseModel):
@@ -153,6 +159,8 @@ class KnobScope:
 def check(setting: Setting) -> dict[str, Any]:
     """Return a setting with its values converted to their types, without defaults.
 
+    A drafter that is not known here is accepted: another process may have it.
+
     Raises:
         InvalidArgument: an unknown knob, or a value that is not allowed; the field names it.
     """
@@ -161,6 +169,23 @@ def check(setting: Setting) -> dict[str, Any]:
     except ValidationError as error:
         raise InvalidArgument([_violation(each) for each in error.errors()]) from error
     return _only(checked.model_dump(mode="json"), setting)
+
+
+def check_drafters(setting: Setting, reported: Collection[str] = ()) -> None:
+    """Check that the drafters of a checked setting are registered here, or reported by an instance.
+
+    Raises:
+        InvalidArgument: a drafter is not known, probably misspelled.
+    """
+    named = setting.get("drafters", {}).keys() - OWN.keys() - set(reported)
+    if named and (unknown := named - registered().keys()):
+        known = ", ".join(sorted({*registered(), *reported}))
+        raise InvalidArgument(
+            [
+                Violation(f"knobs.drafters.{name}", f"no instance has this drafter; there are {known}")
+                for name in sorted(unknown)
+            ]
+        )
 
 
 def resolved(base: Knobs, settings: Sequence[Setting]) -> Knobs:

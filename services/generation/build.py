@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,15 @@ from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
 from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
 from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2_grpc as stream_rpc
-from services.contracts.knobs import Knobs
+from services.contracts.knobs import DrafterKnobs, Knobs
 from services.drafts.client import DraftStores
 from services.generation.config import GenerationConfig
 from services.generation.draft_cache.cache import DraftCache, Shards
 from services.generation.draft_cache.fetcher import ShardFetcher
 from services.generation.draft_cache.lenient_reuse import Reuse
-from services.generation.drafters.draft_model import DraftModelDrafter
-from services.generation.drafters.reference import alignment
-from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.drafters.suffix import SuffixDrafter
+from services.generation.drafters.build import build_drafters
+from services.generation.drafters.draft_model import Eagle3Drafter
 from services.generation.engine.model_support import Feature, ModelSupport
-from services.generation.engine.types import EAGLE3, QUANTIZED
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics, PregenerationMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
@@ -53,7 +50,7 @@ from services.generation.server.sample_intake import SampleIntake, SchemaChecks
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.server.weight_updates import WeightUpdates
 from services.generation.speculation.acceptance import table as acceptance
-from services.generation.speculation.drafter import TokenDrafter
+from services.generation.speculation.drafter import DrafterSetting
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.planner import KnobDrivenPlanner, OriginOf
 from services.generation.speculation.selection import selection
@@ -87,15 +84,16 @@ def _speculation(
     if config.speculation == "off" or not engine.support.allows(Feature.DRAFTS):
         return None
     branches = config.max_branches if engine.trees else 0
-    makers: dict[str, Callable[[], TokenDrafter]] = {
-        "reference": lambda: _reference_drafter(metrics),
-        "suffix": lambda: _suffix_drafter(config, metrics, branches),
-    }
     # These import numba, which vLLM must come before.
     acceptance.warm_up()
     selection.warm_up(branches > 0)
     warm_up_estimator()
-    knobs = Knobs(mode=config.speculation, draft_cap=config.draft_window, margin=config.draft_margin)
+    knobs = Knobs(
+        mode=config.speculation,
+        draft_cap=config.draft_window,
+        margin=config.draft_margin,
+        drafters=DrafterKnobs.model_validate(dict.fromkeys(config.drafters, True)),
+    )
     fixed = FixedLengthPlanner(config.draft_window, config.draft_floor, config.survival_floor)
     assumed = config.assumed_step_times
     swept = _swept(config, engine) if assumed is None else SavedSweep.read(assumed).steps
@@ -108,15 +106,16 @@ def _speculation(
         graphs=engine.graph_sizes,
         learns=assumed is None,
     )
-    drafters: list[TokenDrafter] = [makers[name]() for name in config.drafters]
-    drafters += [
-        DraftModelDrafter(
-            model,
-            planner.draft_lengths,
-            metrics=metrics.quantized if model.name == QUANTIZED else metrics.eagle3,
-        )
-        for model in engine.model_drafts.values()
-    ]
+    setting = DrafterSetting(
+        config,
+        None,
+        engine.limits.vocab_size,
+        metrics.registry,
+        branches,
+        engine.model_drafts,
+        planner.draft_lengths,
+    )
+    drafters = build_drafters((*config.drafters, *engine.model_drafts), setting, metrics.fault)
     return Speculation(drafters, planner, engine.limits.vocab_size, metrics, late=config.steps_ahead)
 
 
@@ -138,27 +137,6 @@ def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:
         # An engine that cannot serve fails with its first sample; any other learns step times as it serves.
         _log.exception("sweep_failed")
         return ()
-
-
-def _reference_drafter(metrics: EngineMetrics) -> TokenDrafter:
-    # Imports numba, which vLLM must come before.
-    alignment.warm_up()
-    return ReferenceDrafter(metrics.drafts.forks_taken.inc)
-
-
-def _suffix_drafter(config: GenerationConfig, metrics: EngineMetrics, branches: int) -> TokenDrafter:
-    # Imports numba, which vLLM must come before.
-    from kernels.suffix_index import SuffixIndex, warm_up
-
-    warm_up(branches)
-    index = SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor)
-    return SuffixDrafter(
-        index,
-        capacity=config.draft_index_tokens,
-        branches=branches,
-        tokens_per_step=config.draft_index_step_tokens,
-        metrics=metrics.rollouts,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +206,7 @@ async def build(
     weights = WeightUpdates(
         config, loop, migration.arrivals.end_unclaimed, pregenerator, metrics, stream_metrics
     )
-    knobs, draft_models = _speculation_services(config, loop, registration, metrics)
+    knobs, draft_models = _speculation_services(config, loop, registration)
 
     generation = GenerationService(
         instance, intake, weights, CheckpointRules(config.checkpoint_tokens, config.checkpoint_seconds)
@@ -258,16 +236,16 @@ def _server(
 
 
 def _speculation_services(
-    config: GenerationConfig, loop: EngineLoop, registration: Registration, metrics: EngineMetrics
+    config: GenerationConfig, loop: EngineLoop, registration: Registration
 ) -> tuple[KnobService, DraftModelService]:
     """Return the services that change how an instance drafts: its knobs, and the weights of its draft model."""
     speculation = loop.drafts.speculation
     planner = None if speculation is None else speculation.plan
     drafters = {} if speculation is None else {each.name: each for each in speculation.drafters}
-    eagle3 = cast("DraftModelDrafter | None", drafters.get(EAGLE3))
+    head = drafters.get(Eagle3Drafter.name)
     return (
         KnobService(config, loop, cast("KnobDrivenPlanner | None", planner), registration),
-        DraftModelService(config.eagle3, loop, eagle3, metrics.eagle3),
+        DraftModelService(config.eagle3, loop, cast("Eagle3Drafter | None", head)),
     )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.contracts.drafters import NAME, OWN, selectable
 from services.generation.engine.environment import parallelism_refusal
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 from services.platform.config import Port, ServiceConfig
 
 _W4_GROUPS = (32, 64, 128, 256)
+DrafterName = Annotated[str, Field(pattern=NAME)]
 
 
 class GenerationConfig(ServiceConfig):
@@ -127,8 +129,12 @@ class GenerationConfig(ServiceConfig):
     """Folder in which the instance writes the shape of each engine step, to predict its time on other devices."""
     draft_margin: float = Field(default=0.02, ge=0, allow_inf_nan=False)
     """Least gain over plain decoding, as a share, for which the planner verifies drafts."""
-    drafters: tuple[Literal["reference", "suffix"], ...] = ("reference", "suffix")
-    """Drafters in addition to the draft models."""
+    drafters: tuple[DrafterName, ...] = tuple(name for name, each in OWN.items() if each.by_default)
+    """Drafters in addition to the draft models: Paceline's own, and those that installed packages register."""
+    drafter_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Options of drafters that have any, by the drafter's name."""
+    drafter_seconds: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Longest time of a call of a drafter of another package. After three slower ones it is switched off."""
     pool: str = ""
     """Name of the pool that the instance belongs to; knobs can be set for one."""
     quantized: bool = False
@@ -216,10 +222,25 @@ class GenerationConfig(ServiceConfig):
             raise ValueError(f"allowed are {', '.join(map(str, _W4_GROUPS))}")
         return group
 
+    @field_validator("drafters")
+    @classmethod
+    def _registered(cls, drafters: tuple[str, ...]) -> tuple[str, ...]:
+        if set(drafters) <= {name for name, each in OWN.items() if each.by_default}:
+            # Without a look at what is installed, which takes some milliseconds.
+            return tuple(dict.fromkeys(drafters))
+        known = selectable()
+        if unknown := [name for name in drafters if name not in known]:
+            raise ValueError(
+                f"{', '.join(unknown)}: no such drafter is installed; allowed are {', '.join(known)}"
+            )
+        return tuple(dict.fromkeys(drafters))
+
     @model_validator(mode="after")
     def _buildable(self) -> Self:
         if self.engine == "v2" and (self.quantized or self.eagle3 is not None):
             raise ValueError("engine v2 has no draft models: quantized and eagle3 must not be set")
+        if idle := self.drafter_options.keys() - {*self.drafters}:
+            raise ValueError(f"drafter_options: {', '.join(sorted(idle))} is not among the drafters")
         if self.engine == "v2" and self.lenient_drafts:
             raise ValueError("engine v2 verifies no draft by its record: lenient_drafts must not be set")
         option, reason = parallelism_refusal(

@@ -17,13 +17,13 @@ import structlog
 from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
 
-from paceline.convert.fleet import knobs_to_proto
+from paceline.convert.fleet import knobs_from_proto, knobs_to_proto
 from paceline.internal.v1 import policy_pb2 as pb
 from paceline.internal.v1 import policy_pb2_grpc as rpc
 from paceline.v1 import knobs_pb2
 from services.contracts.errors import ServiceError, Unavailable
 from services.contracts.knob_store import KnobStore, lease_key
-from services.contracts.knobs import KnobScope, Setting, check, setting_of, tallies
+from services.contracts.knobs import KnobScope, Setting, check, check_drafters, setting_of, tallies
 from services.platform.grpc.channel import Link, Links
 from services.platform.leading import LeadingServer
 from services.platform.redis.connection import OUTAGES, Keys
@@ -137,6 +137,12 @@ class KnobLinks(Links[KnobLink]):
             pass
         return self._split(revision)
 
+    @property
+    def drafters(self) -> set[str]:
+        """Names of the drafters in the reports of instances."""
+        reports = [link.report for link in self.known.values() if link.report is not None]
+        return {name for each in reports for name in knobs_from_proto(each.own_knobs).get("drafters", {})}
+
     def used(self, scope: KnobScope) -> tuple[list[knobs_pb2.EffectiveKnobs], list[str]]:
         """Return the knobs in use by the instances of a scope, and the ids of instances whose knobs are unknown."""
         reports, pending = {}, []
@@ -212,6 +218,7 @@ class KnobController:
             Unavailable: another process leads, or Redis cannot be reached.
         """
         knobs, before = check(setting), self.knobs.setting(scope)
+        check_drafters(knobs, self.links.drafters)
         made = await self.knobs.set(scope, revision, knobs)
         applied, pending = await self.links.applied(self.knobs.revision, self._config.answer_seconds)
         log.info("knobs_set", scope=scope.key, revision=made, knobs=knobs, pending=pending)

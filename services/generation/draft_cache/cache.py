@@ -39,7 +39,7 @@ PROMPT_OVERHEAD = 512
 
 
 class RolloutMetrics(MetricSet, prefix="paceline_drafts_"):
-    """Metrics of fetching, caching and indexing rollouts."""
+    """Metrics of fetching and caching rollouts."""
 
     fetch_seconds = histogram("fetch_seconds", "Time to fetch the rollouts of some prompts.", _FETCH_BUCKETS)
     fetch_failures = counter(
@@ -53,24 +53,12 @@ class RolloutMetrics(MetricSet, prefix="paceline_drafts_"):
         "Lenient samples that started without waiting any longer for their cached rollouts.",
     )
     cache_bytes = gauge("cache_bytes", "Rollouts held in memory.")
-    index_seconds = counter(
-        "index_seconds_total",
-        "Time spent in the index of the suffix drafter: insert of rollouts that arrived; step of running"
-        " samples, with its proposals for them.",
-        "phase",
-    )
-    index_tokens = counter("index_tokens_total", "Tokens put into that index.", "phase")
 
     def fetched(self, seconds: float, rollouts: int, tokens: int) -> None:
         """Count a fetch that was answered."""
         self.fetch_seconds.observe(seconds)
         self.fetched_rollouts.inc(rollouts)
         self.fetched_tokens.inc(tokens)
-
-    def indexed(self, phase: str, seconds: float, tokens: int) -> None:
-        """Count work of the index."""
-        self.index_seconds.labels(phase).inc(seconds)
-        self.index_tokens.labels(phase).inc(tokens)
 
 
 def distinct_share(rollouts: Sequence[Sequence[int]]) -> float:

@@ -7,13 +7,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from prometheus_client import CollectorRegistry
 
 from services.generation.engine.types import EngineSampleState, ModelProposal
 from services.generation.speculation.acceptance.table import AcceptanceTable
-from services.generation.speculation.drafter import Proposal, Proposals, ProposalsByName, TokenDrafter
+from services.generation.speculation.drafter import (
+    DrafterSetting,
+    Proposal,
+    Proposals,
+    ProposalsByName,
+    TokenDrafter,
+)
 from services.generation.speculation.plan import LengthChooser, context_of
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.step_time.estimator import StepTimeEstimator
@@ -137,6 +143,7 @@ class DraftModelDrafter(TokenDrafter):
     """
 
     sequential = True
+    Metrics: ClassVar[type[DraftModelMetrics]] = DraftModelMetrics
 
     def __init__(
         self,
@@ -161,7 +168,7 @@ class DraftModelDrafter(TokenDrafter):
         self._worth = worth
         self.pass_time = StepTimeEstimator()
         """Times of the draft model's passes."""
-        self._metrics = metrics or DraftModelMetrics(CollectorRegistry())
+        self.metrics = metrics or self.Metrics(CollectorRegistry())
         self._clock = clock
         self._drafts: dict[str, _Draft] = {}
         self._by_position = AcceptanceTable([_PRIOR] * engine.most_tokens)
@@ -169,7 +176,13 @@ class DraftModelDrafter(TokenDrafter):
         # Time at which the model was first found not ready, and seconds spent on preparing it since.
         self._stale_since: float | None = None
         self._built_seconds = 0.0
-        self._metrics.built(0.0, 0.0, engine.nbytes)
+        self.metrics.built(0.0, 0.0, engine.nbytes)
+
+    @classmethod
+    def build(cls, setting: DrafterSetting) -> Self:
+        """Return the drafter of the engine's model of this name."""
+        model = setting.draft_models[cls.name]
+        return cls(model, setting.worth, metrics=cls.Metrics(setting.registry))
 
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         """Compare the rest of the draft with the response, and forget the sample."""
@@ -183,7 +196,7 @@ class DraftModelDrafter(TokenDrafter):
         self._drafts.clear()
         self.compared = AcceptanceCounts()
         self._half_forget()
-        self._metrics.swapped(version)
+        self.metrics.swapped(version)
 
     def idle_work(self) -> bool:
         """Prepare the model while the engine idles; return True if there is more to do."""
@@ -207,7 +220,7 @@ class DraftModelDrafter(TokenDrafter):
             others = {**others, self.name: Proposals.of(unverified)}
         acceptance = self._by_position.probabilities[: min(window, self._engine.most_tokens)]
         chosen = self._worth(self.name, samples, list(others.values()), window, acceptance, self.pass_time)
-        self._metrics.decided(chosen.gain)
+        self.metrics.decided(chosen.gain)
         requested = {
             sample.sample_id: length
             for sample, length in zip(samples, chosen.tokens.tolist(), strict=True)
@@ -233,7 +246,7 @@ class DraftModelDrafter(TokenDrafter):
         ready = self._engine.build(seconds)
         self._built_seconds += self._clock() - began
         if ready:
-            self._metrics.built(self._built_seconds, self._clock() - self._stale_since, self._engine.nbytes)
+            self.metrics.built(self._built_seconds, self._clock() - self._stale_since, self._engine.nbytes)
             self._stale_since, self._built_seconds = None, 0.0
             self._half_forget()
         return ready
@@ -257,7 +270,7 @@ class DraftModelDrafter(TokenDrafter):
             context = context_of([sample for sample in samples if sample.sample_id in made])
             self.pass_time.observe(len(made), len(made), context, seconds / steps)
         tokens = sum(len(proposal.tokens) for proposal in made.values())
-        self._metrics.drafted(tokens, steps, seconds, drafted.caught_up)
+        self.metrics.drafted(tokens, steps, seconds, drafted.caught_up)
         return made
 
     def _propose(self, sample: EngineSampleState, made: ModelProposal, window: int) -> Proposal:
@@ -303,6 +316,21 @@ class DraftModelDrafter(TokenDrafter):
             self.compared.drafts += 1
             self.compared.tokens += len(draft.tokens) if draft.mismatched else draft.compared
             self.compared.accepted += draft.compared - draft.mismatched
+
+
+class QuantizedDrafter(DraftModelDrafter):
+    """Drafts with a quantized copy of the weights."""
+
+    name = "quantized"
+    Metrics = QuantizedDrafterMetrics
+
+
+class Eagle3Drafter(DraftModelDrafter):
+    """Drafts with a trained EAGLE-3 head."""
+
+    name = "eagle3"
+    Metrics = Eagle3Metrics
+    metrics: Eagle3Metrics
 
 
 def _half_known(table: AcceptanceTable, priors: Sequence[float]) -> AcceptanceTable:

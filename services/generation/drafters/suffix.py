@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from services.contracts.rollout import StoredRollout
 from services.generation.speculation.drafter import (
     DraftContext,
+    DrafterSetting,
     NewRollouts,
     Proposals,
     ProposalsByName,
@@ -32,6 +33,7 @@ from services.generation.speculation.drafter import (
     Samples,
     TokenDrafter,
 )
+from services.platform.observability.metric_set import MetricSet, counter
 
 if TYPE_CHECKING:
     from kernels.suffix_index import Continuations, Name, SuffixIndex
@@ -46,6 +48,23 @@ class IndexCostMetrics(Protocol):
     """Counter of the cost of the index, by phase: `insert` of rollouts, or `step` of running samples."""
 
     def indexed(self, phase: str, seconds: float, tokens: int) -> None: ...
+
+
+class SuffixMetrics(MetricSet, prefix="paceline_drafts_"):
+    """Cost of the index."""
+
+    index_seconds = counter(
+        "index_seconds_total",
+        "Time spent in the index of the suffix drafter: insert of rollouts that arrived; step of running"
+        " samples, with its proposals for them.",
+        "phase",
+    )
+    index_tokens = counter("index_tokens_total", "Tokens put into that index.", "phase")
+
+    def indexed(self, phase: str, seconds: float, tokens: int) -> None:
+        """Count work of the index."""
+        self.index_seconds.labels(phase).inc(seconds)
+        self.index_tokens.labels(phase).inc(tokens)
 
 
 @dataclass(slots=True)
@@ -95,6 +114,7 @@ class SuffixDrafter(TokenDrafter):
     """Proposes continuations found in other rollouts of the prompt, and earlier in the sample's own."""
 
     name = "suffix"
+    Metrics = SuffixMetrics
 
     def __init__(
         self,
@@ -127,6 +147,21 @@ class SuffixDrafter(TokenDrafter):
         # Rollouts to index, and rollouts whose prompt has no sample here yet: the prompt must be indexed first.
         self._waiting = Backlog(capacity)
         self._early = Backlog(capacity)
+
+    @classmethod
+    def build(cls, setting: DrafterSetting) -> Self:
+        """Return the drafter of an engine. Imports numba, which vLLM must come before."""
+        from kernels.suffix_index import SuffixIndex, warm_up
+
+        config = setting.config
+        warm_up(setting.branches)
+        return cls(
+            SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor),
+            capacity=config.draft_index_tokens,
+            branches=setting.branches,
+            tokens_per_step=config.draft_index_step_tokens,
+            metrics=SuffixMetrics(setting.registry),
+        )
 
     def begin(self, context: DraftContext) -> None:
         """Open a text for the sample; its response is appended with the first proposal."""

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Histogram, Info
 
 from paceline.v1 import fleet_pb2
 from services.generation.draft_cache.cache import RolloutMetrics
-from services.generation.drafters.draft_model import Eagle3Metrics, QuantizedDrafterMetrics
 from services.generation.speculation.planner import PlannerMetrics
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 
@@ -93,10 +92,6 @@ class DraftOutcomeMetrics(MetricSet, prefix="paceline_speculation_"):
     faults = counter(
         "drafter_faults_total", "Proposals against the rules; planner: failed decisions.", "drafter"
     )
-    forks_taken = counter(
-        "forks_taken_total",
-        "Times that a sample left its draft at a near-tie and went on along a fork of it.",
-    )
 
 
 class ReuseMetrics(MetricSet, prefix="paceline_reuse_"):
@@ -144,14 +139,14 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
+        self.registry = registry
+        """For the metrics of drafters, which are made with them."""
         self.engine = Info(
             "paceline_generation_engine", "What this instance serves, and on what.", registry=registry
         )
         self.background = BackgroundMetrics(registry)
         self.drafts = DraftOutcomeMetrics(registry)
         self.planner = PlannerMetrics(registry)
-        self.quantized = QuantizedDrafterMetrics(registry)
-        self.eagle3 = Eagle3Metrics(registry)
         self.reuse = ReuseMetrics(registry)
         self.rollouts = RolloutMetrics(registry)
         # Counts of drafts since the last `load`, for each drafter, by length drafted and by length kept.

@@ -20,8 +20,7 @@ from services.contracts import drafter_checkpoint
 from services.contracts.drafter_checkpoint import CorruptCheckpoint, unlike_current
 from services.contracts.errors import FailedPrecondition, InvalidArgument, ServiceError
 from services.contracts.learner import read_published
-from services.generation.drafters.draft_model import DraftModelDrafter, Eagle3Metrics
-from services.generation.engine.types import EAGLE3
+from services.generation.drafters.draft_model import Eagle3Drafter
 from services.generation.loop.engine_loop import EngineLoop
 
 _log = structlog.get_logger(__name__)
@@ -33,23 +32,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DraftModelService(rpc.DraftModelServiceServicer):
     """Checks new heads in full while the engine runs, and swaps them in between two steps."""
 
-    def __init__(
-        self,
-        started_with: Path | None,
-        loop: EngineLoop,
-        drafter: DraftModelDrafter | None,
-        metrics: Eagle3Metrics,
-    ) -> None:
+    def __init__(self, started_with: Path | None, loop: EngineLoop, drafter: Eagle3Drafter | None) -> None:
         """Serve the head of one engine.
 
         Args:
             started_with: folder of the head that the engine began with.
             loop: of the engine; it is ready.
             drafter: drafts with the head; None when the instance has no eagle3 drafter.
-            metrics: of the head.
         """
         self._loop = loop
-        self._metrics = metrics
         self._changing = asyncio.Lock()
         self._version, self._sha256 = 0, ""
         self._drafter = drafter
@@ -96,12 +87,12 @@ class DraftModelService(rpc.DraftModelServiceServicer):
             try:
                 tensors = await asyncio.to_thread(_staged, path, sha256, self._config)
             except InvalidArgument as error:
-                self._metrics.refused.inc()
+                drafter.metrics.refused.inc()
                 _log.warning("drafter_refused", version=version, path=str(path), error=error.message)
                 raise
 
             def swap() -> None:
-                self._loop.ready.result().swap_drafter(EAGLE3, tensors)
+                self._loop.ready.result().swap_drafter(drafter.name, tensors)
                 drafter.swapped(version)
                 self._version, self._sha256 = version, sha256
 
@@ -133,7 +124,7 @@ class DraftModelService(rpc.DraftModelServiceServicer):
 
         return await self._loop.execute(look)
 
-    def _required(self) -> DraftModelDrafter:
+    def _required(self) -> Eagle3Drafter:
         if self._drafter is None:
             raise FailedPrecondition("NO_DRAFT_MODEL", "this instance has no eagle3 drafter")
         return self._drafter

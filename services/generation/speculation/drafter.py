@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel, ConfigDict
 
 from services.contracts.rollout import StoredRollout
 from services.generation.engine.types import EngineSampleState
+from services.platform.observability.metric_set import MetricSet
+
+if TYPE_CHECKING:
+    from services.generation.config import GenerationConfig
+    from services.generation.engine.draft_models.interface import DraftModelClient
+    from services.generation.speculation.plan import LengthChooser
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +141,54 @@ ProposalsByName = Mapping[str, Proposals]
 """Proposals for the samples of a step, by drafter."""
 
 
+class DrafterOptions(BaseModel):
+    """Base class of the options of a drafter; an unknown option is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSetting:
+    """What a drafter is built from.
+
+    `options` is of the drafter's class `Options`. A proposal has at most `config.draft_window` tokens. `branches`
+    is the largest number of alternatives that the engine verifies in addition to a proposal. `draft_models` are the
+    models in the engine by name, and `worth` says how much is worth drafting with one of them.
+    """
+
+    config: GenerationConfig
+    options: Any
+    vocab_size: int
+    registry: CollectorRegistry
+    branches: int
+    draft_models: Mapping[str, DraftModelClient]
+    worth: LengthChooser
+
+
 class TokenDrafter:
     """Interface of a source of draft tokens, called from the engine thread only.
 
-    Each sample is begun, proposed for and verified any number of times, and ended; `add_rollouts` and `idle_work`
-    are called at any time between two steps. Methods that a drafter does not need do nothing. A drafter that raises
-    or makes invalid proposals is left out of that step, and after some such steps it is switched off.
+    A subclass is registered by name, in services/contracts/drafters.py or as an entry point. Each sample is begun,
+    proposed for and verified any number of times, and ended; `add_rollouts` and `idle_work` are called at any time
+    between two steps. Methods that a drafter does not need do nothing. A drafter that raises or makes invalid
+    proposals is left out of that step, and after some such steps it is switched off.
     """
 
     name: str
+    """Name in the registry."""
+    sources: ClassVar[tuple[str, ...]] = ()
+    """Other names that its drafts have in results and metrics (see `Proposal.source`)."""
+    Options: ClassVar[type[BaseModel]] = DrafterOptions
+    """Class of its options, which the setting `drafter_options` has by drafter."""
+    Metrics: ClassVar[type[MetricSet] | None] = None
+    """Class of its metrics, if it has any; `build` makes them in `DrafterSetting.registry`."""
     sequential = False
     """True if tokens cost the drafter time, so that it is queried after the others and gets their proposals."""
+
+    @classmethod
+    def build(cls, setting: DrafterSetting) -> Self:
+        """Return a drafter for an engine; it is built once, before the first sample."""
+        return cls()
 
     def begin(self, context: DraftContext) -> None:
         """Register a sample that enters the engine."""

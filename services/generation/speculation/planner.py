@@ -240,8 +240,7 @@ class ResolvedKnobs:
 
 
 def _wants(knobs: Knobs, drafter: str) -> bool:
-    # Drafters without a knob are always on.
-    return knobs.speculation and getattr(knobs.drafters, drafter, True)
+    return knobs.speculation and knobs.drafters.on(drafter)
 
 
 class KnobDrivenPlanner(DraftPlanner):

@@ -39,6 +39,8 @@ class Engine:
 class Drafter:
     """Knows what it was told."""
 
+    metrics: Eagle3Metrics
+    name: str = "eagle3"
     compared: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     versions: list[int] = field(default_factory=list)
 
@@ -65,12 +67,15 @@ class Rig:
     started: Checkpoint
     registry: CollectorRegistry
     engine: Engine = field(default_factory=Engine)
-    drafter: Drafter = field(default_factory=Drafter)
+    drafter: Drafter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drafter = Drafter(Eagle3Metrics(self.registry))
 
     def models(self, *, without: bool = False) -> DraftModelService:
         path, drafter = (None, None) if without else (self.started.path, self.drafter)
         loop: Any = Loop(self.engine)
-        return DraftModelService(path, loop, drafter, Eagle3Metrics(self.registry))  # type: ignore[arg-type]
+        return DraftModelService(path, loop, drafter)  # type: ignore[arg-type]
 
     def other(self, version: int, **changes: Any) -> Checkpoint:
         """Another head."""

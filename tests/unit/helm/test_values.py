@@ -43,7 +43,7 @@ def test_the_defaults_and_every_set_of_values_are_taken() -> None:
         ({"generation": {"pools": [{"name": "a", "gpu": 2}]}}, "/generation/pools/0"),
         ({"generation": {"pools": [{"name": "a", "device": "tpu"}]}}, "/generation/pools/0/device"),
         (
-            {"generation": {"pools": [{"name": "a", "config": {"drafters": ["eagle"]}}]}},
+            {"generation": {"pools": [{"name": "a", "config": {"drafters": ["EAGLE-3"]}}]}},
             "/generation/pools/0/config/drafters/0",
         ),
         ({"generation": {"defaults": {"cacheSize": "20 GB"}}}, "/generation/defaults/cacheSize"),

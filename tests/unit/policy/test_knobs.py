@@ -39,7 +39,7 @@ SETTINGS = st.fixed_dictionaries(
         ({"ladder": 3}, "knobs.ladder"),
         ({"ladder": {"lengths": [4, 2]}}, "knobs.ladder.lengths"),
         ({"ladder": {"up": 0.5, "down": 0.6}}, "knobs.ladder"),
-        ({"drafters": {"ngram": True}}, "knobs.drafters.ngram"),
+        ({"drafters": {"N-gram": True}}, "knobs.drafters.N-gram"),
     ],
 )
 def test_what_is_not_allowed_is_refused_by_name(setting: dict[str, Any], field: str) -> None:

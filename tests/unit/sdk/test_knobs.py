@@ -39,7 +39,7 @@ def test_every_knob_has_a_field() -> None:
         ),
         ({"ladder": {"lengths": ["a"]}}, "knobs.ladder.lengths", "must be a list of whole numbers"),
         ({"ladder": {"lengths": []}}, "knobs.ladder.lengths", "is empty"),
-        ({"drafters": {"given": True}}, "knobs.drafters.given", "is no knob; there are reference, "),
+        ({"drafters": {"given": "on"}}, "knobs.drafters.given", "is 'on'; must be true or false"),
     ],
 )
 def test_unknown_knobs_and_wrong_types_are_refused_by_name(

@@ -17,21 +17,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from services.generation.drafters.reference.alignment import AlignedSamples, Alignments
+from services.contracts.rollout import RolloutKind
+from services.generation.draft_cache.lenient_reuse import CACHED_SOURCE
+from services.generation.drafters.reference.alignment import AlignedSamples, Alignments, warm_up
 from services.generation.drafters.reference.alignment.row import UNBROKEN
 from services.generation.speculation.acceptance.table import AcceptanceTable
 from services.generation.speculation.drafter import (
     DraftContext,
+    DrafterSetting,
     NewRollouts,
     Proposals,
     ProposalsByName,
     Samples,
     TokenDrafter,
 )
+from services.platform.observability.metric_set import MetricSet, counter
 
 # First number of matches in a row of each bucket, and its prior acceptance: a text that diverged once and is
 # re-aligning.
@@ -46,10 +51,21 @@ Fork = NDArray[np.integer]
 """Whole text that a sample follows if it takes the runner-up; not converted, because it may be long."""
 
 
+class ReferenceMetrics(MetricSet, prefix="paceline_speculation_"):
+    """Metrics of samples that follow a reference."""
+
+    forks_taken = counter(
+        "forks_taken_total",
+        "Times that a sample left its draft at a near-tie and went on along a fork of it.",
+    )
+
+
 class ReferenceDrafter(TokenDrafter):
     """Follows the reference of each sample, which each proposal compares with the response."""
 
     name = "reference"
+    sources = (CACHED_SOURCE, *(each.value for each in RolloutKind))
+    Metrics = ReferenceMetrics
 
     def __init__(self, on_fork: Callable[[], None] = lambda: None) -> None:
         """`on_fork` is called whenever a sample starts to follow a fork."""
@@ -62,6 +78,12 @@ class ReferenceDrafter(TokenDrafter):
         self._forks: dict[str, list[Fork]] = {}
         # Newest policy version of any sample.
         self._version = 0
+
+    @classmethod
+    def build(cls, setting: DrafterSetting) -> Self:
+        """Return the drafter of an engine. Imports numba, which vLLM must come before."""
+        warm_up()
+        return cls(ReferenceMetrics(setting.registry).forks_taken.inc)
 
     def begin(self, context: DraftContext) -> None:
         """Register the reference of a sample, if it has one."""
