@@ -46,6 +46,7 @@ from examples.tinymath.train import (
 )
 from paceline import Client, ExactnessLevel, Group, KnobSetting, Sample, WeightFolder
 from paceline.cli.report import write_report
+from services.contracts.modes import MODES
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.child import ProgressLines
 from services.local.config import DeviceChoice
@@ -79,7 +80,7 @@ _DRAFT_COLUMNS = {
 """Columns of the two tables and their least widths: at most 80 characters in a line."""
 LEARNER_OPTIONS = ("--batch-tokens=512", "--held-out-share=0.2", "--report-seconds=0.5")
 """Options of the online learner: the demo's steps are small, so it takes several optimizer steps from each."""
-POLICIES = ("fixed", "adaptive", "solver", "toggle", "planner")
+POLICIES = tuple(MODES)
 """Modes of speculation; see docs/policy.md."""
 
 

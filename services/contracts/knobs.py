@@ -23,8 +23,8 @@ from paceline.times import duration, seconds_of
 from paceline.v1 import knobs_pb2
 from services.contracts.drafters import NAME, OWN, registered
 from services.contracts.errors import InvalidArgument
+from services.contracts.modes import ModeName, described
 
-Mode = Literal["fixed", "adaptive", "solver", "toggle", "planner"]
 ScopeKind = Literal["fleet", "model", "pool", "run"]
 KINDS: tuple[ScopeKind, ...] = ("fleet", "model", "pool", "run")
 """Kinds of scope, widest first."""
@@ -92,10 +92,7 @@ class Knobs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    mode: Mode = "planner"
-    """fixed: the best proposal of each sample, up to draft_cap tokens. toggle: the same, in steps in which it pays.
-    adaptive: the length of the ladder that acceptance suggests. solver: a draft length for each batch size, from a
-    table. planner: as many tokens over the whole batch as pay."""
+    mode: ModeName = Field(default="planner", description=f"Drafts that a step verifies. {described()}.")
     speculation: bool = True
     """Kill switch: false means plain decoding."""
     draft_cap: int = Field(default=16, ge=1, le=MOST_DRAFTED)

@@ -26,6 +26,7 @@ from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
 from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2_grpc as stream_rpc
 from services.contracts.knobs import DrafterKnobs, Knobs
+from services.contracts.modes import OFF
 from services.drafts.client import DraftStores
 from services.generation.config import GenerationConfig
 from services.generation.draft_cache.cache import DraftCache, Shards
@@ -81,7 +82,7 @@ def build_drafts(
 def _speculation(
     config: GenerationConfig, engine: Any, metrics: EngineMetrics, origin_of: OriginOf
 ) -> Speculation | None:
-    if config.speculation == "off" or not engine.support.allows(Feature.DRAFTS):
+    if config.speculation == OFF or not engine.support.allows(Feature.DRAFTS):
         return None
     branches = config.max_branches if engine.trees else 0
     # These import numba, which vLLM must come before.
@@ -290,7 +291,7 @@ def build_engine(
 
     engine = Engine(config.engine_options())
     warm_up(engine)
-    if config.draft_check and config.speculation != "off":
+    if config.draft_check and config.speculation != OFF:
         check_drafts(engine)
     return engine, build_drafts(config, engine, metrics, origin_of)
 

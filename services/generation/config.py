@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from services.contracts.drafters import NAME, OWN, selectable
+from services.contracts.modes import OFF, ModeOrOff, described
 from services.generation.engine.environment import parallelism_refusal
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 from services.platform.config import Port, ServiceConfig
@@ -108,11 +109,11 @@ class GenerationConfig(ServiceConfig):
     evacuation_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """Time for a reallocator to move the samples away, once the instance is to stop or to drain; then the remaining
     samples are handed back. Without a registered reallocator they are handed back at once."""
-    speculation: Literal["off", "fixed", "adaptive", "toggle", "solver", "planner"] = "planner"
-    """off: plain decoding, whatever the knobs say. fixed: verify the best proposal, up to draft_window
-    tokens. toggle: that, in the steps in which it pays by their predicted time. adaptive: drafts of a length that
-    follows what is accepted. solver: drafts of the length that a table has for the batch. planner: as many tokens,
-    over the whole batch, as pay. Knobs can change the mode."""
+    speculation: ModeOrOff = Field(
+        default="planner",
+        description=f"Drafts that a step verifies; knobs can change the mode. {described()}."
+        " off: none, whatever the knobs say.",
+    )
     draft_check: bool = True
     """Check before serving, on a few tokens, that drafts do not change what the model says; where they do, the
     instance decodes plainly. A second for a model of 70B."""
@@ -264,13 +265,13 @@ class GenerationConfig(ServiceConfig):
         passed = {each.name for each in fields(EngineOptions)} - own
         return EngineOptions(
             **self.model_dump(include=passed),
-            draft_window=0 if self.speculation == "off" else self.draft_window,
-            trees=self.max_branches > 0 and self.speculation != "off",
+            draft_window=0 if self.speculation == OFF else self.draft_window,
+            trees=self.max_branches > 0 and self.speculation != OFF,
             step_log=None if self.step_log is None else self.step_log / f"{self.instance_id}.jsonl",
             quantized=W4Options(self.quantized_group, self.quantized_tokens)
-            if self.quantized and self.speculation != "off"
+            if self.quantized and self.speculation != OFF
             else None,
             eagle3=Eagle3Options(str(self.eagle3), self.eagle3_tokens, self.eagle3_catch_up_tokens)
-            if self.eagle3 is not None and self.speculation != "off"
+            if self.eagle3 is not None and self.speculation != OFF
             else None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from paceline.cli.options import Json, add_columns, plain_table, print_json
 from paceline.installation import how_to_install
 from services.bubbles.config import BubblesConfig
 from services.contracts.knobs import Knobs
+from services.contracts.modes import described
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.capacity import SimulationProgress, instances_for
 from services.simulator.cluster_simulation import ClusterSimulation
@@ -27,7 +28,6 @@ from services.simulator.simulation_setup import (
 )
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-Mode = Literal["planner", "toggle", "solver", "adaptive", "fixed"]
 # Approximate number of simulations in a search for a deadline.
 _SEARCH = 10
 
@@ -70,7 +70,7 @@ def simulate(
     ] = None,
     reallocate: Annotated[bool, typer.Option("--reallocate", help="Move samples between instances.")] = False,
     decision_steps: Annotated[int, typer.Option(min=1, help="Engine steps between decisions to move.")] = 64,
-    mode: Annotated[str, typer.Option(help="planner, toggle, solver, adaptive or fixed.")] = "planner",
+    mode: Annotated[str, typer.Option(help=described())] = "planner",
     update_seconds: Annotated[float, typer.Option(min=0, help="The trainer's update.")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps. Default: 3 with --pregenerate, else 1.")
@@ -118,7 +118,7 @@ def _setup(
     pregenerate: float | None,
     reallocate: bool,
     decision_steps: int,
-    mode: Mode,
+    mode: str,
     update_seconds: float,
     steps: int | None,
     seed: int,

@@ -23,6 +23,7 @@ from paceline import (
 )
 from paceline.cli.app import run as command
 from paceline.report.facts import RunFacts, read_facts
+from services.contracts.modes import MODES
 from services.local import Platform
 from services.local.up import leave_report
 from tests.e2e.conftest import scrape
@@ -103,7 +104,7 @@ def test_the_kill_switch_stops_all_drafting_and_no_sample_changes(platform: Plat
     assert tokens(speculated(client, "kill", 2200)) == plain
 
 
-@pytest.mark.parametrize("mode", ["fixed", "adaptive", "solver", "toggle", "planner"])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_same_samples_and_says_what_it_did(client: Client, mode: str) -> None:
     began = time.time()
     change(client, mode=mode)

@@ -131,6 +131,8 @@ class Mode:
 
     REASONS: ClassVar[tuple[PlanReason, PlanReason]] = (PlanReason.OFF, PlanReason.FIXED)
     """Reasons of steps without and with drafts."""
+    SWITCHES: ClassVar[bool] = False
+    """True if a change between the two is reported as a switch of speculation."""
     step_time: StepTimeEstimator
     knobs: Knobs
     exploration: Exploration = field(default_factory=Exploration)

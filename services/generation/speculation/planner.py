@@ -25,11 +25,11 @@ from services.contracts.knobs import (
     capped,
     resolved,
 )
+from services.contracts.modes import MODES
 from services.contracts.plan_reasons import PlanReason
 from services.generation.draft_cache.origin import Origin
 from services.generation.speculation.decision import Exploration, Mode, PlanDecision
 from services.generation.speculation.drafter import Proposals, ProposalsByName, Samples
-from services.generation.speculation.modes import MODES
 from services.generation.speculation.plan import (
     UNBOUNDED,
     DraftableBatch,
@@ -382,7 +382,7 @@ class KnobDrivenPlanner(DraftPlanner):
         mode = self._modes.get(id(knobs))
         if mode is None:
             arguments = (self.step_time, knobs, self._exploration, self._fixed, self._graphs)
-            mode = self._modes[id(knobs)] = MODES[knobs.mode](*arguments)
+            mode = self._modes[id(knobs)] = MODES[knobs.mode].load()(*arguments)
         return mode
 
     def _begin(self, samples: Samples) -> Mode:
@@ -398,8 +398,8 @@ class KnobDrivenPlanner(DraftPlanner):
         decision = mode.last
         self._exploration.record_step(requests, drafted=decision.tokens > 0)
         self.account.planned(decision, mode.knobs.mode)
-        if decision.reason in (PlanReason.TOGGLED_ON, PlanReason.TOGGLED_OFF):
-            on = decision.reason == PlanReason.TOGGLED_ON
+        if mode.SWITCHES and decision.reason in mode.REASONS:
+            on = decision.reason.drafted
             self.account.toggled(on, decision.available, requests, self._clock())
         if self._metrics is not None:
             self._metrics.planned(decision)

@@ -17,13 +17,13 @@ from paceline.internal.v1 import policy_pb2_grpc as rpc
 from paceline.times import seconds_of
 from services.contracts.knob_store import KnobStore
 from services.contracts.knobs import KnobScope
+from services.contracts.modes import MODES
 from services.platform.config import ServiceConfig
 from services.platform.redis.connection import connect
 from tests.support.instances import CALL, InstanceProcess, Outcome, calling, generate, item
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 NAMESPACE = "policy-modes"
-MODES = ("fixed", "adaptive", "toggle", "solver", "planner")
 SAMPLES, TOKENS = 12, 80
 
 

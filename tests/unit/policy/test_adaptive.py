@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from services.contracts.knobs import Knobs, LadderKnobs
 from services.contracts.plan_reasons import PlanReason
 from services.generation.engine.types import EngineSampleState
+from services.generation.experiments.adaptive import AdaptiveMode
 from services.generation.speculation.drafter import Proposal, Proposals
-from services.generation.speculation.modes import AdaptiveMode
 from tests.support.step_times import KnownStepTime
 
 LENGTHS = (1, 2, 4, 6, 8, 12, 16)

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from services.contracts.errors import InvalidArgument
 from services.contracts.knobs import Knobs, KnobScope, changes, check, merged, resolved
+from services.contracts.modes import MODES
 
 SETTINGS = st.fixed_dictionaries(
     {},
     optional={
-        "mode": st.sampled_from(["fixed", "adaptive", "solver", "toggle", "planner"]),
+        "mode": st.sampled_from([*MODES]),
         "speculation": st.booleans(),
         "draft_cap": st.integers(1, 128),
         "margin": st.floats(0, 10),

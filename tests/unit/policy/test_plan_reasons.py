@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from services.contracts.knobs import StepTotals
+from services.contracts.modes import MODES
 from services.contracts.plan_reasons import PlanReason
-from services.generation.speculation.modes import MODES
 from services.policy.steps import StepEnd, step_ended
 
 
@@ -22,7 +22,7 @@ def test_a_name_finds_its_reason() -> None:
 
 def test_the_reasons_of_each_mode_say_whether_drafts_were_verified() -> None:
     for mode in MODES.values():
-        assert [reason.drafted for reason in mode.REASONS] == [False, True]
+        assert [reason.drafted for reason in mode.load().REASONS] == [False, True]
 
 
 def test_an_explanation_counts_every_reason() -> None:

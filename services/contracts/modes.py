@@ -1,0 +1,77 @@
+"""Registry of the modes of speculation: their names, and the class of each. No other place has a list of them.
+
+Knobs, settings and the simulator take the names from here; an instance imports the class when a step uses the mode.
+Experiments showed no gain over `planner`; they are kept to be compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+_CORE, _EXPERIMENTS = "services.generation.speculation.modes", "services.generation.experiments"
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredMode:
+    """A mode by name; `place` is its class, a `Mode`, as `module:class`, and `words` say what it verifies."""
+
+    name: str
+    place: str
+    words: str
+
+    def load(self) -> Any:
+        """Import and return the class."""
+        return resolve_name(self.place)
+
+
+MODES: Mapping[str, RegisteredMode] = {
+    each.name: each
+    for each in (
+        RegisteredMode(
+            "planner", f"{_CORE}:PlannerMode", "as many tokens as pay, over the whole batch; the default"
+        ),
+        RegisteredMode(
+            "fixed", f"{_CORE}:FixedMode", "the best proposal of each sample, up to the draft cap"
+        ),
+        RegisteredMode(
+            "toggle", f"{_EXPERIMENTS}.toggle:ToggleMode", "the same, in the steps in which it pays"
+        ),
+        RegisteredMode(
+            "adaptive",
+            f"{_EXPERIMENTS}.adaptive:AdaptiveMode",
+            "the best proposals, up to a length that follows what is accepted",
+        ),
+        RegisteredMode(
+            "solver",
+            f"{_EXPERIMENTS}.solver:SolverMode",
+            "the best proposals, up to the length that a table has for the batch",
+        ),
+    )
+}
+"""Modes by name."""
+OFF = "off"
+"""Setting of an instance that never speculates, whatever the knobs say."""
+
+
+def _known(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"is no mode; there are {', '.join(MODES)}")
+    return mode
+
+
+def _known_or_off(mode: str) -> str:
+    return mode if mode == OFF else _known(mode)
+
+
+ModeName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": [*MODES]})]
+ModeOrOff = Annotated[str, AfterValidator(_known_or_off), Field(json_schema_extra={"enum": [OFF, *MODES]})]
+
+
+def described() -> str:
+    """Return the modes with their words, for help texts."""
+    return "; ".join(f"{each.name}: {each.words}" for each in MODES.values())
