@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.contracts.drafters import NAME, OWN, selectable
 from services.contracts.modes import OFF, ModeOrOff, described
+from services.generation.engine.draft_models.kinds import KINDS
 from services.generation.engine.environment import parallelism_refusal
 from services.generation.engine.types import Eagle3Options, EngineOptions, W4Options
 from services.platform.config import Port, ServiceConfig
@@ -238,8 +239,8 @@ class GenerationConfig(ServiceConfig):
 
     @model_validator(mode="after")
     def _buildable(self) -> Self:
-        if self.engine == "v2" and (self.quantized or self.eagle3 is not None):
-            raise ValueError("engine v2 has no draft models: quantized and eagle3 must not be set")
+        if self.engine == "v2" and (models := [kind.name for kind in KINDS if getattr(self, kind.name)]):
+            raise ValueError(f"engine v2 has no draft models: {' and '.join(models)} must not be set")
         if idle := self.drafter_options.keys() - {*self.drafters}:
             raise ValueError(f"drafter_options: {', '.join(sorted(idle))} is not among the drafters")
         if self.engine == "v2" and self.lenient_drafts:
@@ -261,7 +262,7 @@ class GenerationConfig(ServiceConfig):
 
     def engine_options(self) -> EngineOptions:
         """Return the part that the engine is built from."""
-        own = {"quantized", "eagle3", "draft_window", "trees", "step_log"}
+        own = {*(kind.name for kind in KINDS), "draft_window", "trees", "step_log"}
         passed = {each.name for each in fields(EngineOptions)} - own
         return EngineOptions(
             **self.model_dump(include=passed),

@@ -314,7 +314,7 @@ def quantized_bytes(engine: Any) -> int:
 
 
 def _quantized_copy_of_group(worker: Any, group: int) -> None:
-    from services.generation.engine.draft_models.quantized import QuantizedCopy
+    from services.generation.engine.experiments.quantized import QuantizedCopy
 
     QuantizedCopy(worker.model_runner.get_model(), group)
 

@@ -20,11 +20,12 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from paceline.files import read_object
+from services.generation.engine.draft_models.kinds import wanted
 from services.generation.engine.environment import V2, invariance_refusal, runner_of, runner_refusal
 from services.generation.engine.model_support import Feature, ModelSupport, model_support
 from services.generation.engine.step_sizes import graph_sizes, row_capacity
 from services.generation.engine.traits import engine_traits
-from services.generation.engine.types import EAGLE3_KEY, KERNELS_KEY, QUANTIZED_KEY, TREES_KEY, EngineOptions
+from services.generation.engine.types import KERNELS_KEY, TREES_KEY, EngineOptions
 
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
@@ -106,8 +107,9 @@ def engine_args(options: EngineOptions) -> EngineArgs:
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if on_cpu:
         import_model_classes(options.model)
-        if options.eagle3 is not None:
-            import_model_classes(options.eagle3.checkpoint)
+        for own in wanted(options).values():
+            if checkpoint := getattr(own, "checkpoint", ""):
+                import_model_classes(checkpoint)
     return EngineArgs(
         model=options.model,
         tokenizer=options.model,
@@ -130,13 +132,13 @@ def engine_args(options: EngineOptions) -> EngineArgs:
 
 def _refusal(options: EngineOptions, on_cpu: bool) -> str:
     """Return why an engine cannot be built with these options; "" if it can."""
-    draft_models = options.quantized is not None or options.eagle3 is not None
+    draft_models = " and ".join(kind.words for kind in wanted(options))
     reasons = (
         (
             options.coupled and options.vllm_speculation is not None,
             "vLLM's own speculation needs vLLM's own runner: coupled=False",
         ),
-        (draft_models and not options.coupled, "quantized and eagle3 need the coupled runner"),
+        (bool(draft_models) and not options.coupled, f"{draft_models} need the coupled runner"),
         (
             # An instance would crash on its first sample: the kernel reads weights of experts it does not have.
             on_cpu and options.enable_expert_parallel,
@@ -174,11 +176,7 @@ def import_model_classes(model: str) -> None:
 
 def _for_workers(options: EngineOptions) -> dict[str, Any]:
     """Return the options of our workers that vLLM does not know."""
-    found: dict[str, Any] = {}
-    if options.quantized is not None:
-        found[QUANTIZED_KEY] = asdict(options.quantized)
-    if options.eagle3 is not None:
-        found[EAGLE3_KEY] = asdict(options.eagle3)
+    found: dict[str, Any] = {kind.key: asdict(own) for kind, own in wanted(options).items()}
     if options.kernels != "auto":
         found[KERNELS_KEY] = options.kernels
     return found

@@ -30,6 +30,7 @@ from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
 from services.generation.engine.core_steps import MOST_REPLAYED, NO_BRANCHES, CoreSteps
 from services.generation.engine.draft_models.interface import DraftModelClient
+from services.generation.engine.draft_models.kinds import wanted
 from services.generation.engine.kernel_choice import SAMPLER
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.model_support import Feature, ModelSupport
@@ -38,8 +39,6 @@ from services.generation.engine.step_sizes import prompt_rows, row_capacity
 from services.generation.engine.text import StopStrings, token_bytes
 from services.generation.engine.traits import support_of
 from services.generation.engine.types import (
-    EAGLE3,
-    QUANTIZED,
     TREES_KEY,
     Ending,
     EngineLoad,
@@ -109,9 +108,9 @@ class Engine:
         )
         # Draft models by name, in the order of their cost per token.
         self.model_drafts = {
-            name: DraftModelClient(self._core, name, own.most_tokens)
-            for name, own in ((EAGLE3, options.eagle3), (QUANTIZED, options.quantized))
-            if own is not None and self.support.allows(Feature(name))
+            kind.name: DraftModelClient(self._core, kind.name, own.most_tokens)
+            for kind, own in wanted(options).items()
+            if self.support.allows(kind.feature)
         }
         self._sleep_mode = options.sleep_mode
         # Weights of draft models that arrived while the engine slept, by name.

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from services.generation.engine.draft_models.kinds import wanted
 from services.generation.engine.types import EngineOptions
 from services.step_time.machine import on_cpu
 
@@ -60,8 +61,7 @@ def runner_refusal(options: EngineOptions) -> str:
     if runner_of(options.engine) == V1:
         return ""
     reasons = (
-        (options.quantized is not None, "the quantized copy drafts on V1 only"),
-        (options.eagle3 is not None, "the EAGLE-3 head drafts on V1 only"),
+        *((True, f"{kind.words} drafts on V1 only") for kind in wanted(options)),
         (not options.coupled, "vLLM's own sampler is available on V1 only, for comparison"),
     )
     return next((f"engine v2: {reason}" for applies, reason in reasons if applies), "")

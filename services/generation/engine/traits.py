@@ -11,11 +11,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
+from services.generation.engine.draft_models.kinds import KINDS
 from services.generation.engine.kernel_choice import KernelReport
 from services.generation.engine.model_support import EngineTraits, Feature, ModelSupport, model_support
-from services.generation.engine.types import EAGLE3_KEY
+from services.generation.engine.types import EAGLE3
 
 _log = logging.getLogger(__name__)
+_EAGLE3 = next(kind for kind in KINDS if kind.name == EAGLE3)
 
 
 def engine_traits(config: VllmConfig, *, v2: bool, coupled: bool = True, **known: Any) -> EngineTraits:
@@ -26,7 +28,7 @@ def engine_traits(config: VllmConfig, *, v2: bool, coupled: bool = True, **known
         current_platform.device_type,
         v2=v2,
         coupled=coupled,
-        eagle3=EAGLE3_KEY in config.additional_config,
+        eagle3=_EAGLE3.key in config.additional_config,
         latent=model.use_mla,
         window=model.get_sliding_window() is not None
         or model.rswa_window is not None

@@ -50,8 +50,6 @@ KERNELS_KEY = "paceline_kernels"
 """Key in vLLM's additional_config for the name of the kernels' backend, if it is not auto."""
 QUANTIZED, EAGLE3 = "quantized", "eagle3"
 """Names of the drafters that have a separate model."""
-QUANTIZED_KEY, EAGLE3_KEY = "paceline_quantized", "paceline_eagle3"
-"""Keys in vLLM's additional_config for the fields of `W4Options` and `Eagle3Options`, if these are wanted."""
 TREES_KEY = "paceline_trees"
 """Key in vLLM's additional_config that says whether drafts may be trees."""
 

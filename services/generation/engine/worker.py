@@ -19,9 +19,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kernels.short_query_attention.race import AttentionName
 from services.generation.engine.attention_backend import use_attention
-from services.generation.engine.draft_models.eagle3 import Eagle3
 from services.generation.engine.draft_models.interface import DraftModel
-from services.generation.engine.draft_models.quantized import QuantizedSelfDraft
+from services.generation.engine.draft_models.kinds import KINDS
 from services.generation.engine.kernel_choice import KernelReport, failed, use_kernels
 from services.generation.engine.model_support import Feature, ModelSupport, model_support, worker_refusal
 from services.generation.engine.recurrent_states import with_spare_states
@@ -29,18 +28,7 @@ from services.generation.engine.runner import coupled
 from services.generation.engine.step_sizes import row_capacity, step_memory
 from services.generation.engine.traits import engine_traits, kinds_of
 from services.generation.engine.trees.attention import BRANCHES, BranchAttention, TreeSteps
-from services.generation.engine.types import (
-    EAGLE3,
-    EAGLE3_KEY,
-    KERNELS_KEY,
-    QUANTIZED,
-    QUANTIZED_KEY,
-    TREES_KEY,
-    DraftRequest,
-    DraftResult,
-    Eagle3Options,
-    W4Options,
-)
+from services.generation.engine.types import KERNELS_KEY, TREES_KEY, DraftRequest, DraftResult
 from services.generation.kv_transfer.port import KvWorkerMixin
 from services.platform.memory import return_freed_memory
 
@@ -137,13 +125,10 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         super().load_model(**kwargs)  # type: ignore[misc]
         options, support = self.vllm_config.additional_config, self.model_support()
         self.drafters = {}
-        # The quantized copy comes first: it copies the target before features are added to it.
-        if QUANTIZED_KEY in options and support.allows(Feature.QUANTIZED):
-            own = W4Options(**options[QUANTIZED_KEY])
-            self.drafters[QUANTIZED] = QuantizedSelfDraft(self.model_runner, own)
-        if EAGLE3_KEY in options and support.allows(Feature.EAGLE3):
-            with self.among_weights():
-                self.drafters[EAGLE3] = Eagle3(self.model_runner, Eagle3Options(**options[EAGLE3_KEY]))
+        for kind in sorted(KINDS, key=lambda each: not each.copies_target):
+            if kind.key in options and support.allows(kind.feature):
+                with self.among_weights() if kind.among_weights else nullcontext():
+                    self.drafters[kind.name] = kind.build(self.model_runner, options[kind.key])
         for name in self.drafters:
             self.begin_drafter(name, 0)
             self.build_drafter(name, _AT_ONCE)
