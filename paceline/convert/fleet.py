@@ -24,7 +24,7 @@ Faults = dict[str, str]
 _STATE = EnumPair(t.InstanceState, fleet_pb2.InstanceState, "INSTANCE_STATE")
 _TARGET = EnumPair(t.WeightTarget, weight_pb2.WeightTarget, "WEIGHT_TARGET")
 _IN_FLIGHT = EnumPair(t.InFlight, weight_pb2.InFlight, "IN_FLIGHT")
-# Field of drafters without a field of their own; in a mapping all drafters are alike.
+# Field with all drafters that have no other field. In a mapping they are like the others.
 _OTHERS = "others"
 
 
@@ -60,7 +60,7 @@ def _fill(message: Message, values: Mapping[str, Any], path: str, faults: Faults
         place = f"{path}.{name}"
         field = None if name == _OTHERS else fields.get(name)
         if field is None and _OTHERS in fields:
-            # A drafter without a field of its own, which the service knows or refuses.
+            # A drafter without its own field. The service knows whether there is one of this name.
             if isinstance(name, str) and isinstance(value, bool):
                 getattr(message, _OTHERS)[name] = value
             else:

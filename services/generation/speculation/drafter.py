@@ -149,7 +149,7 @@ class DrafterOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class DrafterSetting:
-    """What a drafter is built from.
+    """Arguments that a drafter is built from.
 
     `options` is of the drafter's class `Options`. A proposal has at most `config.draft_window` tokens. `branches`
     is the largest number of alternatives that the engine verifies in addition to a proposal. `draft_models` are the

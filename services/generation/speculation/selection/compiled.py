@@ -39,7 +39,7 @@ def survive(acceptance, room, survival):
 
 
 @jit.kernel
-def pick(survival, price, picks):
+def pick(survival, branches, drafter, price, picks):
     """Fill the drafter [n] whose tokens exceed `price` most, the first of equals."""
     drafters, n, width = survival.shape
     for i in range(n):
@@ -50,6 +50,9 @@ def pick(survival, price, picks):
                 if survival[d, i, j] <= price:
                     break
                 brought += survival[d, i, j] - price
+            if d == drafter:
+                for j in range(branches.shape[1]):
+                    brought += max(branches[i, j] - price, 0.0)
             if brought > most:
                 best, most = d, brought
         picks[i] = best
@@ -114,7 +117,7 @@ def search(survival, counts, seconds, price, picks, buckets):
     It has 0 tokens if none is worth it. counts [c] rise from 0, seconds [c] are the times of their steps. If the
     first count above 0 is larger than the number of tokens, that number is tried instead.
     """
-    pick(survival, price, picks)
+    pick(survival, np.empty((len(picks), 0)), -1, price, picks)
     sort_into(survival, picks, buckets)
     return evaluate(buckets, counts, seconds, len(picks))
 
@@ -188,28 +191,10 @@ def drop_last(chain, branches):
         branches[place - len(chain)] = 0.0
 
 
-@jit.kernel
-def pick_trees(survival, branches, drafter, price, picks):
-    """Fill the drafter [n] whose tokens exceed `price` most, the first of equals."""
-    drafters, n, width = survival.shape
-    for i in range(n):
-        best, most = 0, -1.0
-        for d in range(drafters):
-            brought = 0.0
-            for j in range(width):
-                brought += max(survival[d, i, j] - price, 0.0)
-            if d == drafter:
-                for j in range(branches.shape[1]):
-                    brought += max(branches[i, j] - price, 0.0)
-            if brought > most:
-                best, most = d, brought
-        picks[i] = best
-
-
 @_entry
 def search_trees(survival, branches, drafter, counts, seconds, price, picks, buckets):
     """Do the same as `search`, with the branches [n, m] of one drafter's proposals."""
-    pick_trees(survival, branches, drafter, price, picks)
+    pick(survival, branches, drafter, price, picks)
     sort_into(survival, picks, buckets)
     bits = branches.view(np.int64)
     for i in range(len(branches)):
