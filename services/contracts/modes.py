@@ -1,7 +1,8 @@
 """Registry of the modes of speculation: their names, and the class of each. No other place has a list of them.
 
 Knobs, settings and the simulator take the names from here; an instance imports the class when a step uses the mode.
-Experiments showed no gain over `planner`; they are kept to be compared with it.
+Experiments did not beat `planner` over all cells of bench/policy. They are kept for comparison, and are never the
+default.
 """
 
 from __future__ import annotations

@@ -187,12 +187,10 @@ async def build(
         pregeneration_metrics = PregenerationMetrics(metrics_registry)
         uploads = UploadQueue(stores, pregeneration_metrics)
         coordinator = CoordinatorConnection(config, registry)
-        # A fork resumes from a prefix, and only the drafter of references uses forks.
-        forked = (
-            support.allows(Feature.RESUMING)
-            and loop.drafts.speculation is not None
-            and "reference" in config.drafters
-        )
+        # A fork resumes from a prefix.
+        speculation = loop.drafts.speculation
+        drafters = () if speculation is None else speculation.drafters
+        forked = support.allows(Feature.RESUMING) and any(each.uses_forks for each in drafters)
         pregenerator = Pregenerator(
             config if forked else config.model_copy(update={"forks": 0}),
             loop,

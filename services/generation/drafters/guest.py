@@ -86,6 +86,7 @@ class GuestDrafter(TokenDrafter):
         """
         self.name = name
         self.sequential = bool(drafter.sequential)
+        self.uses_forks = bool(drafter.uses_forks)
         self._sources = {"", name, *drafter.sources}
         self._drafter = drafter
         self._most_seconds = most_seconds

@@ -1,1 +1,1 @@
-"""Experiments: modes that showed no gain over `planner`. The core imports them only by name, from registries."""
+"""Experiments: modes that did not beat `planner` over all cells of bench/policy. The core finds them by name."""

@@ -182,6 +182,8 @@ class TokenDrafter:
     """Class of its options, which the setting `drafter_options` has by drafter."""
     Metrics: ClassVar[type[MetricSet] | None] = None
     """Class of its metrics, if it has any; `build` makes them in `DrafterSetting.registry`."""
+    uses_forks = False
+    """True if it proposes from forks (`DraftContext.forks`); else pre-generation makes none for it."""
     sequential = False
     """True if tokens cost the drafter time, so that it is queried after the others and gets their proposals."""
 

@@ -64,6 +64,7 @@ class ReferenceDrafter(TokenDrafter):
     """Follows the reference of each sample, which each proposal compares with the response."""
 
     name = "reference"
+    uses_forks = True
     sources = (CACHED_SOURCE, *(each.value for each in RolloutKind))
     Metrics = ReferenceMetrics
 
