@@ -28,7 +28,7 @@ class RegisteredDrafter:
     own: bool = True
     """False for a drafter of another package."""
     by_default: bool = False
-    """An instance uses it unless its setting `drafters` says otherwise."""
+    """An instance uses it unless its setting `drafters` leaves it out."""
     model: bool = False
     """It has a model in the engine. The setting of its name switches it on, and `drafters` leaves it out."""
 

@@ -1,9 +1,9 @@
-"""Drafters of other packages: built and called so that none of their faults reaches the instance.
+"""Build and call drafters of other packages so that their faults do not reach the instance.
 
-Whatever such a drafter proposes, verification keeps exactly the policy's tokens, and `Speculation` checks each
-proposal. What is left is done here: a drafter that cannot be built is left out; what the drafter gets is read-only
-or its own; its proposals are copied; and a drafter whose calls take too long is not called again. A call that never
-returns is ended as a hung device is: with the process, after `step_timeout_seconds`.
+Verification keeps exactly the policy's tokens for any proposals, and `Speculation` checks each proposal and counts
+faults. This module adds what a foreign drafter needs: it gets read-only views of the engine's tokens, its proposals
+are copied, and it is not called again after some slow calls. A call that never returns is treated like a hung
+device: the process ends after `step_timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GuestDrafter(TokenDrafter):
     def __init__(
         self, name: str, drafter: Any, most_seconds: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Take the drafter in.
+        """Wrap a drafter.
 
         Args:
             name: its name in the registry, which the drafter itself cannot change.
