@@ -7,7 +7,7 @@ default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Annotated, Any
@@ -33,14 +33,12 @@ class RegisteredMode:
 MODES: Mapping[str, RegisteredMode] = {
     each.name: each
     for each in (
-        RegisteredMode(
-            "planner", f"{_CORE}:PlannerMode", "as many tokens as pay, over the whole batch; the default"
-        ),
+        RegisteredMode("planner", f"{_CORE}:PlannerMode", "as many tokens as pay, over the whole batch"),
         RegisteredMode(
             "fixed", f"{_CORE}:FixedMode", "the best proposal of each sample, up to the draft cap"
         ),
         RegisteredMode(
-            "toggle", f"{_EXPERIMENTS}.toggle:ToggleMode", "the same, in the steps in which it pays"
+            "toggle", f"{_EXPERIMENTS}.toggle:ToggleMode", "as fixed, in the steps in which it pays"
         ),
         RegisteredMode(
             "adaptive",
@@ -59,18 +57,22 @@ OFF = "off"
 """Setting of an instance that never speculates, whatever the knobs say."""
 
 
-def _known(mode: str) -> str:
-    if mode not in MODES:
-        raise ValueError(f"is no mode; there are {', '.join(MODES)}")
+def _checked(mode: str, allowed: Collection[str]) -> str:
+    if mode not in allowed:
+        raise ValueError(f"{mode!r} is no mode; there are {', '.join(allowed)}")
     return mode
 
 
+def _known(mode: str) -> str:
+    return _checked(mode, MODES)
+
+
 def _known_or_off(mode: str) -> str:
-    return mode if mode == OFF else _known(mode)
+    return _checked(mode, (*MODES, OFF))
 
 
 ModeName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": [*MODES]})]
-ModeOrOff = Annotated[str, AfterValidator(_known_or_off), Field(json_schema_extra={"enum": [OFF, *MODES]})]
+ModeOrOff = Annotated[str, AfterValidator(_known_or_off), Field(json_schema_extra={"enum": [*MODES, OFF]})]
 
 
 def described() -> str:

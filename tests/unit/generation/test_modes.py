@@ -37,7 +37,7 @@ def test_knobs_and_configuration_take_the_modes() -> None:
     for mode in (OFF, *MODES):
         assert GenerationConfig(model="/models/policy", speculation=mode).speculation == mode
     schema: Any = GenerationConfig.model_json_schema()["properties"]["speculation"]
-    assert schema["enum"] == [OFF, *MODES]
+    assert schema["enum"] == [*MODES, OFF]
 
 
 @pytest.mark.parametrize("mode", ["best", OFF, ""])
