@@ -80,7 +80,6 @@ from paceline.types import (
     WeightTarget,
 )
 from paceline.weights.adapters import Adapter
-from paceline.weights.collective import WeightCollective
 from paceline.weights.folder import ShardedTensors, WeightFolder
 from paceline.weights.stream import WeightStream
 
@@ -167,7 +166,6 @@ __all__ = [
     "VersionSpan",
     "Versions",
     "Violation",
-    "WeightCollective",
     "WeightFolder",
     "WeightStream",
     "WeightTarget",

@@ -40,7 +40,6 @@ from paceline.transport.grpc import AioTransport, BlockingTransport
 from paceline.transport.interface import Transport
 from paceline.transport.options import ConnectionOptions
 from paceline.weights.adapters import Adapter
-from paceline.weights.collective import WeightCollective, push_collective
 from paceline.weights.folder import ShardedTensors, WeightFolder, push_folder
 from paceline.weights.safetensors import Tensors, check
 from paceline.weights.stream import WeightStream, push_stream
@@ -50,7 +49,7 @@ log = logging.getLogger("paceline")
 
 Batches = Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]]
 """The groups of each step, in order."""
-WeightTransport = WeightFolder | WeightStream | WeightCollective
+WeightTransport = WeightFolder | WeightStream
 """Transport of weights from a trainer to the instances."""
 Source = Path | str | Tensors | ShardedTensors
 """Weights: a folder in Hugging Face layout, tensors by name, pairs of name and tensor, or tensors of ranks."""
@@ -216,10 +215,10 @@ class AsyncRun(RunRollouts):
         sending them again.
 
         `source` is tensors (numpy or torch), by name or as an iterator of pairs, which are sent through the run's
-        `WeightStream` or `WeightCollective` or written to its `WeightFolder`; the asynchronous client reads them in
-        a separate thread. On several shards the weights are staged on all before any applies them, and tensors are
-        read once. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors` are written
-        to a `WeightFolder` by all ranks, of which rank 0 pushes. After an error the previous version is served.
+        `WeightStream` or written to its `WeightFolder`; the asynchronous client reads them in a separate thread. On
+        several shards the weights are staged on all before any applies them, and tensors are read once. Or it is a
+        folder in Hugging Face layout, which the instances read. `ShardedTensors` are written to a `WeightFolder` by
+        all ranks, of which rank 0 pushes. After an error the previous version is served.
         """
         weights = self._weights
         if not isinstance(source, str | Path | ShardedTensors):
@@ -227,11 +226,8 @@ class AsyncRun(RunRollouts):
             check(source)
 
         def pushing(push: VersionPush) -> Awaitable[t.UpdateFinished]:
-            if not isinstance(source, str | Path | ShardedTensors):
-                if isinstance(weights, WeightStream):
-                    return push_stream(self.client, push, weights, source, in_flight)
-                if isinstance(weights, WeightCollective):
-                    return push_collective(push, weights, source, in_flight)
+            if isinstance(weights, WeightStream) and not isinstance(source, str | Path | ShardedTensors):
+                return push_stream(self.client, push, weights, source, in_flight)
             return push_folder(
                 self.client,
                 push,

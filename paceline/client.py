@@ -11,7 +11,7 @@ them (see `paceline.blocking`). Methods raise `PacelineError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -23,7 +23,6 @@ from paceline.blocking import Face, entered, finish, iterate
 from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
 from paceline.shards import Shard
 from paceline.transport.channel import Tls
-from paceline.v1 import weight_pb2
 from paceline.weights.adapters import Adapter
 
 
@@ -229,22 +228,9 @@ class Client(Face[AsyncClient]):
         """Start an update whose weights are pushed to an instance, or return another instance for it."""
         return finish(self._core.start_stream(run_id, version, target, push_id))
 
-    def start_collective(
-        self,
-        run_id: str,
-        version: int,
-        target: t.WeightTarget,
-        rendezvous: weight_pb2.CollectiveRendezvous,
-        push_id: str = "",
-    ) -> t.CollectiveStarted:
-        """Start an update whose weights are broadcast, or return the instances that take part now."""
-        return finish(self._core.start_collective(run_id, version, target, rendezvous, push_id))
-
-    def update_streamed(
-        self, update_id: str, checksum: str, left_out: Mapping[str, str] | None = None
-    ) -> tuple[t.InstanceUpdate, ...]:
-        """Let every instance check and stage the pushed weights, except `left_out`: ids with reasons."""
-        return finish(self._core.update_streamed(update_id, checksum, left_out))
+    def update_streamed(self, update_id: str, checksum: str) -> tuple[t.InstanceUpdate, ...]:
+        """Let every instance check and stage the pushed weights."""
+        return finish(self._core.update_streamed(update_id, checksum))
 
     def finish_update(self, update_id: str, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
         """Apply the staged weights between two engine steps and publish the version."""
@@ -361,10 +347,10 @@ class Run(Face[AsyncRun]):
         sending them again.
 
         `source` is tensors (numpy or torch), by name or as an iterator of pairs, which are sent through the run's
-        `WeightStream` or `WeightCollective` or written to its `WeightFolder`; the asynchronous client reads them in
-        a separate thread. On several shards the weights are staged on all before any applies them, and tensors are
-        read once. Or it is a folder in Hugging Face layout, which the instances read. `ShardedTensors` are written
-        to a `WeightFolder` by all ranks, of which rank 0 pushes. After an error the previous version is served.
+        `WeightStream` or written to its `WeightFolder`; the asynchronous client reads them in a separate thread. On
+        several shards the weights are staged on all before any applies them, and tensors are read once. Or it is a
+        folder in Hugging Face layout, which the instances read. `ShardedTensors` are written to a `WeightFolder` by
+        all ranks, of which rank 0 pushes. After an error the previous version is served.
         """
         return finish(self._core.push_weights(source, target, in_flight=in_flight))
 

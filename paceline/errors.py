@@ -50,8 +50,6 @@ RANK_LOST = "RANK_LOST"
 """A rank of a push by several ranks failed or is gone."""
 EXTRA_MISSING = "EXTRA_MISSING"
 """The call needs packages that are missing; the message says how to install them."""
-NO_RENDEZVOUS = "NO_RENDEZVOUS"
-"""The trainer cannot open a broadcast."""
 
 _DETAIL_TYPES: dict[str, type[Message]] = {
     kind.DESCRIPTOR.full_name: kind
@@ -421,11 +419,6 @@ def extra_missing(extra: str, purpose: str, error: ImportError) -> FailedPrecond
     """Return the error of a call that needs packages of an extra that is not installed."""
     message = f"{purpose} needs the extra `{extra}`: {how_to_install(extra)} ({error})"
     return _failed_precondition(EXTRA_MISSING, message)
-
-
-def no_rendezvous(message: str) -> FailedPreconditionError:
-    """Return the error of a trainer that cannot open a broadcast."""
-    return _failed_precondition(NO_RENDEZVOUS, message)
 
 
 def _info(reason: str, metadata: Mapping[str, str] | None = None) -> error_details_pb2.ErrorInfo:

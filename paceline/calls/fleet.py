@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,26 +180,9 @@ class WeightUpdateCalls(Caller):
         answer = await self._start(run_id, version, target, weight_pb2.WEIGHT_TRANSPORT_STREAM, push_id)
         return convert.stream_started(answer, version)
 
-    async def start_collective(
-        self,
-        run_id: str,
-        version: int,
-        target: t.WeightTarget,
-        rendezvous: weight_pb2.CollectiveRendezvous,
-        push_id: str = "",
-    ) -> t.CollectiveStarted:
-        """Start an update whose weights are broadcast, or return the instances that take part now."""
-        transport = weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
-        answer = await self._start(run_id, version, target, transport, push_id, rendezvous)
-        return convert.collective_started(answer, version)
-
-    async def update_streamed(
-        self, update_id: str, checksum: str, left_out: Mapping[str, str] | None = None
-    ) -> tuple[t.InstanceUpdate, ...]:
-        """Let every instance check and stage the pushed weights, except `left_out`: ids with reasons."""
-        streamed = convert.message(
-            weight_pb2.StreamedWeights, checksum=checksum, left_out={} if left_out is None else left_out
-        )
+    async def update_streamed(self, update_id: str, checksum: str) -> tuple[t.InstanceUpdate, ...]:
+        """Let every instance check and stage the pushed weights."""
+        streamed = convert.message(weight_pb2.StreamedWeights, checksum=checksum)
         return await self._stage(
             convert.message(weight_pb2.UpdateWeightsRequest, update_id=update_id, streamed=streamed)
         )
@@ -235,7 +218,6 @@ class WeightUpdateCalls(Caller):
         target: t.WeightTarget,
         transport: weight_pb2.WeightTransport,
         push_id: str,
-        rendezvous: weight_pb2.CollectiveRendezvous | None = None,
     ) -> Any:
         request = convert.message(
             weight_pb2.StartUpdateRequest,
@@ -244,7 +226,6 @@ class WeightUpdateCalls(Caller):
             drafter_version=version if target is t.WeightTarget.DRAFTER else 0,
             target=convert.target_to_proto(target),
             transport=transport,
-            collective=rendezvous,
             push_id=push_id,
         )
         return await self.call(Unary("Weight", "StartUpdate", request))

@@ -5,7 +5,6 @@ and decisions. `convert.values` converts single fields, and refuses wrong ones.
 """
 
 from paceline.convert.fleet import (
-    collective_started,
     decision,
     drafter,
     in_flight_to_proto,
@@ -53,7 +52,6 @@ from paceline.convert.values import message
 __all__ = [
     "batch_status",
     "batch_to_proto",
-    "collective_started",
     "continuations_to_proto",
     "decision",
     "drafter",

@@ -225,11 +225,6 @@ def stream_started(answer: weight_pb2.StartUpdateResponse, version: int) -> t.St
     return t.StreamStarted(answer.update_id, version, to.instance_id, to.address, to.ticket)
 
 
-def collective_started(answer: weight_pb2.StartUpdateResponse, version: int) -> t.CollectiveStarted:
-    """Return a claimed update and the instances that take part."""
-    return t.CollectiveStarted(answer.update_id, version, tuple(answer.collective.instance_ids))
-
-
 def staged(answer: weight_pb2.UpdateWeightsResponse) -> tuple[t.InstanceUpdate, ...]:
     """Return the outcome of staging on each instance."""
     return instance_updates(answer.instances)

@@ -5,7 +5,6 @@ the Unix epoch, durations are seconds.
 """
 
 from paceline.types.fleet import (
-    CollectiveStarted,
     Decision,
     Drafter,
     EffectiveKnobs,
@@ -65,7 +64,6 @@ __all__ = [
     "BatchHint",
     "BatchOptions",
     "BatchStatus",
-    "CollectiveStarted",
     "Continuation",
     "Decision",
     "DraftSource",

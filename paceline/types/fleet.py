@@ -226,16 +226,6 @@ class StreamStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveStarted:
-    """A claimed weight update, and the instances that take part in its broadcast."""
-
-    update_id: str
-    version: int
-    """Version that the weights will have."""
-    instance_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateFinished:
     """A published weight update, and the versions that are published now."""
 

@@ -21,7 +21,7 @@ class WeightTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHT_TRANSPORT_UNSPECIFIED: _ClassVar[WeightTransport]
     WEIGHT_TRANSPORT_DISK: _ClassVar[WeightTransport]
     WEIGHT_TRANSPORT_STREAM: _ClassVar[WeightTransport]
-    WEIGHT_TRANSPORT_COLLECTIVE: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_DEVICE: _ClassVar[WeightTransport]
 
 class InFlight(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,61 +35,37 @@ WEIGHT_TARGET_DRAFTER: WeightTarget
 WEIGHT_TRANSPORT_UNSPECIFIED: WeightTransport
 WEIGHT_TRANSPORT_DISK: WeightTransport
 WEIGHT_TRANSPORT_STREAM: WeightTransport
-WEIGHT_TRANSPORT_COLLECTIVE: WeightTransport
+WEIGHT_TRANSPORT_DEVICE: WeightTransport
 IN_FLIGHT_UNSPECIFIED: InFlight
 IN_FLIGHT_REFUSE: InFlight
 IN_FLIGHT_ABORT: InFlight
 IN_FLIGHT_CONTINUE: InFlight
 
 class StartUpdateRequest(_message.Message):
-    __slots__ = ("run_id", "policy_version", "target", "transport", "drafter_version", "collective", "push_id")
+    __slots__ = ("run_id", "policy_version", "target", "transport", "drafter_version", "push_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     PUSH_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     policy_version: int
     target: WeightTarget
     transport: WeightTransport
     drafter_version: int
-    collective: CollectiveRendezvous
     push_id: str
-    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ..., drafter_version: _Optional[int] = ..., collective: _Optional[_Union[CollectiveRendezvous, _Mapping]] = ..., push_id: _Optional[str] = ...) -> None: ...
-
-class CollectiveRendezvous(_message.Message):
-    __slots__ = ("address", "key", "bucket_bytes", "stall", "join")
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STALL_FIELD_NUMBER: _ClassVar[int]
-    JOIN_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    key: str
-    bucket_bytes: int
-    stall: _duration_pb2.Duration
-    join: _duration_pb2.Duration
-    def __init__(self, address: _Optional[str] = ..., key: _Optional[str] = ..., bucket_bytes: _Optional[int] = ..., stall: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., join: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., target: _Optional[_Union[WeightTarget, str]] = ..., transport: _Optional[_Union[WeightTransport, str]] = ..., drafter_version: _Optional[int] = ..., push_id: _Optional[str] = ...) -> None: ...
 
 class StartUpdateResponse(_message.Message):
-    __slots__ = ("update_id", "policy_version", "stream", "collective")
+    __slots__ = ("update_id", "policy_version", "stream")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
-    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     policy_version: int
     stream: StreamTarget
-    collective: CollectiveRanks
-    def __init__(self, update_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., stream: _Optional[_Union[StreamTarget, _Mapping]] = ..., collective: _Optional[_Union[CollectiveRanks, _Mapping]] = ...) -> None: ...
-
-class CollectiveRanks(_message.Message):
-    __slots__ = ("instance_ids",)
-    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    instance_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, update_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., stream: _Optional[_Union[StreamTarget, _Mapping]] = ...) -> None: ...
 
 class StreamTarget(_message.Message):
     __slots__ = ("instance_id", "address", "ticket")
@@ -112,19 +88,10 @@ class DiskWeights(_message.Message):
     def __init__(self, path: _Optional[str] = ..., checksum: _Optional[str] = ..., delta: _Optional[str] = ...) -> None: ...
 
 class StreamedWeights(_message.Message):
-    __slots__ = ("checksum", "left_out")
-    class LeftOutEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    __slots__ = ("checksum",)
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     checksum: str
-    left_out: _containers.ScalarMap[str, str]
-    def __init__(self, checksum: _Optional[str] = ..., left_out: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, checksum: _Optional[str] = ...) -> None: ...
 
 class WeightChunk(_message.Message):
     __slots__ = ("tensor", "dtype", "shape", "offset", "data", "crc")

@@ -16,7 +16,7 @@ from paceline.shards import OpenShard, Shards
 _STAGINGS = 3
 """Attempts to stage weights, if the instances that have them are lost before the weights are applied."""
 
-Started = TypeVar("Started", t.UpdateStarted, t.StreamStarted, t.CollectiveStarted)
+Started = TypeVar("Started", t.UpdateStarted, t.StreamStarted)
 
 
 @dataclass(slots=True)

@@ -45,9 +45,6 @@ class GenerationConfig(ServiceConfig):
     """Time after which an instance that has weights and sends none is given up for the next nearest."""
     weight_idle_seconds: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     """Time without any bytes after which pushed weights are given up."""
-    weight_collective: bool = False
-    """Take part in weight broadcasts (torch.distributed). Their connections, to the trainer and to other instances,
-    take any ports and have neither TLS nor tokens."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the model's own."""
     max_num_seqs: int | None = Field(default=None, ge=1)

@@ -1,7 +1,4 @@
-"""Weights that are pushed without a shared disk, on a real platform whose instances share no folder either.
-
-By stream, and by broadcast.
-"""
+"""Weights that are pushed without a shared disk, on a real platform whose instances share no folder either."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 import paceline
-from paceline import Client, Group, SamplingParams, WeightCollective, WeightFolder, WeightStream
+from paceline import Client, Group, SamplingParams, WeightFolder, WeightStream
 from services.local import Platform, PlatformConfig
 from tests.e2e.conftest import UNDER_TLS, certificates
 from tests.support.zygote import launch
@@ -30,12 +27,7 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         shared_weights=False,
         pin=False,
         bubbles=False,
-        instance_options=(
-            "--dtype=float32",
-            "--max-num-seqs=32",
-            "--kv-cache-memory-bytes=268435456",
-            "--weight-collective",
-        ),
+        instance_options=("--dtype=float32", "--max-num-seqs=32", "--kv-cache-memory-bytes=268435456"),
         stop_timeout=60.0,
         tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
         token="the token of the tests" if UNDER_TLS else None,
@@ -84,29 +76,3 @@ def test_what_is_pushed_by_stream_is_what_a_folder_would_be(
     assert first == second
     assert len(first) > 3
     assert published.policy_checksum != checksum, "the files are others: the tensors are the same"
-
-
-def test_what_is_broadcast_is_what_a_folder_would_be(
-    platform: Platform, client: Client, model: Path, tmp_path: Path
-) -> None:
-    old: dict[str, Any] = load_file(model / "model.safetensors")
-    new = {name: tensor * 0.5 for name, tensor in old.items()}
-    by_folder = client.run(
-        "by-folder", weights=WeightFolder(tmp_path / "weights", model, shard_bytes=100_000)
-    )
-    collective = WeightCollective(bucket_bytes=1 << 16, window_bytes=1 << 18, shard_bytes=100_000)
-    by_broadcast = client.run("by-broadcast", weights=collective)
-
-    by_folder.push_weights(new)
-    wanted, checksum = sampled(client, "wanted-of-broadcast"), client.versions().policy_checksum
-    by_folder.push_weights(old)
-    assert sampled(client, "old-before-broadcast") != wanted
-    for _ in range(2):
-        finished = by_broadcast.push_weights(new.items())
-        assert {each.instance_id: each.applied for each in finished.instances} == {
-            "instance-0": True,
-            "instance-1": True,
-        }
-        published = client.versions()
-        assert (published.policy_path, published.policy_checksum) == ("", checksum)
-    assert sampled(client, "broadcast") == wanted

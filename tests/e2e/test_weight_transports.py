@@ -1,4 +1,4 @@
-"""GRPO on a real platform gives the same run by folder, stream, broadcast, delta and adapter."""
+"""GRPO on a real platform gives the same run by folder, stream, delta and adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from examples.tinymath.grpo import GrpoLearner, GrpoReport, GrpoSample, GrpoSettings
 from examples.tinymath.train import MODEL, Options, train
-from paceline import Adapter, Client, Run, WeightCollective, WeightFolder, WeightStream
+from paceline import Adapter, Client, Run, WeightFolder, WeightStream
 from paceline import types as t
 from services.generation.weights.adapters import merged, plan_merge
 from services.local import Platform, PlatformConfig
@@ -56,13 +56,7 @@ def platform(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         bubbles=False,
         policy=False,
         reallocator=False,
-        instance_options=(
-            "--dtype=float32",
-            "--kv-cache-memory-bytes=67108864",
-            "--sweep-seconds=0",
-            "--weight-collective",
-            *alone,
-        ),
+        instance_options=("--dtype=float32", "--kv-cache-memory-bytes=67108864", "--sweep-seconds=0", *alone),
         stop_timeout=60.0,
         tls=certificates(tmp_path_factory.mktemp("certificates")) if UNDER_TLS else None,
         token="the token of the tests" if UNDER_TLS else None,
@@ -189,7 +183,7 @@ def learn(
     name: str,
     model: Path,
     steps: int,
-    weights: WeightFolder | WeightStream | WeightCollective,
+    weights: WeightFolder | WeightStream,
     *,
     adapter: str = "",
 ) -> Outcome:
@@ -225,9 +219,6 @@ def test_all_transports_give_one_run_digit_for_digit(
     by_stream = learn(client, "stream", model, steps, WeightStream(piece_bytes=65536, shard_bytes=10**6))
     assert by_stream.rewards == by_folder.rewards
     assert by_stream == by_folder
-    by_broadcast = learn(client, "broadcast", model, steps, WeightCollective("127.0.0.1"))
-    assert by_broadcast.rewards == by_folder.rewards
-    assert by_broadcast == by_folder
     # Instances link what is on their own disk, and read no delta then.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other_disk:
         assert Path(other_disk).stat().st_dev != platform.config.adopted.stat().st_dev

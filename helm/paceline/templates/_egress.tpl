@@ -45,10 +45,6 @@
 {{- end -}}
 {{- if eq $component "generation" -}}
 {{- $rules = append $rules (dict "to" (list (dict "podSelector" (dict "matchLabels" $self))) "ports" (list (dict "protocol" "TCP" "port" 7510 "endPort" 7517))) -}}
-{{- if include "paceline.broadcastTo" $root -}}
-{{- $to := append ($policies.trainers | default list) (dict "podSelector" (dict "matchLabels" $self)) -}}
-{{- $rules = append $rules (dict "to" $to "ports" (list (dict "protocol" "TCP" "port" 1024 "endPort" 65535))) -}}
-{{- end -}}
 {{- end -}}
 {{- $ports := list -}}
 {{- if has $component (keys (omit $services "redis")) -}}

@@ -96,15 +96,6 @@ emptyDir: {sizeLimit: {{ .cacheSize }}}
 {{- join ", " $found -}}
 {{- end -}}
 
-{{/* Names of the deployed pools whose instances take part in weight broadcasts. */}}
-{{- define "paceline.broadcastTo" -}}
-{{- $found := list -}}
-{{- range (include "paceline.pools" $ | fromYaml).pools -}}
-{{- if get .config "weight_collective" }}{{ $found = append $found .name }}{{ end -}}
-{{- end -}}
-{{- join ", " $found -}}
-{{- end -}}
-
 {{/* The claim of each pod of a StatefulSet. Takes name and values, with size and storageClassName. */}}
 {{- define "paceline.claimTemplate" -}}
 apiVersion: v1

@@ -22,23 +22,22 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from paceline.v1 import weight_pb2 as paceline_dot_v1_dot_weight__pb2
 from paceline.v1 import weight_stream_pb2 as paceline_dot_v1_dot_weight__stream__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&paceline/internal/v1/weight_peer.proto\x12\x14paceline.internal.v1\x1a\x18paceline/v1/weight.proto\x1a\x1fpaceline/v1/weight_stream.proto\"d\n\x13\x46\x65tchWeightsRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x04\"R\n\x14\x46\x65tchWeightsResponse\x12\'\n\x05piece\x18\x01 \x01(\x0b\x32\x18.paceline.v1.WeightPiece\x12\x11\n\tavailable\x18\x02 \x01(\x04\"\x9f\x01\n\x0bPeerWeights\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\t\x12\r\n\x05peers\x18\x03 \x03(\t\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\x15\n\rhas_successor\x18\x05 \x01(\x08\x12\x35\n\ncollective\x18\x06 \x01(\x0b\x32!.paceline.v1.CollectiveRendezvous2~\n\x11WeightPeerService\x12i\n\x0c\x46\x65tchWeights\x12).paceline.internal.v1.FetchWeightsRequest\x1a*.paceline.internal.v1.FetchWeightsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&paceline/internal/v1/weight_peer.proto\x12\x14paceline.internal.v1\x1a\x1fpaceline/v1/weight_stream.proto\"d\n\x13\x46\x65tchWeightsRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x04\"R\n\x14\x46\x65tchWeightsResponse\x12\'\n\x05piece\x18\x01 \x01(\x0b\x32\x18.paceline.v1.WeightPiece\x12\x11\n\tavailable\x18\x02 \x01(\x04\"z\n\x0bPeerWeights\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\t\x12\r\n\x05peers\x18\x03 \x03(\t\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\x15\n\rhas_successor\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07R\ncollective2~\n\x11WeightPeerService\x12i\n\x0c\x46\x65tchWeights\x12).paceline.internal.v1.FetchWeightsRequest\x1a*.paceline.internal.v1.FetchWeightsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.weight_peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=123
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=223
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=225
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=307
-  _globals['_PEERWEIGHTS']._serialized_start=310
-  _globals['_PEERWEIGHTS']._serialized_end=469
-  _globals['_WEIGHTPEERSERVICE']._serialized_start=471
-  _globals['_WEIGHTPEERSERVICE']._serialized_end=597
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=97
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=197
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=199
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=281
+  _globals['_PEERWEIGHTS']._serialized_start=283
+  _globals['_PEERWEIGHTS']._serialized_end=405
+  _globals['_WEIGHTPEERSERVICE']._serialized_start=407
+  _globals['_WEIGHTPEERSERVICE']._serialized_end=533
 # @@protoc_insertion_point(module_scope)

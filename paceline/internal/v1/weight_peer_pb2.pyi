@@ -1,4 +1,3 @@
-from paceline.v1 import weight_pb2 as _weight_pb2
 from paceline.v1 import weight_stream_pb2 as _weight_stream_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -29,17 +28,15 @@ class FetchWeightsResponse(_message.Message):
     def __init__(self, piece: _Optional[_Union[_weight_stream_pb2.WeightPiece, _Mapping]] = ..., available: _Optional[int] = ...) -> None: ...
 
 class PeerWeights(_message.Message):
-    __slots__ = ("update_id", "ticket", "peers", "checksum", "has_successor", "collective")
+    __slots__ = ("update_id", "ticket", "peers", "checksum", "has_successor")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     HAS_SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
-    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     ticket: str
     peers: _containers.RepeatedScalarFieldContainer[str]
     checksum: str
     has_successor: bool
-    collective: _weight_pb2.CollectiveRendezvous
-    def __init__(self, update_id: _Optional[str] = ..., ticket: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., checksum: _Optional[str] = ..., has_successor: bool = ..., collective: _Optional[_Union[_weight_pb2.CollectiveRendezvous, _Mapping]] = ...) -> None: ...
+    def __init__(self, update_id: _Optional[str] = ..., ticket: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., checksum: _Optional[str] = ..., has_successor: bool = ...) -> None: ...

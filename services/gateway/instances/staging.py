@@ -1,4 +1,4 @@
-"""Stage an update's weights on the instances: from a folder, pushed from one to the next, or broadcast.
+"""Stage an update's weights on the instances: from a folder, or pushed from one to the next.
 
 Each instance has a task that receives or reads the weights and checks them. The tasks belong to the update and
 outlive the call that waits for them. Their results give one verdict: an instance that finds the weights wrong
@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import grpc
 import structlog
@@ -68,10 +67,9 @@ class UpdateStaging:
     metrics: GatewayMetrics
     # Instance id -> result of the last staging.
     _staged: dict[str, pb.InstanceUpdate] = field(init=False, default_factory=dict)
-    # The staging in progress. If its weights are pushed: the id of their update, and the rendezvous if broadcast.
+    # The staging in progress, and the id of its update if the weights are pushed.
     _current: InstanceStaging | None = field(init=False, default=None)
     _pushed: str = field(init=False, default="")
-    _rendezvous: pb.CollectiveRendezvous | None = field(init=False, default=None)
 
     @property
     def running(self) -> bool:
@@ -89,22 +87,6 @@ class UpdateStaging:
         return pb.StreamTarget(
             instance_id=first.instance_id, address=first.member.record.address, ticket=update.ticket
         )
-
-    async def collective_ranks(
-        self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous
-    ) -> pb.CollectiveRanks:
-        """Return the instances that take part in a broadcast.
-
-        Another rendezvous replaces the previous one. ServiceError: no instance can take part.
-        """
-        if self._pushed and self._rendezvous != rendezvous:
-            self.end()
-        try:
-            streaming = await self._stream(update, rendezvous)
-            return pb.CollectiveRanks(instance_ids=[each.instance_id for each in streaming.taking_part()])
-        except ServiceError:
-            self.end()
-            raise
 
     async def begin(
         self, update: WeightUpdate, source: pb.DiskWeights | pb.StreamedWeights
@@ -133,7 +115,7 @@ class UpdateStaging:
         try:
             if isinstance(source, pb.StreamedWeights):
                 # The transfer continues if this call is cancelled.
-                return await staging.results(source.left_out)
+                return await staging.results()
             try:
                 return await staging.results()
             finally:
@@ -193,27 +175,20 @@ class UpdateStaging:
         """End the staging in progress; a wait for its results fails with Aborted."""
         if self._current is not None:
             self._current.end()
-        self._current, self._pushed, self._rendezvous = None, "", None
+        self._current, self._pushed = None, ""
 
     def _instances_with(self, update: WeightUpdate) -> list[Connection]:
         return [each for each in self.roster.live() if each.staged_version == update.version]
 
-    async def _stream(
-        self, update: WeightUpdate, rendezvous: pb.CollectiveRendezvous | None = None
-    ) -> InstanceStaging:
-        """Return the staging of pushed weights, which begins with the first call.
-
-        A gateway that did not begin it does not know the rendezvous: instances keep the one that they know.
-        """
+    async def _stream(self, update: WeightUpdate) -> InstanceStaging:
+        """Return the staging of pushed weights, which begins with the first call."""
         if self._current is not None and self._pushed == update.update_id:
             return self._current
         self.end()
         await self.roster.settled()
-        if rendezvous is None and update.collective:
-            rendezvous = pb.CollectiveRendezvous()
-        sources = peer_sources(update, self.roster.live(), rendezvous)
+        sources = peer_sources(update, self.roster.live())
         self._current = InstanceStaging(update.version, sources, self.roster.pace)
-        self._pushed, self._rendezvous = update.update_id, rendezvous
+        self._pushed = update.update_id
         return self._current
 
 
@@ -266,16 +241,12 @@ class InstanceStaging:
                 raise error
         raise Unavailable("every instance that the weights were pushed to is gone", retry_after=2.0)
 
-    async def results(self, left_out: Mapping[str, str] = MappingProxyType({})) -> list[InstanceResult]:
-        """Return the result of each instance, once all are done except those `left_out` (instance id -> reason).
+    async def results(self) -> list[InstanceResult]:
+        """Return the result of each instance, once all are done.
 
         A refusal ends the wait, since no other result would change it. Aborted: `end` was called.
         """
-        pending = {
-            task
-            for connection, task in self._tasks.items()
-            if not task.done() and connection.instance_id not in left_out
-        }
+        pending = {task for task in self._tasks.values() if not task.done()}
         while pending and not self.refusal:
             # `gather` would cancel the tasks together with the call that waits.
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -283,7 +254,7 @@ class InstanceStaging:
             text = "these weights are no longer being staged: the update was aborted, or its staging was restarted"
             raise Aborted("STAGING_ENDED", text)
         return [
-            task.result() if task.done() else failed(connection, _without_result(connection, left_out))
+            task.result() if task.done() else failed(connection, _without_result())
             for connection, task in self._tasks.items()
         ]
 
@@ -301,19 +272,12 @@ async def _stage_on(connection: Connection, version: int, source: WeightSource, 
     return await attempt(connection, lambda each: each.stage(version, source), pace)
 
 
-def _without_result(connection: Connection, left_out: Mapping[str, str]) -> ServiceError:
-    if reason := left_out.get(connection.instance_id):
-        return Unavailable(f"left out of the broadcast: {reason}")
+def _without_result() -> ServiceError:
     return Unavailable("another instance refused the weights before this one had them")
 
 
-def peer_sources(
-    update: WeightUpdate, connections: Sequence[Connection], rendezvous: pb.CollectiveRendezvous | None = None
-) -> dict[Connection, WeightSource]:
-    """Return sources of pushed weights, in order: each instance fetches from its predecessors in the chain.
-
-    With a `rendezvous` they receive the broadcast there.
-    """
+def peer_sources(update: WeightUpdate, connections: Sequence[Connection]) -> dict[Connection, WeightSource]:
+    """Return sources of pushed weights, in order: each instance fetches from its predecessors in the chain."""
     by_id = {each.instance_id: each for each in connections}
     order = chain(
         ChainLink(each.instance_id, each.member.record.address, each.member.state is MemberState.STALE)
@@ -325,7 +289,6 @@ def peer_sources(
             ticket=update.ticket,
             peers=predecessors(order, place),
             has_successor=place + 1 < len(order),
-            collective=rendezvous,
         )
         for place, link in enumerate(order)
     }
@@ -370,5 +333,5 @@ def verdict_on_staging(
 
 def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:
     if not right:
-        transport = "COLLECTIVE" if update.collective else "STREAM" if update.ticket else "DISK"
+        transport = "STREAM" if update.ticket else "DISK"
         raise InvalidArgument([Violation(field, f"is set; the transport of this update is {transport}")])

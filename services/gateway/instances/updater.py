@@ -92,22 +92,15 @@ class Updater:
             self._staging.end()
 
     async def start(
-        self,
-        run_id: str,
-        version: int,
-        push_id: str = "",
-        *,
-        streamed: bool = False,
-        collective: bool = False,
+        self, run_id: str, version: int, push_id: str = "", *, streamed: bool = False
     ) -> WeightUpdate:
         """Start an update (phase 1), whose weights are pushed to the instances if it is `streamed`.
 
-        They are pushed by broadcast if it is `collective` as well. It replaces an update that another push of the
-        same run has started: the trainer was restarted, and has other weights.
+        It replaces an update that another push of the same run has started: the trainer was restarted, and has
+        other weights.
         """
         ticket = secrets.token_urlsafe(32) if streamed else ""
-        work = self._start(run_id, version, push_id, ticket, collective=collective)
-        return await to_the_end(work, self._tasks)
+        return await to_the_end(self._start(run_id, version, push_id, ticket), self._tasks)
 
     async def stream_target(self, update_id: str) -> pb.StreamTarget:
         """Return the instance to push the weights of an update to. The others fetch them from it.
@@ -120,19 +113,6 @@ class Updater:
             # Not before: an update that no instance can take expires, however often it is started again.
             update.touched_at = time.time()
             return target
-
-    async def collective_ranks(
-        self, update_id: str, rendezvous: pb.CollectiveRendezvous
-    ) -> pb.CollectiveRanks:
-        """Return the instances that take part in a broadcast.
-
-        Another rendezvous replaces the previous one. ServiceError: no instance can take part.
-        """
-        async with self._lock:
-            update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
-            ranks = await self._staging.collective_ranks(update, rendezvous)
-            update.touched_at = time.time()
-            return ranks
 
     async def stage(
         self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
@@ -155,9 +135,7 @@ class Updater:
         """Drop the update instead of finishing it. For the update aborted last, does nothing."""
         await to_the_end(self._abort(update_id), self._tasks)
 
-    async def _start(
-        self, run_id: str, version: int, push_id: str, ticket: str, *, collective: bool
-    ) -> WeightUpdate:
+    async def _start(self, run_id: str, version: int, push_id: str, ticket: str) -> WeightUpdate:
         async with self._lock:
             if self.book.version is None:
                 raise Unavailable("no instance has registered yet, so there is no current version")
@@ -165,9 +143,7 @@ class Updater:
             if self.book.is_of_another_push(run_id, push_id):
                 await self._forget("abandoned")
             update_id = uuid.uuid4().hex
-            update = self.book.start(
-                update_id, run_id, version, time.time(), ticket, push_id, collective=collective
-            )
+            update = self.book.start(update_id, run_id, version, time.time(), ticket, push_id)
             try:
                 await self.store.save(self.book)
             except RedisError:

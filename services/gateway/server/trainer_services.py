@@ -7,7 +7,6 @@ import grpc
 
 from paceline.errors import Violation
 from paceline.internal.v1.rollout_event_pb2 import SerializedEvent
-from paceline.times import seconds_of
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import InvalidArgument, Unimplemented
@@ -24,13 +23,7 @@ _TREATMENTS = {
     weight_pb2.IN_FLIGHT_ABORT: InFlightTreatment.ABORT,
     weight_pb2.IN_FLIGHT_CONTINUE: InFlightTreatment.CONTINUE,
 }
-_SERVED = (
-    weight_pb2.WEIGHT_TRANSPORT_DISK,
-    weight_pb2.WEIGHT_TRANSPORT_STREAM,
-    weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
-)
-_LEAST_BUCKET, _MOST_BUCKET = 64 << 10, 1 << 30
-_LEAST_SECONDS, _MOST_SECONDS = 0.1, 3600.0
+_SERVED = (weight_pb2.WEIGHT_TRANSPORT_DISK, weight_pb2.WEIGHT_TRANSPORT_STREAM)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -126,19 +119,13 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
         _check_start(request)
         updater = self._term().updater
         streamed = request.transport == weight_pb2.WEIGHT_TRANSPORT_STREAM
-        collective = request.transport == weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
         update = await updater.start(
-            *(request.run_id, request.policy_version, request.push_id),
-            streamed=streamed or collective,
-            collective=collective,
+            request.run_id, request.policy_version, request.push_id, streamed=streamed
         )
         return weight_pb2.StartUpdateResponse(
             update_id=update.update_id,
             policy_version=updater.book.version or 0,
             stream=await updater.stream_target(update.update_id) if streamed else None,
-            collective=await updater.collective_ranks(update.update_id, request.collective)
-            if collective
-            else None,
         )
 
     async def UpdateWeights(
@@ -217,34 +204,17 @@ def _treatment(in_flight: weight_pb2.InFlight) -> InFlightTreatment:
 def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
     if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
         raise Unimplemented("DRAFTER", "drafters from trainers are not supported yet; target POLICY")
+    if request.transport == weight_pb2.WEIGHT_TRANSPORT_DEVICE:
+        text = (
+            "weights do not go from device to device: use transport STREAM, or DISK with a shared file system"
+        )
+        raise Unimplemented("DEVICE", text)
     violations = []
     if not request.run_id:
         violations.append(Violation("run_id", "is empty"))
     if request.target != weight_pb2.WEIGHT_TARGET_POLICY:
         violations.append(Violation("target", f"is {request.target}; must be POLICY or DRAFTER"))
     if request.transport not in _SERVED:
-        violations.append(
-            Violation("transport", f"is {request.transport}; must be DISK, STREAM or COLLECTIVE")
-        )
-    if request.transport == weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE:
-        violations += _rendezvous_violations(request.collective)
+        violations.append(Violation("transport", f"is {request.transport}; must be DISK or STREAM"))
     if violations:
         raise InvalidArgument(violations)
-
-
-def _rendezvous_violations(rendezvous: weight_pb2.CollectiveRendezvous) -> list[Violation]:
-    found = []
-    host, _, port = rendezvous.address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        found.append(Violation("collective.address", f"is {rendezvous.address!r}; must be host:port"))
-    if not rendezvous.key:
-        found.append(Violation("collective.key", "is empty"))
-    if not _LEAST_BUCKET <= rendezvous.bucket_bytes <= _MOST_BUCKET:
-        text = f"is {rendezvous.bucket_bytes}; must be {_LEAST_BUCKET} to {_MOST_BUCKET}"
-        found.append(Violation("collective.bucket_bytes", text))
-    for name in ("stall", "join"):
-        seconds = seconds_of(getattr(rendezvous, name))
-        if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-            text = f"is {seconds:g} s; must be {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}"
-            found.append(Violation(f"collective.{name}", text))
-    return found

@@ -56,8 +56,7 @@ class InFlightTreatment(enum.StrEnum):
 class WeightUpdate(JsonRecord):
     """Update that is not finished. `touched_at`: time of the last call of its trainer.
 
-    With a `ticket` its weights are pushed to the instances, by broadcast if it is `collective`; otherwise they are
-    in a folder.
+    With a `ticket` its weights are pushed to the instances; otherwise they are in a folder.
     """
 
     update_id: str
@@ -69,7 +68,6 @@ class WeightUpdate(JsonRecord):
     checksum: str = ""
     in_flight: InFlightTreatment = InFlightTreatment.REFUSE
     ticket: str = field(default="", repr=False)
-    collective: bool = False
 
     def __post_init__(self) -> None:
         self.phase = UpdatePhase(self.phase)
@@ -155,15 +153,7 @@ class UpdateBook:
         return update if now - update.touched_at > self.timeout else None
 
     def start(
-        self,
-        update_id: str,
-        run_id: str,
-        version: int,
-        now: float,
-        ticket: str = "",
-        push_id: str = "",
-        *,
-        collective: bool = False,
+        self, update_id: str, run_id: str, version: int, now: float, ticket: str = "", push_id: str = ""
     ) -> WeightUpdate:
         """Start an update. The same update in progress is returned: its trainer may have been restarted.
 
@@ -172,8 +162,7 @@ class UpdateBook:
         """
         if self.active is not None:
             active = self.active
-            wanted = (run_id, version, bool(ticket), collective)
-            same = (active.run_id, active.version, bool(active.ticket), active.collective) == wanted
+            same = (active.run_id, active.version, bool(active.ticket)) == (run_id, version, bool(ticket))
             if same and not self.is_applying():
                 if not ticket:
                     # A pushed update is touched once instances are found that can take it.
@@ -193,9 +182,7 @@ class UpdateBook:
                 current=str(self.version),
                 requested=str(version),
             )
-        self.active = WeightUpdate(
-            update_id, run_id, version, UpdatePhase.STARTED, now, ticket=ticket, collective=collective
-        )
+        self.active = WeightUpdate(update_id, run_id, version, UpdatePhase.STARTED, now, ticket=ticket)
         self._push_id = push_id
         return self.active
 

@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry
 
 import paceline.v1
 from paceline.internal.v1 import drafter_pb2, drafter_pb2_grpc
-from paceline.times import duration
 from paceline.v1 import (
     fleet_pb2,
     knobs_pb2,
@@ -152,19 +151,13 @@ class Row:
 
 
 def start_request(world: World, push_id: str = "", transport: int = 1) -> weight_pb2.StartUpdateRequest:
-    request = weight_pb2.StartUpdateRequest(
+    return weight_pb2.StartUpdateRequest(
         run_id=RUN,
         policy_version=world.term.book.version + 1,
         target=weight_pb2.WEIGHT_TARGET_POLICY,
         transport=weight_pb2.WeightTransport.Name(transport),
         push_id=push_id,
     )
-    if transport == weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE:
-        described = request.collective
-        described.address, described.key, described.bucket_bytes = "127.0.0.1:9", "key", 1 << 20
-        described.stall.CopyFrom(duration(1.0))
-        described.join.CopyFrom(duration(1.0))
-    return request
 
 
 def disk(update_id: str) -> weight_pb2.UpdateWeightsRequest:
@@ -481,11 +474,7 @@ def apply_gate(world: World) -> asyncio.Event:
     return world.fakes[0].apply_gate
 
 
-DISK, STREAMED, COLLECTIVE = (
-    weight_pb2.WEIGHT_TRANSPORT_DISK,
-    weight_pb2.WEIGHT_TRANSPORT_STREAM,
-    weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE,
-)
+DISK, STREAMED = weight_pb2.WEIGHT_TRANSPORT_DISK, weight_pb2.WEIGHT_TRANSPORT_STREAM
 ROWS = [
     Row("SubmitRollouts", a_batch, comes_back),
     Row("OpenBatch", to_open, is_open),
@@ -505,12 +494,10 @@ ROWS = [
     Row("EndRun", a_run, is_ended),
     Row("StartUpdate", to_start(DISK), is_started, "disk"),
     Row("StartUpdate", to_start(STREAMED), is_started, "stream"),
-    Row("StartUpdate", to_start(COLLECTIVE), is_started, "collective"),
     Row("UpdateWeights", to_stage(DISK), is_staged, "disk"),
     Row("UpdateWeights", to_stage(STREAMED), is_staged, "stream"),
     Row("UpdateWeights", to_stage(DISK), is_staged, "disk-waiting", stage_gate, 3),
     Row("UpdateWeights", to_stage(STREAMED), is_staged, "stream-waiting", stage_gate, 3),
-    Row("UpdateWeights", to_stage(COLLECTIVE), is_staged, "collective-waiting", stage_gate, 3),
     Row("FinishUpdate", to_finish, is_published),
     Row("FinishUpdate", to_finish, is_published, "waiting", apply_gate, 1),
     Row("AbortUpdate", to_abort, is_aborted),

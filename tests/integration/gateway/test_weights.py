@@ -397,23 +397,15 @@ async def test_other_weights_that_an_instance_has_staged_are_not_those_of_the_up
     assert fake.applied == [1]
 
 
-async def test_drafters_from_trainers_are_not_supported_yet(cluster: Cluster) -> None:
+async def test_what_is_not_served_yet_is_refused_with_a_way_out(cluster: Cluster) -> None:
     gateway = await cluster.gateway()
     await cluster.instance("i0")
     await cluster.serving(gateway, 1)
     error = await refused(start(gateway.trainer, target=weight_pb2.WEIGHT_TARGET_DRAFTER), "UNIMPLEMENTED")
     assert "not supported yet" in (error.details() or "")
-
-
-async def test_a_rendezvous_that_cannot_be_meant_is_refused_by_field(cluster: Cluster) -> None:
-    gateway = await cluster.gateway()
-    await cluster.instance("i0")
-    await cluster.serving(gateway, 1)
-    transport = weight_pb2.WEIGHT_TRANSPORT_COLLECTIVE
-    error = await refused(start(gateway.trainer, transport=transport), "INVALID_ARGUMENT")
-    assert {each.field for each in details(error)["BadRequest"].field_violations} == {
-        f"collective.{field}" for field in ("address", "key", "bucket_bytes", "stall", "join")
-    }
+    device = start(gateway.trainer, transport=weight_pb2.WEIGHT_TRANSPORT_DEVICE)
+    error = await refused(device, "UNIMPLEMENTED")
+    assert "use transport STREAM" in (error.details() or "")
     assert (await versions(gateway.trainer)).update_id == ""
 
 

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import paceline
-from paceline import WeightCollective, WeightStream
+from paceline import WeightStream
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.internal.v1 import weight_peer_pb2
@@ -40,7 +40,6 @@ from services.generation.server.weight_stream_service import WeightPeerService, 
 from services.generation.weights.adoption import AdoptedWeights
 from services.generation.weights.expansion import GivenWeights, WeightReader
 from services.generation.weights.staging import StagedWeights, most_bytes
-from services.generation.weights.stream.broadcasts import ReceiverProcess
 from services.generation.weights.stream.metrics import INSTANCE, TRAINER, WeightStreamMetrics
 from services.generation.weights.stream.streams import WeightStreams
 from services.platform.config import ServiceConfig
@@ -98,7 +97,6 @@ class WeightNode(rpc.GenerationServiceServicer):
         folder: Path,
         adopt: Callable[[Path], AdoptedWeights] = AdoptedWeights,
         manifest: Mapping[str, TensorSpec] = MANIFEST,
-        receiver: ReceiverProcess | None = None,
         **settings: Any,
     ) -> None:
         config = GenerationConfig(model="none", instance_id=instance_id, **{**SETTINGS, **settings})
@@ -118,7 +116,6 @@ class WeightNode(rpc.GenerationServiceServicer):
             adopted,
             lambda address: open_channel(address, config),
             self.metrics,
-            receiver,
             most_bytes=most_bytes(manifest.values()),
         )
         self.server = GrpcServer(config, service="generation", registry=CollectorRegistry())
@@ -247,7 +244,7 @@ class StreamFleet:
         await self.roster.connections[node.instance_id].load(NEW, source)
 
     async def push(
-        self, tensors: safetensors.Tensors, stream: WeightStream | WeightCollective = STREAM
+        self, tensors: safetensors.Tensors, stream: WeightStream = STREAM
     ) -> paceline.UpdateFinished:
         async with asyncio.timeout(WAIT):
             return await self.client.run("run", weights=stream).push_weights(tensors)

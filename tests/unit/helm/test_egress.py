@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from ipaddress import ip_address, ip_network
 from typing import Any
 
@@ -11,22 +10,10 @@ import pytest
 
 from tests.unit.helm.release import COMPONENT, VALUE_SETS, Release, render, value_set
 
-TRAINERS = [{"namespaceSelector": {"matchLabels": {"team": "rl"}}}]
-BROADCAST = {
-    "generation": {"defaults": {"config": {"weight_collective": True}}},
-    "networkPolicy": {"trainers": TRAINERS},
-}
 METADATA = (
     *("169.254.169.254", "169.254.170.2", "169.254.170.23", "100.100.100.200", "168.63.129.16"),
     *("fd00:ec2::254", "fd20:ce::254", "fe80::a9fe:a9fe"),
 )
-SETS = [*VALUE_SETS, "broadcast"]
-
-
-@functools.cache
-def of(name: str) -> Release:
-    """Return the rendering of one of SETS."""
-    return render(BROADCAST) if name == "broadcast" else value_set(name)
 
 
 def rules(release: Release, component: str) -> list[dict[str, Any]]:
@@ -62,9 +49,9 @@ def pairs(release: Release, direction: str, peers: str) -> set[tuple[str, str, i
     return found
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", VALUE_SETS)
 def test_a_pod_may_make_the_connections_that_others_accept_from_it_and_no_other(name: str) -> None:
-    release = of(name)
+    release = value_set(name)
     accepted, made = pairs(release, "ingress", "from"), pairs(release, "egress", "to")
     components = {each["metadata"]["labels"][COMPONENT] for each in release.all("NetworkPolicy")}
     assert len(made) >= 12
@@ -82,9 +69,9 @@ def test_redis_and_the_facade_reach_nothing_else() -> None:
     }
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", VALUE_SETS)
 def test_names_are_resolved_and_by_default_nothing_outside_is_reached(name: str) -> None:
-    release = of(name)
+    release = value_set(name)
     # Redis, or a collector of traces.
     expected = {"external-redis", "managed-redis", "sentinel", "gpu"}
     for policy in release.all("NetworkPolicy"):
@@ -102,7 +89,7 @@ def test_no_rule_leads_to_the_metadata_of_a_cloud() -> None:
     }
     blocks = [
         each["ipBlock"]
-        for release in (*map(of, SETS), render(many))
+        for release in (*map(value_set, VALUE_SETS), render(many))
         for policy in release.all("NetworkPolicy")
         for rule in policy["spec"]["egress"]
         for each in rule["to"]
@@ -113,16 +100,6 @@ def test_no_rule_leads_to_the_metadata_of_a_cloud() -> None:
         for address in map(ip_address, METADATA):
             inside = address in ip_network(block["cidr"])
             assert not inside or any(address in ip_network(each) for each in block["except"])
-
-
-def test_instances_meet_named_trainers_at_any_port_of_a_broadcast_alone() -> None:
-    def met(release: Release) -> list[Any]:
-        return [each["to"] for each in rules(release, "generation") if each["ports"][0]["port"] == 1024]
-
-    ((first, second),) = met(of("broadcast"))
-    assert (first, second["podSelector"]["matchLabels"][COMPONENT]) == (TRAINERS[0], "generation")
-    # Trainers are named there, but no broadcast is allowed.
-    assert met(value_set("mtls")) == []
 
 
 @pytest.mark.parametrize(

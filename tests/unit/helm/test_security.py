@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import helm_python as helm
 import pytest
 
 from tests.unit.helm.release import (
@@ -228,21 +227,6 @@ def test_kv_moves_between_instances_over_one_port_for_each_gpu_and_nobody_else_r
     told = environment(container(release.named("StatefulSet", "-generation-h200")))
     assert int(told["PACELINE_MIGRATION_PORT"]) == ports[0]
     assert not {int(told["PACELINE_PORT"]), int(told["PACELINE_METRICS_PORT"])} & set(ports)
-
-
-def test_the_ports_of_broadcasts_are_shut_and_open_to_named_trainers_alone() -> None:
-    def opened(values: Mapping[str, Any]) -> list[Any]:
-        rules = render(values).named("NetworkPolicy", "-generation")["spec"]["ingress"]
-        return [each["from"] for each in rules if each["ports"][0]["port"] == 1024]
-
-    allowed = {"generation": {"defaults": {"config": {"weight_collective": True}}}}
-    trainers = [{"namespaceSelector": {"matchLabels": {"team": "rl"}}}]
-    named = {"networkPolicy": {"trainers": trainers}}
-    assert opened({}) == opened(named) == []
-    (first, second), *others = opened(allowed | named)
-    assert (first, second["podSelector"]["matchLabels"][COMPONENT], others) == (trainers[0], "generation", [])
-    with pytest.raises(helm.HelmError, match=r"networkPolicy.trainers must name the trainers"):
-        render(allowed)
 
 
 def test_trainers_can_be_named_without_shutting_the_services_out() -> None:

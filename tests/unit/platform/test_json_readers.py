@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from kernels.suffix_index import records
 from paceline.files import parse_json, parse_object, read_object
 from paceline.report import facts
 from paceline.weights import delta, expansion, safetensors
-from paceline.weights.rendezvous import InstanceRendezvous, NotOfRound
 from services.contracts import drafter_checkpoint
 from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.contracts.schemas import schema_faults
@@ -55,31 +53,6 @@ FORMS: dict[str, bytes] = {
     "list": b'["metadata","shards"]',
     "strange-object": b'{"metadata":{"shards":[1,2]},"architectures":{},"tensor":7}',
 }
-
-
-class Keys:
-    """A trainer's store of keys that says the same of all."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def set(self, key: str, value: str) -> None:
-        """Keep nothing."""
-
-    def wait(self, keys: list[str], most: Any) -> None:
-        """All are there."""
-
-    def get(self, key: str) -> bytes:
-        """Return the content."""
-        return self._content
-
-
-def round_of(_: Path, content: bytes) -> None:
-    rendezvous = object.__new__(InstanceRendezvous)
-    rendezvous._keys = Keys(content)  # type: ignore[assignment]
-    rendezvous.join_seconds = rendezvous.stall_seconds = 1.0
-    rendezvous.instance_id = "i0"
-    rendezvous.enter_round(1, 0)
 
 
 def with_header(read: Callable[[Path], object]) -> Callable[[Path, bytes], object]:
@@ -153,7 +126,6 @@ READERS: dict[str, Reader] = {
         with_file("tokenizer_config.json", lambda f: text._json(f / "tokenizer_config.json")), ()
     ),
     "decision-log": Reader(of_text(lambda content: facts.parsed([content]))),
-    "round": Reader(round_of, (NotOfRound,)),
     "schema": Reader(of_text(schema_faults.__wrapped__), ()),
     "tool-arguments": Reader(of_text(chat._arguments), ()),
     "body": Reader(lambda _, content: check_unicode(content), (InvalidArgument,)),

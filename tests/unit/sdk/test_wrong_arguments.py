@@ -35,13 +35,12 @@ ARGUMENTS: dict[str, Any] = {
     "continuations": [t.Continuation("p", 0, 1, [1])],
     "rewards": [t.Reward("p", 0, 1.0)],
     "path": "/weights",
-    "rendezvous": None,
     "target": t.WeightTarget.POLICY,
     "tools": t.ToolUse((1,)),
     "policy_version": 3,
 }
 """What the calls are made with, by the parameters' names; of others, a string."""
-PARTS_OF_THEIR_OWN = {"batch", "rendezvous", "request", "hint", "setting", "version", "samples"}
+PARTS_OF_THEIR_OWN = {"batch", "request", "hint", "setting", "version", "samples"}
 """Parameters whose parts have names of their own."""
 NOT_OF_TRAINERS = {"call", "close", "run_work", "sleep", "events", "dial", "post_ack", "send_batch"}
 OF_RUNS = ("rollout", "open_batch", "sessions", "hint", "report_rewards")

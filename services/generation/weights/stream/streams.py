@@ -21,7 +21,6 @@ from services.contracts.errors import (
 )
 from services.generation.config import GenerationConfig
 from services.generation.weights.adoption import AdoptedWeights
-from services.generation.weights.stream.broadcasts import ReceiverProcess, WeightBroadcasts
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.generation.weights.stream.reception import Received, Reception, StreamLimits
 from services.generation.weights.stream.stored_stream import StoredStream
@@ -36,14 +35,12 @@ class WeightStreams:
         adopted: AdoptedWeights | None,
         dial: Callable[[str], grpc.aio.Channel],
         metrics: WeightStreamMetrics,
-        receiver: ReceiverProcess | None = None,
         *,
         most_bytes: int,
     ) -> None:
         """Receive into `adopted`; without it nothing can be received.
 
-        `dial` opens a channel to a peer. Broadcasts are received by the process of `receiver`. The files of a
-        version have at most `most_bytes`.
+        `dial` opens a channel to a peer. The files of a version have at most `most_bytes`.
         """
         self.limits = StreamLimits(
             config.weight_piece_bytes, most_bytes, config.weight_stall_seconds, config.weight_idle_seconds
@@ -53,13 +50,6 @@ class WeightStreams:
         self._adopted = adopted
         self._dial = dial
         self._receptions: dict[str, Reception] = {}
-        self._broadcasts = WeightBroadcasts(
-            config.instance_id,
-            allowed=config.weight_collective,
-            metrics=metrics,
-            most_bytes=most_bytes,
-            process=receiver,
-        )
 
     async def receive(self, version: int, order: pb.PeerWeights) -> Received:
         """Return the weights of a version once all have arrived; a repeated call continues the reception.
@@ -74,9 +64,6 @@ class WeightStreams:
             )
             text += "set it, or push by a WeightFolder"
             raise FailedPrecondition("NO_ADOPTED_WEIGHTS", text)
-        if order.HasField("collective"):
-            await self._close_receptions()
-            return await self._broadcasts.receive(version, order, self._adopted)
         if order.checksum and (found := self._adopted.held(version, order.checksum)):
             return Received(found, order.checksum, {})
         if not order.ticket and not order.peers:
@@ -104,7 +91,6 @@ class WeightStreams:
 
     async def end(self, version: int) -> None:
         """Give up receiving a version."""
-        await self._broadcasts.end(version)
         for update_id, reception in list(self._receptions.items()):
             if reception.version == version:
                 del self._receptions[update_id]
@@ -112,10 +98,6 @@ class WeightStreams:
 
     async def close(self) -> None:
         """Give up all receptions."""
-        await self._broadcasts.close()
-        await self._close_receptions()
-
-    async def _close_receptions(self) -> None:
         while self._receptions:
             await self._receptions.popitem()[1].close()
 
@@ -155,8 +137,7 @@ class WeightStreams:
             found.follow(order)
             return found
         # One update is in progress at a time; fetches of an earlier one read its folder.
-        await self._broadcasts.close()
-        await self._close_receptions()
+        await self.close()
         folder = await asyncio.to_thread(adopted.receiving, self._owner)
         reception = Reception(order, version, folder, self._dial, self.limits, self.metrics)
         self._receptions[order.update_id] = reception
