@@ -80,8 +80,10 @@ from paceline.types import (
     WeightTarget,
 )
 from paceline.weights.adapters import Adapter
-from paceline.weights.folder import ShardedTensors, WeightFolder
+from paceline.weights.folder import WeightFolder
+from paceline.weights.sharded import ShardedTensors
 from paceline.weights.stream import WeightStream
+from paceline.weights.version_push import WeightTransport
 
 __all__ = [
     "AbortedError",
@@ -169,5 +171,6 @@ __all__ = [
     "WeightFolder",
     "WeightStream",
     "WeightTarget",
+    "WeightTransport",
     "check_policy",
 ]

@@ -32,7 +32,7 @@ from paceline.batches.rollout import AsyncRollout
 from paceline.batches.run_rollouts import RunRollouts
 from paceline.calls import GatewayCalls, SeveralTransports
 from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
-from paceline.errors import FailedPreconditionError, PacelineError, shards_differ
+from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.shards import OpenShard, Shard, Shards, shards_of
 from paceline.shards.concurrency import Tasks, Threads
 from paceline.transport.channel import Tls
@@ -40,17 +40,16 @@ from paceline.transport.grpc import AioTransport, BlockingTransport
 from paceline.transport.interface import Transport
 from paceline.transport.options import ConnectionOptions
 from paceline.weights.adapters import Adapter
-from paceline.weights.folder import ShardedTensors, WeightFolder, push_folder
+from paceline.weights.folder import push_folder
 from paceline.weights.safetensors import Tensors, check
-from paceline.weights.stream import WeightStream, push_stream
-from paceline.weights.version_push import VersionPush, keeps_staged
+from paceline.weights.sharded import ShardedTensors
+from paceline.weights.stream import WeightStream
+from paceline.weights.version_push import VersionPush, WeightTransport, keeps_staged
 
 log = logging.getLogger("paceline")
 
 Batches = Iterable[Iterable[t.Group]] | AsyncIterable[Iterable[t.Group]]
 """The groups of each step, in order."""
-WeightTransport = WeightFolder | WeightStream
-"""Transport of weights from a trainer to the instances."""
 Source = Path | str | Tensors | ShardedTensors
 """Weights: a folder in Hugging Face layout, tensors by name, pairs of name and tensor, or tensors of ranks."""
 
@@ -220,30 +219,25 @@ class AsyncRun(RunRollouts):
         folder in Hugging Face layout, which the instances read. `ShardedTensors` are written to a `WeightFolder` by
         all ranks, of which rank 0 pushes. After an error the previous version is served.
         """
-        weights = self._weights
-        if not isinstance(source, str | Path | ShardedTensors):
-            # Checked before an update is started, because other pushes would have to wait for it.
-            check(source)
-
-        def pushing(push: VersionPush) -> Awaitable[t.UpdateFinished]:
-            if isinstance(weights, WeightStream) and not isinstance(source, str | Path | ShardedTensors):
-                return push_stream(self.client, push, weights, source, in_flight)
-            return push_folder(
-                self.client,
-                push,
-                lambda version: self._folder(version, source),
-                lambda published, folder: self._delta(published, folder, source),
-                in_flight,
+        if isinstance(source, str | Path):
+            folder = Path(source)
+            return await self._push(
+                target,
+                lambda push: push_folder(self.client, push, lambda _: folder.absolute(), in_flight=in_flight),
             )
-
-        try:
-            return await self._push(target, pushing)
-        except Exception:
-            if isinstance(source, ShardedTensors):
+        if isinstance(source, ShardedTensors):
+            try:
+                return await self._push(
+                    target, lambda push: self._weights.push_sharded(self.client, push, source, in_flight)
+                )
+            except Exception:
                 # Report the first error, not one of giving up.
                 with suppress(PacelineError):
                     await self.client.run_work(source.give_up)
-            raise
+                raise
+        # Checked before an update is started, because other pushes would have to wait for it.
+        check(source)
+        return await self._push(target, lambda push: self._weights.push(self.client, push, source, in_flight))
 
     async def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
         """Apply the weights of the last push, which was refused because samples were unfinished.
@@ -275,8 +269,7 @@ class AsyncRun(RunRollouts):
     async def _pushed(self) -> None:
         self._refused = None
         self._warnings.pushed()
-        if isinstance(self._weights, WeightFolder):
-            await self.client.run_work(self._weights.prune)
+        await self.client.run_work(self._weights.prune)
 
     async def push_adapter(
         self, source: Adapter | Path | str, *, in_flight: t.InFlight = t.InFlight.REFUSE
@@ -288,36 +281,11 @@ class AsyncRun(RunRollouts):
         to the run's `WeightFolder`. After an error the previous version is served. `in_flight`: as in
         `push_weights`.
         """
-        weights = self._weights
-        if not isinstance(weights, WeightFolder):
-            raise ValueError("to push adapters, open the run with weights=WeightFolder(...)")
         given = Path(source) if isinstance(source, str) else source
-
-        async def pushing(push: VersionPush) -> t.UpdateFinished:
-            published = push.base
-            if published is None:
-                raise shards_differ({name: each.policy_version for name, each in push.published.items()})
-            base = await self.client.run_work(lambda: weights.base_of(published))
-            return await push_folder(
-                self.client,
-                push,
-                lambda version: weights.write_adapter(version, given, base),
-                in_flight=in_flight,
-            )
-
-        return await self._push(t.WeightTarget.POLICY, pushing)
-
-    def _folder(self, version: int, source: Source) -> Path:
-        if isinstance(source, str | Path):
-            return Path(source).absolute()
-        if not isinstance(self._weights, WeightFolder):
-            raise ValueError("to push these tensors, open the run with weights=WeightFolder(...)")
-        return self._weights.write(version, source)
-
-    def _delta(self, published: t.Versions, folder: Path, source: Source) -> Path | None:
-        if not isinstance(self._weights, WeightFolder) or isinstance(source, str | Path):
-            return None
-        return self._weights.write_delta(published, folder)
+        return await self._push(
+            t.WeightTarget.POLICY,
+            lambda push: self._weights.push_adapter(self.client, push, given, in_flight),
+        )
 
 
 async def look_ahead(

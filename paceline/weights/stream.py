@@ -31,7 +31,7 @@ from paceline.v1.weight_stream_pb2 import WeightPiece
 from paceline.v1.weight_stream_pb2_grpc import WeightStreamServiceStub
 from paceline.weights import safetensors
 from paceline.weights.pieces import PieceTee, SendWindow, SourceBehind, cut
-from paceline.weights.version_push import VersionPush
+from paceline.weights.version_push import VersionPush, WeightTransport
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 # Refusals that another attempt will not change.
@@ -39,7 +39,7 @@ _FINAL = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT, grpc.
 
 
 @dataclass(frozen=True, slots=True)
-class WeightStream:
+class WeightStream(WeightTransport):
     """Transport of weights over connections alone: the trainer writes no file, and no disk is shared.
 
     It is the default transport of a run. The instances need `adopted_weights`, and the trainer must reach them. It
@@ -60,52 +60,45 @@ class WeightStream:
     tls: Tls | None = None
     """TLS to the instances, if it differs from the TLS settings of the gateway."""
 
+    async def push(
+        self, client: GatewayCalls, push: VersionPush, tensors: safetensors.Tensors, in_flight: t.InFlight
+    ) -> t.UpdateFinished:
+        """Push tensors, reading them once for all shards, at the pace of the slowest shard.
 
-async def push_stream(
-    client: GatewayCalls,
-    push: VersionPush,
-    stream: WeightStream,
-    tensors: safetensors.Tensors,
-    in_flight: t.InFlight = t.InFlight.REFUSE,
-) -> t.UpdateFinished:
-    """Push tensors, reading them once for all shards, at the pace of the slowest shard.
-
-    An error aborts the update, unless `keeps_staged` is True for it.
-
-    Raises:
-        ValueError: tensors that cannot be written (see `safetensors.write`).
         PacelineError: AbortedError with the reason SOURCE_READ_ONCE if bytes of an iterator are needed again.
-    """
-    members = push.shards.members
+        """
+        members = push.shards.members
 
-    def pieces() -> Iterator[WeightPiece]:
-        return cut(safetensors.lay_out(tensors, stream.shard_bytes), stream.piece_bytes)
+        def pieces() -> Iterator[WeightPiece]:
+            return cut(safetensors.lay_out(tensors, self.shard_bytes), self.piece_bytes)
 
-    def start(member: OpenShard, version: int) -> Awaitable[t.StreamStarted]:
-        return member.calls.start_stream(push.run_id, version, push.target, push.push_id)
+        def start(member: OpenShard, version: int) -> Awaitable[t.StreamStarted]:
+            return member.calls.start_stream(push.run_id, version, push.target, push.push_id)
 
-    async def stage(member: OpenShard, started: t.StreamStarted, first: Iterator[WeightPiece]) -> None:
-        again = pieces if isinstance(tensors, Mapping) else None
-        checksum = await _send(member.calls, push, stream, started, first, again)
-        await member.calls.update_streamed(started.update_id, checksum)
+        async def stage(member: OpenShard, started: t.StreamStarted, first: Iterator[WeightPiece]) -> None:
+            again = pieces if isinstance(tensors, Mapping) else None
+            checksum = await _send(member.calls, push, self, started, first, again)
+            await member.calls.update_streamed(started.update_id, checksum)
 
-    if len(members) == 1:
-        return await push.stage(start, lambda member, started: stage(member, started, pieces()), in_flight)
+        if len(members) == 1:
+            return await push.stage(
+                start, lambda member, started: stage(member, started, pieces()), in_flight
+            )
 
-    tee = PieceTee(len(members), stream.window_bytes // 4)
+        tee = PieceTee(len(members), self.window_bytes // 4)
 
-    async def stage_from_tee(member: OpenShard, started: t.StreamStarted) -> None:
-        try:
-            await stage(member, started, tee.pieces(members.index(member)))
-        except BaseException:
-            # The other shards must not wait for pieces that will not come.
-            tee.stop()
-            raise
+        async def stage_from_tee(member: OpenShard, started: t.StreamStarted) -> None:
+            try:
+                await stage(member, started, tee.pieces(members.index(member)))
+            except BaseException:
+                # The other shards must not wait for pieces that will not come.
+                tee.stop()
+                raise
 
-    def feed() -> Coroutine[Any, Any, None]:
-        return client.run_work(lambda: tee.feed(pieces()))
+        def feed() -> Coroutine[Any, Any, None]:
+            return client.run_work(lambda: tee.feed(pieces()))
 
-    return await push.stage(start, stage_from_tee, in_flight, feed)
+        return await push.stage(start, stage_from_tee, in_flight, feed)
 
 
 async def _send(

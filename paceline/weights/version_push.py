@@ -1,17 +1,25 @@
-"""Push one version of the weights to all shards: every shard stages it before any shard applies it."""
+"""Push one version of the weights to all shards: every shard stages it before any shard applies it.
+
+`WeightTransport` is the interface of what moves the bytes; `VersionPush` has the phases, which all share.
+"""
 
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline import types as t
 from paceline.calls import GatewayCalls
 from paceline.errors import FailedPreconditionError, PacelineError
 from paceline.shards import OpenShard, Shards
+from paceline.weights.adapters import Adapter
+from paceline.weights.safetensors import Tensors
+from paceline.weights.sharded import ShardedTensors
 
 _STAGINGS = 3
 """Attempts to stage weights, if the instances that have them are lost before the weights are applied."""
@@ -178,6 +186,43 @@ class VersionPush:
             name: self.version if name in self._finished else version_of(each, self.target)
             for name, each in self.published.items()
         }
+
+
+class WeightTransport(ABC):
+    """Transport of weights from a trainer to the instances.
+
+    Its methods stage and finish a version by `push.stage`. An error aborts the update, unless `keeps_staged` is
+    True for it: then `push.finish` can be called again. `in_flight` decides about samples that are unfinished.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    async def push(
+        self, client: GatewayCalls, push: VersionPush, tensors: Tensors, in_flight: t.InFlight
+    ) -> t.UpdateFinished:
+        """Push tensors, by name or as pairs that are read once.
+
+        Raises:
+            ValueError: tensors that cannot be written (see `safetensors.write`).
+            PacelineError: the update failed; the previous version is served.
+        """
+
+    async def push_sharded(
+        self, client: GatewayCalls, push: VersionPush, tensors: ShardedTensors, in_flight: t.InFlight
+    ) -> t.UpdateFinished:
+        """Push tensors that several ranks hold in parts. ValueError: this transport cannot."""
+        raise ValueError("to push these tensors, open the run with weights=WeightFolder(...)")
+
+    async def push_adapter(
+        self, client: GatewayCalls, push: VersionPush, source: Adapter | Path, in_flight: t.InFlight
+    ) -> t.UpdateFinished:
+        """Push a LoRA adapter on the published version. ValueError: this transport cannot."""
+        raise ValueError("to push adapters, open the run with weights=WeightFolder(...)")
+
+    def prune(self) -> None:
+        """Remove what no instance needs any more, after each version that was published."""
+        return None
 
 
 def keeps_staged(error: BaseException) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -33,6 +33,11 @@ _SETTLE_SECONDS, _SETTLE_PAUSE = 5.0, 0.05
 # Longest time of a weight transfer: 140 GB at 16 MB/s.
 _STREAM_SECONDS = 9000.0
 
+# Field of StageWeights, and time limit; None: the configured one. An instance itself gives up when nothing arrives.
+_STAGED_BY: Mapping[type[Any], tuple[str, float | None]] = {
+    weight_pb2.DiskWeights: ("disk", None),
+    weight_peer_pb2.PeerWeights: ("peers", _STREAM_SECONDS),
+}
 WeightSource = weight_pb2.DiskWeights | weight_peer_pb2.PeerWeights
 """Weights that an instance is to stage: from a folder, or sent by other instances or a trainer."""
 
@@ -142,12 +147,9 @@ class Connection:
 
     async def _stage(self, version: int, source: WeightSource) -> pb.StageWeightsResponse:
         request = pb.StageWeightsRequest(policy_version=version, target=weight_pb2.WEIGHT_TARGET_POLICY)
-        if isinstance(source, weight_pb2.DiskWeights):
-            request.disk.CopyFrom(source)
-            return await self.stub.StageWeights(request, timeout=self.config.stage_timeout_seconds)
-        request.peers.CopyFrom(source)
-        # The instance itself gives up when nothing arrives.
-        return await self.stub.StageWeights(request, timeout=_STREAM_SECONDS)
+        field, seconds = _STAGED_BY[type(source)]
+        getattr(request, field).CopyFrom(source)
+        return await self.stub.StageWeights(request, timeout=seconds or self.config.stage_timeout_seconds)
 
     async def _apply(self, version: int, *, in_flight: bool = False) -> pb.ApplyWeightsResponse:
         treatment = weight_pb2.IN_FLIGHT_CONTINUE if in_flight else weight_pb2.IN_FLIGHT_REFUSE

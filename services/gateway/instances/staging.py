@@ -11,14 +11,14 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import structlog
 
-from paceline.errors import Violation
 from paceline.internal.v1 import weight_peer_pb2
 from paceline.v1 import weight_pb2 as pb
-from services.contracts.errors import Aborted, DataLoss, InvalidArgument, ServiceError, Unavailable
+from services.contracts.errors import Aborted, DataLoss, ServiceError, Unavailable
 from services.gateway.instances.connection import (
     Connection,
     InstanceResult,
@@ -28,6 +28,7 @@ from services.gateway.instances.connection import (
     on_all,
 )
 from services.gateway.instances.roster import ChainLink, Roster, chain, predecessors
+from services.gateway.instances.transports import HandedOver, transport_for, transport_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.turns import Pace
 from services.gateway.state.fleet_health import MemberState
@@ -55,8 +56,6 @@ _UNABLE = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-# All instances read the same folder, so damage is a verdict for all. Pushed weights may be damaged on one instance.
-_FOLDER_REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS})
 
 
 @dataclass(eq=False)
@@ -88,46 +87,37 @@ class UpdateStaging:
             instance_id=first.instance_id, address=first.member.record.address, ticket=update.ticket
         )
 
-    async def begin(
-        self, update: WeightUpdate, source: pb.DiskWeights | pb.StreamedWeights
-    ) -> InstanceStaging:
+    async def begin(self, update: WeightUpdate, source: HandedOver) -> InstanceStaging:
         """Have every live instance check and stage the weights, or continue the staging of pushed ones.
 
         InvalidArgument: the source is not of the update's transport.
         """
-        if isinstance(source, pb.StreamedWeights):
-            _check_transport(update, "streamed", bool(update.ticket))
+        if transport_for(source, update).pushed:
             return await self._stream(update)
-        _check_transport(update, "disk", not update.ticket)
         await self.roster.settled()
         self.end()
         if not (live := self.roster.live()):
             raise Unavailable("no live instance", retry_after=2.0)
-        sources = dict.fromkeys(live, source)
-        self._current = InstanceStaging(update.version, sources, self.roster.pace, _FOLDER_REFUSALS)
+        described: Any = source
+        self._current = InstanceStaging(update, dict.fromkeys(live, described), self.roster.pace)
         return self._current
 
-    async def results(
-        self, staging: InstanceStaging, source: pb.DiskWeights | pb.StreamedWeights
-    ) -> list[InstanceResult]:
+    async def results(self, staging: InstanceStaging) -> list[InstanceResult]:
         """Wait until all instances have staged the weights, or one refuses them. Aborted: the staging was ended."""
         begin = time.perf_counter()
         try:
-            if isinstance(source, pb.StreamedWeights):
-                # The transfer continues if this call is cancelled.
-                return await staging.results()
-            try:
-                return await staging.results()
-            finally:
-                staging.end()
+            return await staging.results()
         finally:
+            if not staging.transport.pushed:
+                # A transfer continues if this call is cancelled.
+                staging.end()
             self.metrics.update_seconds.labels("stage").observe(time.perf_counter() - begin)
 
     async def conclude(
         self,
         update: WeightUpdate,
         staging: InstanceStaging,
-        source: pb.DiskWeights | pb.StreamedWeights,
+        source: HandedOver,
         results: list[InstanceResult],
     ) -> tuple[str, str]:
         """Return the folder (empty for pushed weights) and the checksum, and end the staging.
@@ -137,12 +127,10 @@ class UpdateStaging:
         """
         if staging is self._current:
             self.end()
-        path, announced = (
-            ("", source.checksum) if isinstance(source, pb.StreamedWeights) else (source.path, "")
-        )
+        path, announced = staging.transport.outcome(source)
         try:
             self._staged, checksum = verdict_on_staging(
-                results, streamed=bool(update.ticket), announced=announced
+                results, streamed=staging.transport.pushed, announced=announced
             )
         except ServiceError as error:
             if not isinstance(error, Unavailable):
@@ -187,7 +175,7 @@ class UpdateStaging:
         self.end()
         await self.roster.settled()
         sources = peer_sources(update, self.roster.live())
-        self._current = InstanceStaging(update.version, sources, self.roster.pace)
+        self._current = InstanceStaging(update, sources, self.roster.pace)
         self._pushed = update.update_id
         return self._current
 
@@ -199,18 +187,12 @@ class InstanceStaging:
     another wait may begin.
     """
 
-    def __init__(
-        self,
-        version: int,
-        sources: Mapping[Connection, WeightSource],
-        pace: Pace,
-        refusals: frozenset[grpc.StatusCode] = frozenset({grpc.StatusCode.INVALID_ARGUMENT}),
-    ) -> None:
-        """Begin to stage a version. An error with a code of `refusals` is a verdict for all instances."""
-        self._refusals = refusals
+    def __init__(self, update: WeightUpdate, sources: Mapping[Connection, WeightSource], pace: Pace) -> None:
+        """Begin to stage the weights of an update on the instances of `sources`."""
+        self.transport = transport_of(update)
         self._tasks = {
             connection: asyncio.create_task(
-                _stage_on(connection, version, source, pace), name=f"stage-{connection.instance_id}"
+                _stage_on(connection, update.version, source, pace), name=f"stage-{connection.instance_id}"
             )
             for connection, source in sources.items()
         }
@@ -224,7 +206,7 @@ class InstanceStaging:
     def refusal(self) -> ServiceError | None:
         """Error with which an instance refused the weights for all instances; None if there is none."""
         errors = (self._error(each) for each in self._tasks)
-        return next((error for error in errors if error and error.code in self._refusals), None)
+        return next((error for error in errors if error and error.code in self.transport.refusals), None)
 
     def taking_part(self) -> list[Connection]:
         """Return the instances that are alive and have not failed, at least one.
@@ -329,9 +311,3 @@ def verdict_on_staging(
     if announced not in ("", checksum):
         raise DataLoss(f"checksum of what was pushed is {checksum}, the sender has {announced}")
     return staged, checksum
-
-
-def _check_transport(update: WeightUpdate, field: str, right: bool) -> None:
-    if not right:
-        transport = "STREAM" if update.ticket else "DISK"
-        raise InvalidArgument([Violation(field, f"is set; the transport of this update is {transport}")])

@@ -23,6 +23,7 @@ from services.contracts.errors import FailedPrecondition, Unavailable
 from services.gateway.instances.connection import Connection, InstanceResult, on_all
 from services.gateway.instances.roster import Roster
 from services.gateway.instances.staging import InstanceStaging, UpdateStaging
+from services.gateway.instances.transports import HandedOver
 from services.gateway.journal.fenced_records import Fenced, VersionStore, save_until_stored
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.scheduler import Scheduler
@@ -114,15 +115,13 @@ class Updater:
             update.touched_at = time.time()
             return target
 
-    async def stage(
-        self, update_id: str, source: pb.DiskWeights | pb.StreamedWeights
-    ) -> list[pb.InstanceUpdate]:
+    async def stage(self, update_id: str, source: HandedOver) -> list[pb.InstanceUpdate]:
         """Have every live instance check and stage the weights (phase 2); wait until all have the pushed ones."""
         async with self._lock:
             update = self.book.open_for(update_id, UpdatePhase.STARTED, UpdatePhase.STAGED)
             update.touched_at = time.time()
             staging = await self._staging.begin(update, source)
-        results = await self._staging.results(staging, source)
+        results = await self._staging.results(staging)
         return await to_the_end(self._conclude(update, staging, source, results), self._tasks)
 
     async def finish(
@@ -159,7 +158,7 @@ class Updater:
         self,
         update: WeightUpdate,
         staging: InstanceStaging,
-        source: pb.DiskWeights | pb.StreamedWeights,
+        source: HandedOver,
         results: list[InstanceResult],
     ) -> list[pb.InstanceUpdate]:
         async with self._lock:

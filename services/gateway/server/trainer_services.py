@@ -10,7 +10,7 @@ from paceline.internal.v1.rollout_event_pb2 import SerializedEvent
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import InvalidArgument, Unimplemented
-from services.contracts.files import check_weight_folder
+from services.gateway.instances.transports import DISK, TRANSPORTS, check_requested
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.state.update_book import InFlightTreatment
 from services.gateway.term import LeadershipTerm
@@ -23,7 +23,6 @@ _TREATMENTS = {
     weight_pb2.IN_FLIGHT_ABORT: InFlightTreatment.ABORT,
     weight_pb2.IN_FLIGHT_CONTINUE: InFlightTreatment.CONTINUE,
 }
-_SERVED = (weight_pb2.WEIGHT_TRANSPORT_DISK, weight_pb2.WEIGHT_TRANSPORT_STREAM)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -117,15 +116,13 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
         self, request: weight_pb2.StartUpdateRequest, context: Context
     ) -> weight_pb2.StartUpdateResponse:
         _check_start(request)
+        pushed = TRANSPORTS[request.transport].pushed
         updater = self._term().updater
-        streamed = request.transport == weight_pb2.WEIGHT_TRANSPORT_STREAM
-        update = await updater.start(
-            request.run_id, request.policy_version, request.push_id, streamed=streamed
-        )
+        update = await updater.start(request.run_id, request.policy_version, request.push_id, streamed=pushed)
         return weight_pb2.StartUpdateResponse(
             update_id=update.update_id,
             policy_version=updater.book.version or 0,
-            stream=await updater.stream_target(update.update_id) if streamed else None,
+            stream=await updater.stream_target(update.update_id) if pushed else None,
         )
 
     async def UpdateWeights(
@@ -139,14 +136,12 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
             if named is not None:
                 raise InvalidArgument([Violation("source", "was sent twice; one message names the weights")])
             named = request
-        if named is not None and named.WhichOneof("source") == "streamed":
-            staged = await term.updater.stage(update_id, named.streamed)
-        else:
-            disk = weight_pb2.DiskWeights() if named is None else named.disk
-            check_weight_folder(disk.path, self._weights_root)
-            if disk.delta:
-                check_weight_folder(disk.delta, self._weights_root, field="disk.delta")
-            staged = await term.updater.stage(update_id, disk)
+        named = named or weight_pb2.UpdateWeightsRequest()
+        field = named.WhichOneof("source") or DISK.source
+        transport = next(each for each in TRANSPORTS.values() if each.source == field)
+        source = getattr(named, field)
+        transport.check(source, self._weights_root)
+        staged = await term.updater.stage(update_id, source)
         return weight_pb2.UpdateWeightsResponse(instances=staged)
 
     async def FinishUpdate(
@@ -204,17 +199,10 @@ def _treatment(in_flight: weight_pb2.InFlight) -> InFlightTreatment:
 def _check_start(request: weight_pb2.StartUpdateRequest) -> None:
     if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
         raise Unimplemented("DRAFTER", "drafters from trainers are not supported yet; target POLICY")
-    if request.transport == weight_pb2.WEIGHT_TRANSPORT_DEVICE:
-        text = (
-            "weights do not go from device to device: use transport STREAM, or DISK with a shared file system"
-        )
-        raise Unimplemented("DEVICE", text)
-    violations = []
+    violations = check_requested(request.transport)
     if not request.run_id:
         violations.append(Violation("run_id", "is empty"))
     if request.target != weight_pb2.WEIGHT_TARGET_POLICY:
         violations.append(Violation("target", f"is {request.target}; must be POLICY or DRAFTER"))
-    if request.transport not in _SERVED:
-        violations.append(Violation("transport", f"is {request.transport}; must be DISK or STREAM"))
     if violations:
         raise InvalidArgument(violations)

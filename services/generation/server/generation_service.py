@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,7 +27,6 @@ from services.generation.loop.work_items import AdmissionTerms
 from services.generation.loop.work_stream import CheckpointRules, WorkStream
 from services.generation.server.sample_intake import SampleIntake
 from services.generation.server.weight_updates import WeightUpdates
-from services.generation.weights.expansion import GivenWeights
 from services.platform.redis.registry import InstanceRecord, Registration
 
 _EVACUATION_POLL_SECONDS = 0.02
@@ -235,10 +233,8 @@ class GenerationService(rpc.GenerationServiceServicer):
         if request.target == weight_pb2.WEIGHT_TARGET_DRAFTER:
             raise Unimplemented("drafter weights", "a drafter is loaded by LoadDraftModel")
         began = time.monotonic()
-        if request.WhichOneof("source") == "peers":
-            staged = await self._weights.receive(request.policy_version, request.peers)
-        else:
-            staged = await self._weights.stage(request.policy_version, _given(request.disk))
+        field = request.WhichOneof("source") or "disk"
+        staged = await self._weights.sources[field](request.policy_version, getattr(request, field))
         return pb.StageWeightsResponse(
             checksum=staged.checksum, stage_time=duration(time.monotonic() - began)
         )
@@ -263,10 +259,3 @@ class GenerationService(rpc.GenerationServiceServicer):
         """Forget staged weights."""
         await self._weights.discard(request.policy_version)
         return pb.DiscardWeightsResponse()
-
-
-def _given(disk: weight_pb2.DiskWeights) -> GivenWeights:
-    """Return weights that are on disk; an empty path is one that check_weight_folder refuses."""
-    if not disk.delta:
-        return GivenWeights(Path(disk.path), disk.checksum)
-    return GivenWeights(Path(disk.path) if disk.path else None, disk.checksum, Path(disk.delta))

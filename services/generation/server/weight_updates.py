@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from paceline.internal.v1.weight_peer_pb2 import PeerWeights
+from paceline.v1.weight_pb2 import DiskWeights
 from services.contracts.errors import Aborted, FailedPrecondition
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
@@ -88,6 +89,11 @@ class WeightUpdates:
         self._metrics = metrics
         self._updating = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.sources: Mapping[str, Callable[[int, Any], Awaitable[StagedWeights]]] = {
+            "disk": lambda version, disk: self.stage(version, _given(disk)),
+            "peers": self.receive,
+        }
+        """Ways to stage a version, by the field of StageWeights that describes the weights."""
 
     async def stage(self, version: int, given: GivenWeights) -> StagedWeights:
         """Read and check weights in a separate thread, while the engine keeps stepping."""
@@ -185,6 +191,13 @@ class WeightUpdates:
         )
         self._metrics.policy_version.set(staged.version)
         return counts
+
+
+def _given(disk: DiskWeights) -> GivenWeights:
+    """Return weights that are on disk; an empty path is one that check_weight_folder refuses."""
+    if not disk.delta:
+        return GivenWeights(Path(disk.path), disk.checksum)
+    return GivenWeights(Path(disk.path) if disk.path else None, disk.checksum, Path(disk.delta))
 
 
 async def read_in_thread(read: Callable[[Proceed], StagedWeights]) -> StagedWeights:
