@@ -7,7 +7,6 @@
 - sweeps.py: the fastest launch parameters
 - cases.py, measure.py: kernels in their settings, the alternatives of a user, and times
 - tables.py: the tables
-- compiled.py: a separate program that reports the resources of compiled code on devices that are not available
 
 It needs torch and Triton, and neither vLLM nor numba. The report names libraries that are not installed.
 """

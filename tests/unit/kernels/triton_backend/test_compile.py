@@ -7,13 +7,13 @@ twice, and kernels compiled anew for another batch.
 import pytest
 import torch
 
-from bench.gpu.kernels.compiled import WIDTH, attention_step, compile_for, draw, faults, intercepted
 from kernels.kd_loss.triton_kd import FusedLoss
 from kernels.kv_pack.layout import BlockLayout, runs
 from kernels.kv_pack.triton_copy import copy
 from kernels.short_query_attention.triton_attend import attend_triton
 from kernels.tuning import Tuning, using
 from kernels.w4a16.triton_quantise import quantise_triton
+from tests.support.compiled_kernels import WIDTH, attention_step, compile_for, draw, faults, intercepted
 
 EXACT = {"peaks", "raise_floors", "bucket_sums", "collect", "select", "scan"}
 """Kernels whose operations are those of the specification."""

@@ -8,8 +8,8 @@ folder that holds `.pack`, run:
 
     . .pack/start.sh && python3 -m bench.gpu --brief
 
-git ignores `.pack`. The pack has the files of the wheels that a Hopper GPU loads (bench/gpu/pack/contents.py), and
-of their libraries the device code for sm_90 (bench/gpu/pack/fatbin.py). Wheels are kept in runs/gpu-pack, and a
+git ignores `.pack`. The pack has the files of the wheels that a Hopper GPU loads (deploy/gpu_pack/contents.py), and
+of their libraries the device code for sm_90 (deploy/gpu_pack/fatbin.py). Wheels are kept in runs/gpu-pack, and a
 second build downloads nothing.
 """
 
@@ -21,11 +21,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.pack import wheels
-from bench.gpu.pack.build import LIMIT, Listing, build, collect
-from bench.gpu.pack.fatbin import FatbinError
-from bench.gpu.pack.wheels import PackError
 from bench.report import console, show_rows
+from deploy.gpu_pack import wheels
+from deploy.gpu_pack.build import LIMIT, Listing, build, collect
+from deploy.gpu_pack.fatbin import FatbinError
+from deploy.gpu_pack.wheels import PackError
 
 
 def main() -> None:

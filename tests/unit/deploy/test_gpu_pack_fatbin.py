@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.gpu.pack.fatbin import ELSEWHERE, FatbinError, Pruned, containers, kernel_names, prune, section
+from deploy.gpu_pack.fatbin import ELSEWHERE, FatbinError, Pruned, containers, kernel_names, prune, section
 from tests.support.fatbins import COMPRESSED, CUBIN, PTX, Code, container, library
 
 CODES = st.builds(

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.pack.fatbin import Container, Pruned, containers, kernel_names, prune
-from bench.gpu.pack.wheels import PackError
+from deploy.gpu_pack.fatbin import Container, Pruned, containers, kernel_names, prune
+from deploy.gpu_pack.wheels import PackError
 
 ARCHITECTURE = 90
 """Compute capability of the H100 and the H200."""

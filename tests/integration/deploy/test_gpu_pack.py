@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.pack.build import LIMIT, Listing, read
 from bench.gpu.sizes import EngineKind, Graphs
+from deploy.gpu_pack.build import LIMIT, Listing, read
 from tests.support import pretended_gpu
 from tests.support.soak import record
 

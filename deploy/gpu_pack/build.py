@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from bench.gpu.pack import archive, contents, fatbin, wheels
-from bench.gpu.pack.contents import Library, Member
-from bench.gpu.pack.wheels import PackError
+from deploy.gpu_pack import archive, contents, fatbin, wheels
+from deploy.gpu_pack.contents import Library, Member
+from deploy.gpu_pack.wheels import PackError
 
 LIMIT = 45 * 2**20
 """Maximum size of the pack in bytes: a run carries 64 MiB, and the checkout is part of them."""
@@ -75,7 +75,7 @@ def build(found: Sequence[Path], root: Path, out: Path) -> Listing:
     if listing.weight > LIMIT:
         raise PackError(
             f"{out}: {listing.weight / 2**20:.1f} MiB, {LIMIT / 2**20:.0f} allowed. Leave out more (LEFT_OUT in"
-            " bench/gpu/pack/contents.py), or take a higher preset (bench/gpu/pack/archive.py)"
+            " deploy/gpu_pack/contents.py), or take a higher preset (deploy/gpu_pack/archive.py)"
         )
     return listing
 

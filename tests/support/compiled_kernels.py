@@ -1,7 +1,7 @@
 """Compile the launches of the entry functions for devices that are not available, and report their resources.
 
-    python -m bench.gpu.kernels.compiled                      # for compute capabilities 8.0, 8.9, 9.0 and 10.0
-    python -m bench.gpu.kernels.compiled --arch 90 --json codes.json
+    python -m tests.support.compiled_kernels                      # for compute capabilities 8.0, 8.9, 9.0 and 10.0
+    python -m tests.support.compiled_kernels --arch 90 --json codes.json
 
 For each kernel and variant it prints registers a thread, bytes spilled, shared memory, the widest load, the bytes
 of each asynchronous copy, and the number of machine instructions, and whether they are within the limits. The
@@ -305,7 +305,7 @@ def faults(kernel: str, setting: str, capability: int, code: Code) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table for each architecture; return 1 if anything is outside its limits."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.kernels.compiled", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.compiled_kernels", description=__doc__)
     parser.add_argument(
         "--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities, 90 for 9.0"
     )

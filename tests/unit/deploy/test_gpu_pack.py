@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.gpu.pack import archive, build, contents, wheels
-from bench.gpu.pack.wheels import PackError, Pin
+from deploy.gpu_pack import archive, build, contents, wheels
+from deploy.gpu_pack.wheels import PackError, Pin
 from tests.support.fatbins import CUBIN, Code, container, library
 
 ROOT = Path(__file__).parents[3]
@@ -116,7 +116,7 @@ def _sourced(folder: Path, program: str) -> str:
 
 
 def test_without_a_pack_the_script_says_so(tmp_path: Path) -> None:
-    script = ROOT / "bench/gpu/pack/carried/start.sh"
+    script = ROOT / "deploy/gpu_pack/carried/start.sh"
     ended = subprocess.run(
         ["sh", "-c", f". {script}"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
