@@ -92,9 +92,7 @@ class Chip:
 
 
 H100 = Chip(0.65 * 989e12, 0.8 * 3.35e12, 80e9)
-H200 = Chip(0.65 * 989e12, 0.8 * 4.8e12, 141e9)
 B200 = Chip(0.6 * 2250e12, 0.8 * 8e12, 180e9)
-A100 = Chip(0.65 * 312e12, 0.8 * 2.04e12, 80e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +135,7 @@ def decoding_table(
 
     - H100 SXM: 989 TFLOP/s dense bfloat16, 3.35 TB/s, 80 GB (NVIDIA H100 data sheet). Kernels reach 0.65 and 0.8 of
       that. A decoding step of 8B then takes 6.7 ms; vLLM's published single-stream speeds are 130 to 150 tokens/s.
-    - H200: the same with 4.8 TB/s and 141 GB (NVIDIA H200 data sheet).
     - B200: 2.25 PFLOP/s dense bfloat16, 8 TB/s, 180 GB (NVIDIA DGX B200 data sheet), 0.6 and 0.8 of it reached.
-    - A100 SXM: 312 TFLOP/s dense bfloat16, 2.04 TB/s, 80 GB (NVIDIA). The same shares are reached as of an H100;
-      EfficientRollout (D.2) fits 1.56 to 1.62 TB/s to an A100, which is 0.76 to 0.79.
     - 8B: Qwen3-8B, 70B: Llama-3.1-70B, MoE: Qwen3-30B-A3B, each by the sizes in its config.json, in bfloat16.
     - TP=8: two all-reduces a layer, each 12 us and 225 GB/s over NVLink (nccl-tests all_reduce_perf, 8 x H100).
     - Mixture of experts: a step reads the experts that its rows are routed to, 128 (1 - (1 - 8/128)^rows) of 128 in
