@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-from paceline import SampleKey
+if TYPE_CHECKING:
+    from paceline import SampleKey
 
-Responses = Mapping[SampleKey, Sequence[int]]
+Responses: TypeAlias = "Mapping[SampleKey, Sequence[int]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,6 @@ class Comparison:
             if place is not None:
                 here, there = _at(expected, place), _at(found[key], place)
                 self.differences.append(Difference(system, step, key, place, here, there))
-
-    @property
-    def differing_share(self) -> float:
-        """Return the number of first differences divided by the compared tokens."""
-        return len(self.differences) / self.compared if self.compared else 0.0
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

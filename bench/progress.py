@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Self
 
 _SHOWN_EVERY = 10.0
@@ -34,9 +34,7 @@ class PartsProgress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -73,3 +71,20 @@ class PartsProgress:
         while not self._ended.wait(_SHOWN_EVERY):
             if self._place >= 0:
                 self._show()
+
+
+@dataclass(slots=True)
+class BenchProgress:
+    """Report after each part how long the others will take."""
+
+    parts: int
+    name: str
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+
+    def advance(self, part: str) -> None:
+        """Print that a part is done."""
+        self.done += 1
+        gone = time.monotonic() - self.began
+        left = gone / self.done * (self.parts - self.done)
+        print(f"{self.name}: {part}; {gone:.0f} s gone, about {left:.0f} s left", flush=True)

@@ -1,17 +1,19 @@
-"""Print and store the figures of benchmarks."""
+"""Print and store the figures of benchmarks. It needs `rich` to print, and nothing to format."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Figures = Mapping[str, Any]
 _WIDTH = 160
@@ -32,12 +34,14 @@ def keep(path: Path, data: Any, indent: int | None = None) -> None:
     """Replace a JSON file atomically: a reader sees the old or the new contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=indent) + "\n")
+    part.write_text(json.dumps(data, indent=indent, default=str) + "\n")
     part.replace(path)
 
 
 def console() -> Console:
     """Return the console. Output to a file or a pipe is as wide as the widest table."""
+    from rich.console import Console
+
     found = Console()
     return found if found.is_terminal else Console(width=_WIDTH)
 
@@ -54,6 +58,8 @@ def show(title: str, figures: Figures) -> None:
 
 def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is text, the others are numbers."""
+    from rich.table import Table
+
     table = Table(title=title)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
@@ -74,6 +80,35 @@ def format_value(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def markdown_row(*cells: object) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Return the lines of a Markdown table; the first column is text, the others are numbers."""
+    rules = ["---", *["---:"] * (len(heads) - 1)]
+    return [markdown_row(*cells) for cells in (heads, rules, *rows)]
+
+
+def listed(figures: Figures | None) -> Iterator[str]:
+    """Yield a Markdown list item for each figure."""
+    yield from (f"- {name}: {format_value(value)}" for name, value in (figures or {}).items())
+
+
+def option_parser(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser of options whose help has a module's docstring as it stands."""
+    program = getattr(sys.modules["__main__"].__spec__, "name", "bench").removesuffix(".__main__")
+    return argparse.ArgumentParser(
+        prog=program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return the type of an option with several values, separated by commas."""
+    return lambda text: [kind(each) for each in text.split(",") if each]
 
 
 def cores() -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -24,15 +23,13 @@ import psutil
 from bench.comparison import Comparison
 from bench.facade.ways import FacadeWorkload, Ways
 from bench.intervals import median_interval
-from bench.report import Figures, cores, say, show, show_table, write
+from bench.one_instance import one_instance, overhead_arguments, prompts
+from bench.progress import BenchProgress
+from bench.report import Figures, say, show, show_table, write
 from paceline import AsyncClient
-from services.local.config import PlatformConfig
-from services.local.machine import cpu_environment
 from services.local.platform import Platform
-from services.platform.launching import cpu_list
 
 _GOAL = 1.15
-_KV_BYTES = 512 << 20
 _COLUMNS = (
     ("seconds", "seconds"),
     ("vs grpc", "ratio"),
@@ -44,21 +41,11 @@ _COLUMNS = (
 
 def main() -> None:
     """Measure the ways, then show and write the figures."""
-    arguments = _arguments()
-    options = PlatformConfig(
-        model=arguments.model,
-        instances=1,
-        folder=Path("runs/bench/facade"),
-        instance_options=("--dtype", "float32", "--speculation", "off", *_engine_options()),
-        environment=cpu_environment(cores()[:1]),
-        pin=False,
-        reallocator=False,
-        bubbles=False,
-        http_port=0,
-    )
-    work = _workload(arguments.prompts, arguments.samples, arguments.max_tokens)
+    given = arguments()
+    options = one_instance(given.model, Path("runs/bench/facade"), bubbles=False, http_port=0)
+    work = FacadeWorkload([*prompts(given.prompts).values()], given.samples, given.max_tokens)
     with Platform(options, report=say) as platform:
-        figures = asyncio.run(_measure(platform, work, arguments.rounds))
+        figures = asyncio.run(_measure(platform, work, given.rounds))
     show_table("facade: the same samples, seconds a round", _COLUMNS, figures["ways"])
     show("facade", {name: value for name, value in figures.items() if name != "ways"})
     write("facade", figures)
@@ -76,7 +63,7 @@ async def _measure(platform: Platform, work: FacadeWorkload, rounds: int) -> Fig
         ways = Ways(client, http, work).all()
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         busy = dict.fromkeys(ways, 0.0)
-        began = time.perf_counter()
+        progress = BenchProgress(rounds + 1, "facade")
         for number in range(rounds + 1):
             # Each way takes each place in the order equally often.
             place = number % len(ways)
@@ -90,7 +77,7 @@ async def _measure(platform: Platform, work: FacadeWorkload, rounds: int) -> Fig
                     busy[name] += _cpu_seconds(process) - cpu
             for name in ways:
                 comparison.add(name, number, found["grpc"], found[name])
-            _progress(number + 1, rounds + 1, time.perf_counter() - began)
+            progress.advance(f"round {number + 1} of {rounds + 1}")
     return figures_of(work, seconds, busy, comparison)
 
 
@@ -126,33 +113,9 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _progress(done: int, rounds: int, took: float) -> None:
-    left = took / done * (rounds - done)
-    print(f"round {done} of {rounds}, about {left:.0f} s left", file=sys.stderr, flush=True)
-
-
-def _workload(prompts: int, samples: int, max_tokens: int) -> FacadeWorkload:
-    from examples.tinymath.tasks import make_problems
-    from examples.tinymath.tokenizer import prompt_ids
-
-    problems = make_problems(seed=1, n=prompts)
-    return FacadeWorkload([prompt_ids(problem.question) for problem in problems], samples, max_tokens)
-
-
-def _engine_options() -> tuple[str, ...]:
-    return ("--kv-cache-memory-bytes", str(_KV_BYTES), "--threads-bind", cpu_list(cores()[:1]))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=Path("examples/tinymath/model"))
-    parser.add_argument("--rounds", type=int, default=20, help="at least 6")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=512)
-    return parser.parse_args()
+def arguments() -> argparse.Namespace:
+    """Parse the options."""
+    return overhead_arguments(__doc__, 20)
 
 
 if __name__ == "__main__":

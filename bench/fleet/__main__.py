@@ -2,13 +2,13 @@
 
 For each fleet size a dedicated gateway and Redis serve one step with `--samples` samples for each instance. Every
 instance is a gRPC server with a registration in Redis and a clock in place of an engine. It decodes each sample at
-`--speed` tokens a second. With `--reporting` it reports in checkpoints, as a real instance does, or every 50 ms.
+`--speed` tokens a second and reports in checkpoints, as a real instance does.
 The trainer checks every sample. With `--gateways`, instances and prompts are divided among several gateways as
 shards, each with its own Redis; `gateways` in the JSON has the use of each. Processor seconds count from the first
 submission to the last sample. Writes runs/bench/fleet.json after each fleet size; `longest_turns` lists the work in
 the gateway's longest turns.
 
-    python -m bench.fleet [--instances 125,250,500,1000] [--gateways 2] [--samples 100] [--reporting stream]
+    python -m bench.fleet [--instances 125,250,500,1000] [--gateways 2] [--samples 100]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.fleet.control_plane import ControlPlane, Usage
 from bench.fleet.trainer import FleetTrainer, StepResult
 from bench.fleet.workload import MAX_TOKENS, SimulatedPolicy
 from bench.progress import PartsProgress
-from bench.report import format_value, show, show_rows, write
+from bench.report import format_value, numbers, option_parser, show, show_rows, write
 from paceline.shards import Shard
 
 FOLDER = Path("runs/bench/fleet")
@@ -41,7 +41,7 @@ def main() -> None:
     given, baseline = arguments(), json.loads(_BASELINE.read_text())
 
     def keep(rows: list[Row]) -> None:
-        write("fleet", {**summary(rows, baseline), "reporting": given.reporting, "fleets": rows})
+        write("fleet", {**summary(rows, baseline), "fleets": rows})
 
     rows = asyncio.run(measure(given, keep))
     _show(rows)
@@ -145,7 +145,6 @@ def _row(
         "wrong_samples": step.wrong,
         "tokens": step.tokens,
         "step_seconds": step.seconds,
-        "gateway_seconds_per_1000": 1000 * used.gateway_seconds / samples,
         "redis_seconds_per_1000": 1000 * used.redis_seconds / samples,
         "gateway_ms_per_sample": 1000 * used.gateway_seconds / samples,
         # Sum over all gateways; `largest_gateway_cores` has the cores of the busiest gateway.
@@ -198,12 +197,7 @@ def _shares(instances: int, gateways: int) -> list[range]:
 
 
 def _host_options(given: argparse.Namespace) -> tuple[str, ...]:
-    return (
-        f"--reporting={given.reporting}",
-        f"--speed={given.speed}",
-        f"--compression={given.compression}",
-        f"--longest={given.longest}",
-    )
+    return (f"--speed={given.speed}", f"--compression={given.compression}", f"--longest={given.longest}")
 
 
 def _planned(instances: int, given: argparse.Namespace) -> float:
@@ -230,17 +224,16 @@ def _show(rows: Sequence[Row]) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(
-        prog="bench.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     sizes = "fleet sizes, ascending, separated by commas"
-    parser.add_argument("--instances", type=_sizes, default=[125, 250, 500, 1000], help=sizes)
+    parser.add_argument(
+        "--instances", type=lambda text: sorted(numbers(int)(text)), default=[125, 250, 500, 1000], help=sizes
+    )
     parser.add_argument(
         "--gateways", type=int, default=1, help="shards of each fleet: gateways, each with a Redis of its own"
     )
     parser.add_argument("--samples", type=int, default=100, help="samples of each instance")
     parser.add_argument("--batch-samples", type=int, default=512, help="samples of one submission")
-    parser.add_argument("--reporting", choices=("checkpoints", "stream"), default="checkpoints")
     parser.add_argument("--speed", type=float, default=50.0, help="tokens a second of each sample")
     parser.add_argument("--compression", type=float, default=1.0, help="how many times as fast time runs")
     parser.add_argument("--longest", type=int, default=MAX_TOKENS, help="tokens of the longest response")
@@ -250,10 +243,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--gateway-option", action="append", default=[], help="flag of the gateway, repeatable"
     )
     return parser.parse_args(argv)
-
-
-def _sizes(text: str) -> list[int]:
-    return sorted(int(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ class EngineClock:
 
     def _flush(self, stream: Stream) -> None:
         load = fleet_pb2.InstanceLoad(running=len(stream.samples))
-        stream.flush(load, 0, self.now, everything=self.reporting.everything)
+        stream.flush(load, 0, self.now)
 
     def _schedule(self, sample: ClockedSample, stream: Stream) -> None:
         """Schedule the next check of a sample: when it ends or must report, at the earliest in one tick."""
@@ -241,8 +241,8 @@ def main() -> None:
 async def _serve(given: argparse.Namespace) -> None:
     config = ServiceConfig(redis_url=f"{given.redis_url}?client_name={CLIENT}", log_level="warning")
     redis, keys = connect(config), Keys(config.namespace)
-    mode = Reporting.stream if given.reporting == "stream" else Reporting.checkpoints
-    clock = EngineClock(SimulatedPolicy.create(given.longest), mode(given.speed, given.compression))
+    reporting = Reporting.checkpoints(given.speed, given.compression)
+    clock = EngineClock(SimulatedPolicy.create(given.longest), reporting)
     registrations = [
         await ReplayingInstance(f"instance-{number}", config, clock).start(
             partial(Registration, redis, keys, ttl=_TTL)
@@ -269,7 +269,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--redis-url", required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--reporting", choices=("checkpoints", "stream"), default="checkpoints")
     parser.add_argument("--speed", type=float, default=50.0)
     parser.add_argument("--compression", type=float, default=1.0)
     parser.add_argument("--longest", type=int, default=MAX_TOKENS)

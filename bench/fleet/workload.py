@@ -56,22 +56,13 @@ class SimulatedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Pace at which a simulated instance decodes and reports, in seconds of the run.
-
-    Every running sample gets `speed` tokens a second. With `everything`, each flush reports all new tokens.
-    """
+    """Pace at which a simulated instance decodes and reports: `speed` tokens a second for every running sample."""
 
     speed: float
     rules: CheckpointRules
-    everything: bool = False
 
     @classmethod
     def checkpoints(cls, speed: float, compression: float) -> Reporting:
         """Return the platform's default. Time runs `compression` times as fast."""
         rules = CheckpointRules()
         return cls(speed * compression, replace(rules, seconds=rules.seconds / compression))
-
-    @classmethod
-    def stream(cls, speed: float, compression: float) -> Reporting:
-        """Return the pace of a token stream, which reports all new tokens every 50 ms."""
-        return replace(cls.checkpoints(speed, compression), everything=True)

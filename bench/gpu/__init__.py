@@ -4,7 +4,7 @@
 - sizes.py, plan.py: what is measured, and in which order
 - running.py, state.py, host.py: calls that resume an interrupted run, and the processes that carry out the steps
 - device.py, engines/, kernels/: the orders of those processes
-- report.py, markdown.py: the tables
+- report.py: the tables
 - device_table.py: converts a run into a device table for the simulator
 - pack/: vLLM and its packages, for machines without network
 """

@@ -35,6 +35,7 @@ from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.running import REFUSED, run
 from bench.gpu.sizes import TINY, GpuSizes, Graphs
 from bench.gpu.state import LINES, GpuStep, OtherRun, State, estimated, total
+from bench.report import option_parser
 from services.step_time.machine import gpu_count
 
 BRIEF_SECONDS = 340.0
@@ -97,9 +98,7 @@ def _refused(why: str) -> int:
 
 
 def _parsed(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--brief", action="store_true", help="the first steps of the first parts")
     parser.add_argument(
         "--only", action="append", default=[], metavar="GLOB", help="steps of these names, and what they need"

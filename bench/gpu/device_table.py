@@ -20,6 +20,7 @@ from statistics import median
 
 from bench.gpu.sizes import EngineKind, Graphs
 from bench.gpu.state import ENVIRONMENT, State
+from bench.report import option_parser
 from services.simulator.device_tables import DeviceFile
 
 _NEAR = 0.05
@@ -161,11 +162,7 @@ def _refused(why: str) -> int:
 
 
 def _parsed(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench.gpu.device_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("run", type=Path, help="folder of a run of bench.gpu")
     parser.add_argument("--kind", choices=tuple(EngineKind), default=EngineKind.V1)
     parser.add_argument("--graphs", choices=tuple(Graphs), default=Graphs.FULL)

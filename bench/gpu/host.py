@@ -6,13 +6,13 @@ context may be corrupted. The next order gets a new process.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
+
+from bench.worker import PipedWorker
 
 
 class OrderFailed(RuntimeError):
@@ -53,20 +53,11 @@ class Worker(Protocol):
         """End the process at once."""
 
 
-class SpawnedWorker:
+class SpawnedWorker(PipedWorker):
     """A fresh Python process, so that vLLM and Triton are imported after the environment that they read is set."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, setup), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self._process.kill()
-        self._process.join()
+        super().__init__(build_orders, setup)
 
 
 Start = Callable[[Any], Worker]
@@ -138,16 +129,8 @@ class WorkerHost:
         return answer
 
 
-def serve(pipe: Connection[Any, Any], setup: WorkerSetup) -> None:
-    """Build a setup, report it, and carry out orders until the pipe closes or an order fails."""
-    try:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        orders = setup.orders()
-        pipe.send(True)
-        while True:
-            name, arguments = pipe.recv()
-            pipe.send(getattr(orders, name)(**arguments))
-    except EOFError:
-        return
-    except Exception:
-        pipe.send(traceback.format_exc()[-3000:])
+def build_orders(setup: WorkerSetup) -> Callable[[tuple[str, dict[str, Any]]], Any]:
+    """Return the function from the name of an order and its arguments to its result."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    orders = setup.orders()
+    return lambda order: getattr(orders, order[0])(**order[1])

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from bench.gpu.engines.tables import main_tables, other_tables
 from bench.gpu.kernels.tables import kernel_tables
-from bench.gpu.markdown import figure, listed, table
 from bench.gpu.running import last_line
 from bench.gpu.state import ENVIRONMENT, GpuStep, State
+from bench.report import format_value, listed, markdown_table
 
 
 def write(state: State, steps: Sequence[GpuStep]) -> None:
@@ -37,7 +37,7 @@ def summary(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
     libraries = {name: state.result(f"libraries: {name}") for name in ("RMSNorm", "attention")}
     if any(libraries.values()):
         yield "\n## vLLM's libraries: relative error against float32\n"
-        yield from (f"- {name}: {figure(found['error'])}" for name, found in libraries.items() if found)
+        yield from (f"- {name}: {format_value(found['error'])}" for name, found in libraries.items() if found)
     yield from main_tables(state, steps)
 
 
@@ -48,4 +48,4 @@ def _alone(state: State) -> Iterator[str]:
             (each["case"], each["backend"], each["error"] or f"{1e6 * each['seconds']:.1f}")
             for each in race["timings"]
         ]
-        yield from table(("case", "backend", "us"), rows)
+        yield from markdown_table(("case", "backend", "us"), rows)

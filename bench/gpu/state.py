@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.host import WorkerSetup
+from bench.report import keep
 
 LINES = "results.jsonl"
 """Name of the file with a line for each step, in the order in which the steps ended."""
@@ -64,10 +64,7 @@ class State:
         """Replace the file."""
         data = asdict(self)
         del data["path"]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(json.dumps(data, indent=1, default=str) + "\n")
-        os.replace(fresh, self.path)
+        keep(self.path, data, indent=1)
 
     def begin(self, step: str) -> None:
         """Record that a step runs."""

@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.report import format_value
-from bench.rollout.markdown import Rows, goal_table, modelled_table, overview, regime_table, summary
+from bench.report import format_value, markdown_table
+from bench.rollout.markdown import Rows, goal_table, modelled_table, overview, regime_table
 
 Published = Mapping[str, Any]
 _BLOCK = re.compile(
@@ -67,23 +67,21 @@ def _rendered(name: str, what: str, published: Published) -> Sequence[str]:
         return [
             f"No results are kept yet: `make bench NAME={name}`, then `python -m bench.nightly --publish {name}`."
         ]
-    return _own(own[what]) if what in own else _RENDERERS[what](published[name])
-
-
-def _own(table: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return a table that the benchmark has rendered itself."""
-    rules = ["---", *("---:" for _ in table["columns"][1:])]
-    return [f"| {' | '.join(row)} |" for row in (table["columns"], rules, *table["rows"])]
+    # A table that the benchmark has rendered itself, or one of its figures.
+    return (
+        markdown_table(own[what]["columns"], own[what]["rows"])
+        if what in own
+        else _RENDERERS[what](published[name])
+    )
 
 
 def _figures(result: Mapping[str, Any]) -> list[str]:
     goals = result.get("goals", {})
-    lines = [_origin(result), "", "| figure | value | goal |", "| --- | ---: | ---: |"]
-    for figure, value in result["figures"].items():
-        goal = goals.get(figure, "")
-        shown = format_value(float(value) if isinstance(value, float) else value)
-        lines.append(f"| `{figure}` | {shown} | {format_value(goal) if goal != '' else ''} |")
-    return lines
+    rows = [
+        (f"`{figure}`", format_value(value), format_value(goals[figure]) if figure in goals else "")
+        for figure, value in result["figures"].items()
+    ]
+    return [_origin(result), "", *markdown_table(("figure", "value", "goal"), rows)]
 
 
 def _origin(result: Mapping[str, Any]) -> str:
@@ -131,10 +129,6 @@ def _modelled(result: Mapping[str, Any]) -> list[str]:
     return [*modelled_table(_first_subject(result)["rows"], {}), "", _origin(result)]
 
 
-def _summary(result: Mapping[str, Any]) -> list[str]:
-    return [*summary(_first_subject(result)["rows"]), "", _origin(result)]
-
-
 def _of_all_rounds(result: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a result with only the systems that were measured in every regime in the full number of rounds."""
     subject = _first_subject(result)
@@ -170,5 +164,4 @@ _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {
     "modelled": _modelled,
     "overview": _overview,
     "regimes": _regimes,
-    "summary": lambda result: _summary(_of_all_rounds(result)),
 }

@@ -17,17 +17,16 @@ runs/bench/policy.json.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench.intervals import MedianInterval
-from bench.policy.cells import MOST, BenchProgress, GivenCells, MeasuredModel, measure_model
+from bench.policy.cells import MOST, GivenCells, MeasuredModel, measure_model
 from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
+from bench.progress import BenchProgress
 from bench.random_model import make_random_experts
-from bench.report import Figures, format_value, show_rows, write
+from bench.report import Figures, format_value, numbers, option_parser, show_rows, write
+from bench.worker import apart
 
 _FOLDER = Path("runs/bench/policy")
 _MODEL = Path("examples/tinymath/model")
@@ -54,10 +53,11 @@ def main() -> None:
     """Measure both models, then show and write the figures."""
     arguments = _arguments()
     given = _given(arguments)
-    progress = BenchProgress(sum(len(each.samples) * len(each.wrong) for each in given))
+    progress = BenchProgress(sum(len(each.samples) * len(each.wrong) for each in given), "policy")
     models = list[MeasuredModel]()
     for each in given:
-        models.append(_apart(measure_model, each, progress))
+        # vLLM allows one engine in a process.
+        models.append(apart(measure_model, each, progress))
         progress = models[-1].progress
         _show(each, models[-1].cells)
     cells = [cell for model in models for cell in model.cells]
@@ -78,12 +78,6 @@ def main() -> None:
             "rounds": arguments.rounds,
         },
     )
-
-
-def _apart(function: Callable[..., MeasuredModel], *given: Any) -> MeasuredModel:
-    """Call a function in a separate process, because vLLM allows one engine in each."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *given).result()
 
 
 def _given(arguments: argparse.Namespace) -> list[GivenCells]:
@@ -139,10 +133,7 @@ def _goal(name: str, figures: Figures) -> tuple[str, str]:
 
 
 def _arguments() -> argparse.Namespace:
-    def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-        return lambda text: [kind(each) for each in text.split(",")]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--model", type=Path, help="model folder to measure instead of the two")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--samples", type=numbers(int), default=list(_SAMPLES), help="batch sizes")

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,7 @@ from bench.policy.rounds import (
     steered,
     with_drafts,
 )
+from bench.progress import BenchProgress
 from bench.report import cores
 from services.generation.engine.types import EngineOptions, EngineSampleState
 from services.generation.speculation.drafter import Proposals
@@ -74,22 +75,6 @@ class GivenCells:
     samples: Sequence[int]
     wrong: Sequence[float]
     rounds: int
-
-
-@dataclass(slots=True)
-class BenchProgress:
-    """Report after each part how long the others will take."""
-
-    parts: int
-    began: float = field(default_factory=time.monotonic)
-    done: int = 0
-
-    def advance(self, part: str) -> None:
-        """Print that a part is done."""
-        self.done += 1
-        gone = time.monotonic() - self.began
-        left = gone / self.done * (self.parts - self.done)
-        print(f"policy: {part}; {gone:.0f} s gone, about {left:.0f} s left", flush=True)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.report import console, show_rows, write
+from bench.report import console, option_parser, show_rows, write
 from bench.rollout.cells import TableCell
 from bench.rollout.markdown import document, shown
 from bench.rollout.registry import EVERYTHING, OFF, PLAIN, REGIMES, SUBJECTS, SYSTEMS
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--systems", nargs="+", choices=[QUICK, ALL, WITHOUT, *SYSTEMS], default=[QUICK], metavar="NAME"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.report import format_value
+from bench.report import format_value, markdown_row, markdown_table
 from bench.rollout.table import GOALS, PairedRatio
 
 Rows = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -60,12 +60,12 @@ def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, s
     columns = [each for each in COLUMNS if any(each[1] in figures for figures in systems.values())]
     heads = ["", *(head for head, _ in columns)]
     heads += [f"{device}, {head}" for device in devices for head, _ in MODELLED]
-    lines = [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
+    rows = []
     for name, figures in systems.items():
         cells = [figures.get(key) for _, key in columns]
         cells += [_modelled(figures, device).get(key) for device in devices for _, key in MODELLED]
-        lines.append(_line([f"{name}{marks.get(name, '')}", *map(shown, cells)]))
-    return lines
+        rows.append([f"{name}{marks.get(name, '')}", *map(shown, cells)])
+    return markdown_table(heads, rows)
 
 
 def overview(rows: Rows, marks: Mapping[str, str]) -> list[str]:
@@ -73,31 +73,13 @@ def overview(rows: Rows, marks: Mapping[str, str]) -> list[str]:
     regimes = list(rows)
     names = list(dict.fromkeys(name for systems in rows.values() for name in systems))
     heads = ["rollouts, times as fast as plain vLLM", *regimes, "samples that differ"]
-    lines = [_line(heads), _line(["---", *["---:"] * (len(regimes) + 1)])]
+    lines = []
     for name in names:
         found = [rows[regime].get(name) for regime in regimes]
         differing = sum(each["samples_differing"] for each in found if each is not None)
         speeds = ["-" if each is None else shown(each["speedup_vs_plain"]) for each in found]
-        lines.append(_line([f"{name}{marks.get(name, '')}", *speeds, str(differing)]))
-    return lines
-
-
-def summary(rows: Rows) -> list[str]:
-    """Return the lines of a table that fits a first page: decode steps and times of each system, by regime."""
-    heads = ["", "tokens a decode step", "of plain, measured", "of this machine's line"]
-    devices = _devices(rows)[:1]
-    heads += [*(f"of plain, modelled {device}" for device in devices), "samples that differ"]
-    lines = [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
-    for regime, systems in rows.items():
-        for name, figures in systems.items():
-            cells = [
-                figures.get("tokens_per_decode_step"),
-                figures["speedup_vs_plain"],
-                figures.get("line_share"),
-            ]
-            cells += [_modelled(figures, device).get("speedup_vs_plain") for device in devices]
-            lines.append(_line([f"{regime}: {name}", *map(shown, cells), str(figures["samples_differing"])]))
-    return lines
+        lines.append([f"{name}{marks.get(name, '')}", *speeds, str(differing)])
+    return markdown_table(heads, lines)
 
 
 def modelled_table(rows: Rows, marks: Mapping[str, str]) -> list[str]:
@@ -108,12 +90,12 @@ def modelled_table(rows: Rows, marks: Mapping[str, str]) -> list[str]:
         "modelled rollouts, times as fast as plain vLLM",
         *(f"{device}, {regime}" for device, regime in places),
     ]
-    lines = [_line(heads), _line(["---", *["---:"] * len(places)])]
+    lines = []
     for name in names:
         found = [_modelled(rows[regime].get(name, {}), device) for device, regime in places]
         speeds = [shown(each.get("speedup_vs_plain")) for each in found]
-        lines.append(_line([f"{name}{marks.get(name, '')}", *speeds]))
-    return lines
+        lines.append([f"{name}{marks.get(name, '')}", *speeds])
+    return markdown_table(heads, lines)
 
 
 def _devices(rows: Rows) -> list[str]:
@@ -134,10 +116,10 @@ def _modelled(figures: Mapping[str, Any], device: str) -> Mapping[str, Any]:
 
 def goal_table(figures: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[str]:
     """Return the lines of the table of goals."""
-    lines = [_line(["figure", "value", "goal", ""]), _line(["---", "---:", "---:", "---"])]
+    lines = [markdown_row("figure", "value", "goal", ""), markdown_row("---", "---:", "---:", "---")]
     for name, found in verdicts.items():
         goal = f"{GOALS[name]} at least" if name in GOALS else "0"
-        lines.append(_line([f"`{name}`", shown(figures[name]), goal, found]))
+        lines.append(markdown_row(f"`{name}`", shown(figures[name]), goal, found))
     return lines
 
 
@@ -155,7 +137,3 @@ def document(
         parts += [[f"**{regime}**"], regime_table(systems, marks)]
     parts.append([f"- [{place}] {name}: {text}" for place, (name, text) in enumerate(notes.items(), 1)])
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -50,7 +50,7 @@ def measure(
         kv_bytes: memory of an instance for keys and values.
 
     Raises:
-        StockEngineError, PlatformError, PacelineError: the system failed.
+        WorkerFailed, PlatformError, PacelineError: the system failed.
     """
     tasks = curriculum_of(model)
     if isinstance(setup, StockSystem):
@@ -127,8 +127,7 @@ def _roll_out(
     options = trajectory.options
     for engine, part in zip(engines, parts, strict=True):
         engine.send(StockStep(part, options.max_tokens, options.temperature))
-    found = [engine.wait() for engine in engines]
-    return [each for each in found if each is not None]
+    return [engine.wait() for engine in engines]
 
 
 def stock_figures(

@@ -31,7 +31,7 @@ from bench.rollout.training import TrainedStep
 FOLDER = Path("runs/bench/rollout")
 _LOCK = Path("requirements/cpu.lock")
 """Lock file that pins vLLM and all other imported packages."""
-_BENCH = [Path(f"bench/{name}.py") for name in ("comparison", "scrape", "vllm_expand_fix")]
+_BENCH = [Path(f"bench/{name}.py") for name in ("comparison", "scrape", "worker")]
 _MEASURING = ("cells", "measuring", "modelled", "record", "replay", "stock_engine", "systems", "told_tokens")
 _ROLLOUT = [Path(f"bench/rollout/{name}.py") for name in _MEASURING]
 _STOCK_CODE = [

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from bench.rollout.registry import StockSystem
+from bench.worker import PipedWorker
 
 if TYPE_CHECKING:
     from bench.rollout.told_tokens import ToldTokens
     from services.generation.engine.core import Engine
 
-_ANSWER_SECONDS = 300
 _MAX_SEQS = 128
-
-
-class StockEngineError(RuntimeError):
-    """The engine process failed; the message is its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +65,16 @@ class StockMeasurement:
     verified: int = 0
 
 
-class StockEngine:
-    """Parent's side of the process. Send orders to all engines of a system before waiting for any."""
+class StockEngine(PipedWorker):
+    """The process. Send orders to all engines of a system before waiting for any.
+
+    An order is a step, whose answer is its measurement, or a folder of weights to load.
+    """
 
     def __init__(self, setup: StockSetup) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
         # Set before the process begins, because it imports PyTorch, which reads them, before its first own line.
         with _environment(setup.core):
-            self._process.start()
-        theirs.close()
-
-    def send(self, order: StockStep | Path) -> None:
-        """Begin a step, or the loading of the weights in a folder."""
-        self._pipe.send(order)
-
-    def wait(self) -> StockMeasurement | None:
-        """Return a step's measurement; None for weights and the start. StockEngineError if the order fails."""
-        try:
-            if not self._pipe.poll(_ANSWER_SECONDS):
-                raise StockEngineError(f"no answer within {_ANSWER_SECONDS} s")
-            answer = self._pipe.recv()
-        except EOFError as error:
-            raise StockEngineError("the engine process has ended") from error
-        if isinstance(answer, str):
-            raise StockEngineError(answer)
-        return cast("StockMeasurement | None", answer)
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.join(20)
-        self._process.kill()
-        self._process.join()
+            super().__init__(_build, setup)
 
 
 @contextmanager
@@ -129,7 +98,7 @@ def _environment(core: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _serve(pipe: Connection, setup: StockSetup) -> None:
+def _build(setup: StockSetup) -> Callable[[StockStep | Path], StockMeasurement | None]:
     os.sched_setaffinity(0, {setup.core})
     setup.log.parent.mkdir(parents=True, exist_ok=True)
     with setup.log.open("wb") as log:
@@ -137,24 +106,18 @@ def _serve(pipe: Connection, setup: StockSetup) -> None:
         os.dup2(log.fileno(), 2)
     if setup.system.needs is not None:
         sys.path.insert(0, str(setup.system.needs.absolute()))
-    try:
-        engine, tokens = _start(setup)
-        pipe.send(None)
-        while True:
-            order = pipe.recv()
-            if isinstance(order, Path):
-                load_weights(engine, order)
-                pipe.send(None)
-            else:
-                pipe.send(_generate(engine, tokens, setup, order))
-    except EOFError:
-        return
-    except BaseException:
-        pipe.send(traceback.format_exc())
+    engine, tokens = _start(setup)
+
+    def carry_out(order: StockStep | Path) -> StockMeasurement | None:
+        if isinstance(order, Path):
+            load_weights(engine, order)
+            return None
+        return _generate(engine, tokens, setup, order)
+
+    return carry_out
 
 
 def _start(setup: StockSetup) -> tuple[Engine, ToldTokens]:
-    from bench import vllm_expand_fix
     from bench.rollout.told_tokens import ToldTokens
     from services.generation.engine.core import Engine
     from services.generation.engine.types import EngineOptions
@@ -162,7 +125,6 @@ def _start(setup: StockSetup) -> tuple[Engine, ToldTokens]:
 
     # As Paceline's instances do.
     keep_freed_memory()
-    vllm_expand_fix.apply()
     tokens = ToldTokens()
     tokens.install()
     options = EngineOptions(

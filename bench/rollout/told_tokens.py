@@ -72,9 +72,11 @@ class ToldTokens:
         self._batch, self.counts = [], ToldDrafts()
 
     def install(self) -> None:
-        """Install this after the sampler of the runners of this process."""
+        """Install this after the sampler of the runners of this process, which is repaired."""
+        from vllm.v1.sample import rejection_sampler
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         drawn = GPUModelRunner._sample
 
         def sample(runner: Any, logits: torch.Tensor | None, metadata: Any) -> Any:
@@ -103,3 +105,16 @@ class ToldTokens:
         self.counts.drafted += sum(metadata.num_draft_tokens)
         self.counts.accepted += int(held.sum())
         self.counts.verified += sum(map(bool, metadata.num_draft_tokens))
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each sample's value for its tokens, [n] -> [num_tokens]; `replace_from` becomes `replace_to`.
+
+    vLLM 0.32's own function returns uninitialised memory on CPU (vllm#55005). A batch at temperature > 0 would be
+    verified with arbitrary temperatures and accept garbage, which makes vLLM's methods look better than they are.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.progress import PartsProgress
-from bench.report import console, format_value, show, show_table, write
+from bench.report import console, format_value, numbers, option_parser, show, show_table, write
 from bench.weights.fleet import Model, Pushes, engine_pushes, transfers
 from bench.weights.links import loopback_rate
 from bench.weights.memory import available_bytes
@@ -179,20 +179,14 @@ def _show(measured: Row) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(
-        prog="bench.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
-    add("--sizes", type=_numbers, default=[100, 300, 1000], help="MB of the models, by commas")
-    add("--fleets", type=_numbers, default=[1, 2, 4], help="numbers of instances, by commas")
-    add("--engine-sizes", type=_numbers, default=[100, 1000], help="MB of the models of vLLM's engine")
+    add("--sizes", type=numbers(int), default=[100, 300, 1000], help="MB of the models, by commas")
+    add("--fleets", type=numbers(int), default=[1, 2, 4], help="numbers of instances, by commas")
+    add("--engine-sizes", type=numbers(int), default=[100, 1000], help="MB of the models of vLLM's engine")
     add("--rounds", type=int, default=1, help="timed pushes of each kind")
     add("--folder", type=Path, help="where the files lie")
     return parser.parse_args(argv)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",") if each]
 
 
 if __name__ == "__main__":

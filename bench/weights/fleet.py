@@ -10,7 +10,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -66,9 +66,9 @@ def transfers(model: Model, folder: Path, pushes: Pushes, links: float | None) -
     """
     ports = free_ports(max(pushes.fleets))
     with (
-        _links(ports, links) as gates,
+        nullcontext() if links is None else ThrottledLinks(ports, links) as gates,
         _platform(model, folder, COPYING, ports, throttled=gates is not None) as platform,
-        _trainer(platform, model, folder) as trainer,
+        TrainerProcess(platform.gateway_address, model.folder, folder / "versions") as trainer,
     ):
         for fleet in pushes.fleets:
             for left in platform.instances[fleet:]:
@@ -84,7 +84,7 @@ def engine_pushes(model: Model, folder: Path, transports: Sequence[str]) -> Iter
     ports = free_ports(1)
     with (
         _platform(model, folder, VLLM, ports, throttled=False) as platform,
-        _trainer(platform, model, folder) as trainer,
+        TrainerProcess(platform.gateway_address, model.folder, folder / "versions") as trainer,
         platform.client() as client,
     ):
         times = folder / "times"
@@ -192,21 +192,6 @@ def _received(platform: Platform, fleet: int) -> dict[str, float]:
 
 def _passed(gates: ThrottledLinks | None) -> int:
     return 0 if gates is None else sum(each.inbound for each in gates.passed())
-
-
-@contextmanager
-def _links(ports: Sequence[int], rate: float | None) -> Iterator[ThrottledLinks | None]:
-    if rate is None:
-        yield None
-        return
-    with ThrottledLinks(ports, rate) as found:
-        yield found
-
-
-@contextmanager
-def _trainer(platform: Platform, model: Model, folder: Path) -> Iterator[TrainerProcess]:
-    with TrainerProcess(platform.gateway_address, model.folder, folder / "versions") as found:
-        yield found
 
 
 @contextmanager

@@ -6,19 +6,18 @@ connections together. It moves them from socket to socket in the kernel, so that
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import grpc
+
+from bench.worker import PipedWorker
 
 HOST, LINK_HOST = "127.0.0.1", "127.0.0.2"
 """Address of a server, and of the link in front of it, which has the same port."""
@@ -26,7 +25,6 @@ _CHUNK = 64 << 10
 _BUFFER = 256 << 10
 # Burst after a time of lower use: some milliseconds' worth.
 _BURST_SECONDS = 0.005
-_ANSWER_SECONDS = 60.0
 _PIECE = 1 << 20
 
 
@@ -54,38 +52,17 @@ class ByteBucket:
         return max(0.0, self._free_at - now)
 
 
-class ThrottledLinks:
+class ThrottledLinks(PipedWorker):
     """Links in a separate process. Use it as a context manager."""
 
     def __init__(self, ports: Sequence[int], rate: float) -> None:
         """Listen in front of the servers at these ports. `rate` is in bytes a second."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, tuple(ports), rate), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        self._answer()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pipe.close()
-        self._process.join(5)
-        self._process.kill()
+        super().__init__(_build, tuple(ports), rate)
 
     def passed(self) -> list[LinkBytes]:
         """Return the bytes that each link has carried so far."""
-        self._pipe.send(True)
-        answer: list[LinkBytes] = self._answer()
+        answer: list[LinkBytes] = self.ask(None)
         return answer
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(_ANSWER_SECONDS):
-            raise TimeoutError("the process of the links does not answer")
-        return self._pipe.recv()
 
 
 def free_ports(count: int) -> list[int]:
@@ -101,12 +78,9 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def _serve(pipe: Connection, ports: Sequence[int], rate: float) -> None:
+def _build(ports: Sequence[int], rate: float) -> Callable[[None], list[LinkBytes]]:
     links = [_Link(port, rate) for port in ports]
-    pipe.send(True)
-    with suppress(EOFError):
-        while pipe.recv():
-            pipe.send([link.passed() for link in links])
+    return lambda _: [link.passed() for link in links]
 
 
 class _Link:
@@ -162,29 +136,21 @@ class _Link:
 
 def loopback_rate(total: int) -> float:
     """Return the bytes a second of one gRPC stream over loopback, in messages of 1 MB, between two processes."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_receive, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(_ANSWER_SECONDS):
-            raise TimeoutError("the process at the other end does not answer")
-        with grpc.insecure_channel(f"{HOST}:{ours.recv()}", options=_OPTIONS) as channel:
-            call: Any = channel.stream_unary("/bench.Loopback/Take")
-            call(iter([bytes(_PIECE)] * 8))
-            began = time.perf_counter()
-            call(iter([bytes(_PIECE)] * (total // _PIECE)))
-            return total // _PIECE * _PIECE / (time.perf_counter() - began)
-    finally:
-        process.kill()
-        process.join()
+    with (
+        PipedWorker(_receiver) as receiver,
+        grpc.insecure_channel(f"{HOST}:{receiver.ask(None)}", options=_OPTIONS) as channel,
+    ):
+        call: Any = channel.stream_unary("/bench.Loopback/Take")
+        call(iter([bytes(_PIECE)] * 8))
+        began = time.perf_counter()
+        call(iter([bytes(_PIECE)] * (total // _PIECE)))
+        return total // _PIECE * _PIECE / (time.perf_counter() - began)
 
 
 _OPTIONS = (("grpc.max_receive_message_length", 4 << 20),)
 
 
-def _receive(pipe: Connection) -> None:
+def _receiver() -> Callable[[None], int]:
     def take(requests: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
         for _request in requests:
             pass
@@ -193,7 +159,10 @@ def _receive(pipe: Connection) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1), options=_OPTIONS)
     handlers: dict[str, Any] = {"Take": grpc.stream_unary_rpc_method_handler(take)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Loopback", handlers),))
-    port = server.add_insecure_port(f"{HOST}:0")
-    server.start()
-    pipe.send(port)
-    server.wait_for_termination()
+
+    def start(_: None) -> int:
+        port = server.add_insecure_port(f"{HOST}:0")
+        server.start()
+        return port
+
+    return start

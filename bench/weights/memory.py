@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _EVERY_SECONDS = 0.02
@@ -17,18 +16,6 @@ def private_bytes(pid: int) -> int:
         return parse_rollup(Path(f"/proc/{pid}/smaps_rollup").read_text())
     except OSError:
         return 0
-
-
-def dirty_bytes(pid: int) -> int:
-    """Return the private memory of a process without unchanged pages of files; 0 once it has ended.
-
-    Unchanged pages of libraries count as private while no other process on the machine maps them.
-    """
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
 
 
 def parse_rollup(text: str) -> int:
@@ -60,9 +47,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._look()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.random_model import make_random_model
+from bench.worker import apart
 
 VOCABULARY, LENGTH = 4096, 2048
 _ROUNDS = 3
@@ -39,20 +40,13 @@ def shape_of(megabytes: int) -> tuple[int, int]:
 
 
 def make_models(folder: Path, sizes: list[int]) -> dict[int, Path]:
-    """Make a model of each size, in a separate process, whose memory is freed when it ends."""
+    """Make a model of each size, in a separate process."""
     found = {size: folder / f"model-{size}" for size in sizes}
-    process = multiprocessing.get_context("spawn").Process(target=_make, args=(found,))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError("the models could not be made")
-    return found
-
-
-def _make(found: dict[int, Path]) -> None:
-    for size, folder in found.items():
+    for size, place in found.items():
         hidden, layers = shape_of(size)
-        make_random_model(folder, hidden=hidden, layers=layers, vocab_size=VOCABULARY, length=LENGTH)
+        shape = {"hidden": hidden, "layers": layers, "vocab_size": VOCABULARY, "length": LENGTH}
+        apart(partial(make_random_model, place, **shape))
+    return found
 
 
 def weight_bytes(folder: Path) -> int:
@@ -62,21 +56,10 @@ def weight_bytes(folder: Path) -> int:
 
 def reference(model: Path, scratch: Path) -> Reference:
     """Measure the medians for the weights of a model, under `scratch`, which is empty afterwards."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_measure, args=(theirs, model, scratch))
-    process.start()
-    theirs.close()
-    try:
-        found: Reference = ours.recv()
-    except EOFError as error:
-        raise RuntimeError("the reference could not be measured") from error
-    finally:
-        process.join()
-    return found
+    return apart(_measure, model, scratch)
 
 
-def _measure(pipe: multiprocessing.connection.Connection, model: Path, scratch: Path) -> None:
+def _measure(model: Path, scratch: Path) -> Reference:
     import torch
     from safetensors.torch import load_file
 
@@ -110,8 +93,7 @@ def _measure(pipe: multiprocessing.connection.Connection, model: Path, scratch: 
     copy_in_memory()
     found = Reference(copying, checking, _median(copy_in_memory))
     shutil.rmtree(scratch)
-    pipe.send(found)
-    pipe.close()
+    return found
 
 
 def _median(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import paceline
 from bench.weights.summary import FOLDER, STREAM
+from bench.worker import PipedWorker
 from paceline import InFlight, WeightFolder, WeightStream
-
-_ANSWER_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,79 +29,42 @@ class Push:
         return self.ended - self.began
 
 
-class TrainerProcess:
-    """Parent's side of the trainer process. Use it as a context manager."""
+class TrainerProcess(PipedWorker):
+    """The trainer process, which holds the weights of a model."""
 
     def __init__(self, gateway: str, model: Path, folder: Path) -> None:
         """Hold the weights of `model`, and push them to a gateway, through `folder` if not by stream."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, gateway, model, folder), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        self._answer()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pipe.close()
-        self._process.join(20)
-        self._process.kill()
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        assert self._process.pid is not None
-        return self._process.pid
+        super().__init__(_build, gateway, model, folder)
 
     def push(self, transport: str, in_flight: InFlight = InFlight.REFUSE) -> Push:
-        """Change the weights a little, and push them. RuntimeError if the push fails."""
-        self._pipe.send((transport, in_flight))
-        pushed: Push = self._answer()
+        """Change the weights a little, and push them. WorkerFailed if the push fails."""
+        pushed: Push = self.ask((transport, in_flight))
         return pushed
 
-    def _answer(self) -> Any:
-        if not self._pipe.poll(_ANSWER_SECONDS):
-            raise TimeoutError(f"the trainer has not answered for {_ANSWER_SECONDS:.0f} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return answer
 
+def _build(gateway: str, model: Path, folder: Path) -> Callable[[tuple[str, InFlight]], Push]:
+    import torch
+    from safetensors.torch import load_file
 
-def _serve(pipe: Connection, gateway: str, model: Path, folder: Path) -> None:
-    try:
-        import torch
-        from safetensors.torch import load_file
+    torch.set_num_threads(1)
+    weights = {
+        name: tensor.clone()
+        for path in sorted(model.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    transports = {FOLDER: WeightFolder(folder, model), STREAM: WeightStream()}
+    client = paceline.Client(gateway)
 
-        torch.set_num_threads(1)
-        weights = {
-            name: tensor.clone()
-            for path in sorted(model.glob("*.safetensors"))
-            for name, tensor in load_file(path).items()
-        }
-        transports: dict[str, WeightFolder | WeightStream] = {
-            FOLDER: WeightFolder(folder, model),
-            STREAM: WeightStream(),
-        }
-        with paceline.Client(gateway) as client:
-            pipe.send(True)
-            while True:
-                transport, in_flight = pipe.recv()
-                for tensor in weights.values():
-                    tensor.mul_(1.0001)
-                with client.run(f"push-by-{transport}", weights=transports[transport]) as run:
-                    began = time.monotonic()
-                    done = run.push_weights(weights, in_flight=in_flight)
-                    ended = time.monotonic()
-                pipe.send(_outcome(began, ended, done))
-    except EOFError:
-        return
-    except BaseException:
-        pipe.send(traceback.format_exc())
+    def push(order: tuple[str, InFlight]) -> Push:
+        transport, in_flight = order
+        for tensor in weights.values():
+            tensor.mul_(1.0001)
+        with client.run(f"push-by-{transport}", weights=transports[transport]) as run:
+            began = time.monotonic()
+            done = run.push_weights(weights, in_flight=in_flight)
+            return _outcome(began, time.monotonic(), done)
+
+    return push
 
 
 def _outcome(began: float, ended: float, done: paceline.UpdateFinished) -> Push:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.comparison import first_difference
 from bench.gpu.engines.setup import STOCK, EngineSetup
-from bench.gpu.markdown import figure, listed, table
 from bench.gpu.sizes import EngineKind
 from bench.gpu.state import GpuStep, State, tokens_name
+from bench.report import format_value, listed, markdown_table
 
 Column = tuple[EngineKind, str]
 """An engine and its graphs."""
@@ -44,11 +45,8 @@ def differences(
     """
     compared, places = 0, list[int]()
     for sample, expected in truth.items():
-        pairs = list(zip(expected, found[sample], strict=False))
-        place = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
-        if place is None and len(expected) != len(found[sample]):
-            place = len(pairs)
-        compared += len(pairs) if place is None else min(place + 1, len(pairs))
+        place, both = first_difference(expected, found[sample]), min(len(expected), len(found[sample]))
+        compared += both if place is None else min(place + 1, both)
         if place is not None:
             places.append(place)
     return compared, len(places), min(places, default=-1)
@@ -74,7 +72,7 @@ def _tokens(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
         name = step.name.removeprefix("tokens: ")
         rows.append((name, from_own, from_first, count, result["accepted"], result["steps"]))
     heads = ("run", "from its plain run", "from the first of its type", "tokens", "accepted drafts", "steps")
-    yield from table(heads, rows)
+    yield from markdown_table(heads, rows)
 
 
 def _differing(truth: Runs, found: Runs) -> str:
@@ -99,7 +97,7 @@ def _plain(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
         (place, *(_time(cells.get(column, "-"), cells.get(stock) if stock else None) for column in columns))
         for place, cells in found.items()
     ]
-    yield from table(("samples x context", *map(_head, columns)), rows)
+    yield from markdown_table(("samples x context", *map(_head, columns)), rows)
 
 
 def _drafted(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
@@ -124,19 +122,19 @@ def _drafted(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
         )
         for (place, length, wrong), runs in sorted(found.items())
     ]
-    yield from table(("samples x context", "drafts", *map(_head, columns)), rows)
+    yield from markdown_table(("samples x context", "drafts", *map(_head, columns)), rows)
 
 
 def _passes(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
     rows = [
-        (step.name.removeprefix("draft passes: "), each["rows"], each["tokens"], figure(each["ms"]))
+        (step.name.removeprefix("draft passes: "), each["rows"], each["tokens"], format_value(each["ms"]))
         for step in steps
         if step.order == "passes"
         for each in (state.result(step.name) or {}).get("passes", ())
     ]
     if rows:
         yield "\n## Draft models: ms for the drafts of a step, launched kernel by kernel\n"
-        yield from table(("engine", "samples", "draft tokens each", "ms"), rows)
+        yield from markdown_table(("engine", "samples", "draft tokens each", "ms"), rows)
 
 
 def _waits(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
@@ -150,7 +148,7 @@ def _waits(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
             rows.append((step.name, f"{waits:g}", places or "-", copies or "-"))
     if rows:
         yield "\n## A step's waits for the device, and its copies\n"
-        yield from table(("engine", "waits", "where", "copies"), rows)
+        yield from markdown_table(("engine", "waits", "where", "copies"), rows)
 
 
 def _columns(steps: Sequence[GpuStep]) -> list[Column]:
@@ -185,7 +183,7 @@ def _time(run: Runs | str, stock: Runs | str | None) -> str:
     ratio = ""
     if stock is not None and not isinstance(stock, str) and run["step_ms"] and stock["step_ms"]:
         ratio = f" ({run['step_ms'] / stock['step_ms']:.2f})"
-    return f"{figure(run['step_ms'])}{ratio}; {figure(run['idle_ms'])}; {_graphs(run)}"
+    return f"{format_value(run['step_ms'])}{ratio}; {format_value(run['idle_ms'])}; {_graphs(run)}"
 
 
 def _drafted_cell(run: Runs | None, plain: Runs | None) -> str:
@@ -195,8 +193,8 @@ def _drafted_cell(run: Runs | None, plain: Runs | None) -> str:
     if plain is not None and plain["step_ms"] and run["step_ms"]:
         times = f" ({run['step_ms'] / plain['step_ms']:.2f})"
         speedup = f"{run['tokens_a_second'] / plain['tokens_a_second']:.2f}"
-    tokens = figure(run["tokens_a_step"])
-    return f"{figure(run['step_ms'])}{times}, {tokens}, {speedup or '-'}; {figure(run['idle_ms'])}; {_graphs(run)}"
+    step, idle, tokens = (format_value(run[name]) for name in ("step_ms", "idle_ms", "tokens_a_step"))
+    return f"{step}{times}, {tokens}, {speedup or '-'}; {idle}; {_graphs(run)}"
 
 
 def _graphs(run: Runs) -> str:

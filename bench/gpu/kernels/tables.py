@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.gpu import markdown
 from bench.gpu.state import CEILINGS, KERNELS, SWEEP, State
+from bench.report import listed, markdown_table
 
 HEADS = (
     "kernel", "setting", "by", "device us", "host us", "GB/s", "TFLOP/s", "bound", "of bound", "ours is",
@@ -38,12 +38,12 @@ def kernel_tables(state: State) -> Iterator[str]:
         name = step.removeprefix(KERNELS)
         if name in _LISTED or name.startswith("engine step: "):
             yield f"\n## {name.capitalize()}\n"
-            yield from markdown.listed(state.result(step))
+            yield from listed(state.result(step))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows of `measure.measured` as a Markdown table, with errors below it."""
-    yield from markdown.table(HEADS, map(_cells, rows))
+    yield from markdown_table(HEADS, map(_cells, rows))
     failed = [f"- {each['by']} ({each['setting']}): {each['error']}" for each in rows if "error" in each]
     if failed:
         yield ""

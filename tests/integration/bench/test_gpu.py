@@ -16,7 +16,7 @@ from bench.gpu import report, running
 from bench.gpu.engines.model import LOAD_FORMAT, model_folder
 from bench.gpu.engines.setup import EngineSetup
 from bench.gpu.engines.tables import differences
-from bench.gpu.host import SpawnedWorker, Worker, WorkerHost, serve
+from bench.gpu.host import SpawnedWorker, Worker, WorkerHost, build_orders
 from bench.gpu.kernels.engine_step import WITHOUT_DEVICE
 from bench.gpu.kernels.setup import KernelSetup
 from bench.gpu.kernels.sweeps import SWEEPS
@@ -24,6 +24,7 @@ from bench.gpu.plan import GpuSubject, plan
 from bench.gpu.running import DONE, MORE, run
 from bench.gpu.sizes import TINY, EngineKind, Graphs
 from bench.gpu.state import LINES, SWEEP, TUNED_CHECKS, GpuStep, State, left
+from bench.worker import serve
 from kernels.tuning import Tuning, read
 from tests.support.engine_process import EngineProcess
 
@@ -39,7 +40,7 @@ REPEATED = tuple(TUNED_CHECKS + name for name in ("noise", "masks", "attention",
 def started(setup: Any) -> Worker:
     """Start a process: one of kernels imports Triton anew, the others have vLLM imported already."""
     if not isinstance(setup, KernelSetup):
-        return EngineProcess(serve, setup, v2=isinstance(setup, EngineSetup) and setup.on_v2)
+        return EngineProcess(serve, build_orders, (setup,), v2=isinstance(setup, EngineSetup) and setup.on_v2)
     # It sets this itself; here it is to be known when Python starts.
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
         return SpawnedWorker(setup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.weights.memory import PeakMemory, dirty_bytes
+from bench.weights.memory import PeakMemory
 from tests.integration.generation.conftest import Policy
 from tests.support.instances import InstanceProcess, stub_of
 from tests.support.models import tiny_model
@@ -14,6 +14,18 @@ HANDLES = range(1, 5)
 UPDATES = 2
 MARGIN = 48 << 20
 """Bytes of buffers and activations. What an instance has of its own moves by 25 MB from one reading to the next."""
+
+
+def dirty_bytes(pid: int) -> int:
+    """Return the private memory of a process without unchanged pages of files; 0 once it has ended.
+
+    Unchanged pages of libraries count as private while no other process on the machine maps them.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
 
 
 async def test_an_update_takes_one_model_more_and_gives_it_back(

@@ -122,7 +122,6 @@ def test_a_brief_table_has_the_systems_that_were_measured_most_often_everywhere(
     # Goals are on the page of results.
     assert "| `tokens_differing` |" not in text
     assert "| `tokens_differing` |" in rewritten(_PART.format("whole overview"), figures)
-    assert "| long tail: plain | " in rewritten(_PART.format("whole summary"), figures)
     assert "\n| once | 3.00 | 3.00 | 0 |" in rewritten(_PART.format("whole overview"), figures)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.policy.simulation import Cell, SimulatedBatch, fixed_rates
+from bench.policy.simulated import Cell, SimulatedBatch, fixed_rates
 from services.simulator.device_tables import devices, swept
 from services.step_time.estimator import StepTimeEstimator
 
