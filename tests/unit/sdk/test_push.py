@@ -23,7 +23,7 @@ from paceline.errors import (
 from paceline.v1 import weight_pb2 as pb
 from paceline.weights import safetensors
 from paceline.weights.folder import push_folder
-from paceline.weights.version_push import VersionPush
+from paceline.weights.version_push import VersionPush, WeightTransport
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
@@ -211,3 +211,29 @@ def test_a_lost_answer_is_judged_by_what_is_published(folder: Path) -> None:
         client, result = pushed(answers, lambda version: folder)
         assert result == expected
         assert ("AbortUpdate" in client.made) == (published == 4)
+
+
+class OwnTransport(WeightTransport):
+    """A transport of somebody else: it names a folder that exists already."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.pruned = folder, 0
+
+    async def push(
+        self, client: GatewayCalls, push: VersionPush, tensors: safetensors.Tensors, in_flight: t.InFlight
+    ) -> t.UpdateFinished:
+        return await push_folder(client, push, lambda _: self.folder, in_flight=in_flight)
+
+    def prune(self) -> None:
+        self.pruned += 1
+
+
+def test_a_run_pushes_by_any_transport_and_one_refuses_what_it_cannot_carry(folder: Path) -> None:
+    gateway = ScriptedTransport({**ACCEPTED, "FinishUpdate": pb.FinishUpdateResponse(policy_version=5)})
+    own = OwnTransport(folder)
+    run = AsyncRun(GatewayCalls(gateway), "run", 7, own)
+    assert finish(run.push_weights({"w": np.ones(2, np.float32)})).policy_version == 5
+    assert (gateway.requests["UpdateWeights"].disk.path, own.pruned) == (str(folder), 1)
+    with pytest.raises(ValueError, match=r"weights=WeightFolder"):
+        finish(run.push_adapter(folder))
+    assert (gateway.made.count("StartUpdate"), own.pruned) == (1, 1)
