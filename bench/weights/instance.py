@@ -16,6 +16,7 @@ import services.generation.build as composition
 from services.generation.__main__ import serve
 from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
+from services.generation.engine.model_support import ModelSupport
 from services.generation.engine.types import EngineLoad
 from services.generation.kv_transfer.block_store import UnsupportedCaches
 from services.platform.service import run
@@ -41,14 +42,15 @@ class CopyingEngine:
         from services.contracts.sampling import ModelLimits
 
         torch.set_num_threads(1)
+        self.support = ModelSupport()
         self.limits = ModelLimits(vocab_size=_VOCABULARY, max_model_len=_LENGTH)
-        self.device = self.hardware = "none"
+        self.device = self.hardware = self.attention = "none"
         self.dtype = "float32"
-        self.max_running = 1
+        self.max_running, self.ties_head = 1, True
         self.asleep = False
-        self.has_work = False
+        self.has_work = self.in_flight = False
         self.load = EngineLoad(0, 0, 0.0)
-        self.graph_sizes: tuple[int, ...] = ()
+        self.graph_sizes = self.failed_kernels = ()
         self.model_drafts: dict[str, Any] = {}
         self.migration = _NoMoves()
         self._weights = {

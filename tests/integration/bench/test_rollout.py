@@ -13,6 +13,7 @@ from bench.rollout.modelled import DEVICES, StepReader
 from bench.rollout.registry import SYSTEMS
 from bench.rollout.stock_engine import StockEngine, StockSetup
 from bench.rollout.training import TrainedStep, Trajectory
+from bench.worker import serve
 from examples.tinymath.train import MODEL, Options
 from paceline import Group
 from tests.support.engine_process import EngineProcess
@@ -43,8 +44,8 @@ class ForkedEngine(StockEngine):
     """An engine whose process has vLLM imported already."""
 
     def __init__(self, setup: StockSetup) -> None:
-        self._forked = EngineProcess(stock_engine._serve, setup, core=setup.core)
-        self._pipe = self._forked.pipe
+        self._forked = EngineProcess(serve, stock_engine._build, (setup,), core=setup.core)
+        self.pipe = self._forked.pipe
 
     def close(self) -> None:
         self._forked.__exit__(None, None, None)
