@@ -46,6 +46,11 @@ class Comparison:
                 here, there = _at(expected, place), _at(found[key], place)
                 self.differences.append(Difference(system, step, key, place, here, there))
 
+    @property
+    def differing_share(self) -> float:
+        """Return the number of first differences divided by the compared tokens."""
+        return len(self.differences) / self.compared if self.compared else 0.0
+
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the first position at which two responses differ; None if they are equal."""

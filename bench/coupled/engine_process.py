@@ -99,9 +99,11 @@ def _serve(pipe: Connection, options: EngineOptions) -> None:
         from services.generation.engine.startup import warm_up
 
         if options.vllm_speculation is not None:
-            from bench import vllm_expand_fix
+            from vllm.v1.sample import rejection_sampler
 
-            vllm_expand_fix.apply()
+            from bench.rollout.told_tokens import expand_batch_to_tokens
+
+            rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         engine = Engine(options)
         if options.coupled:
             warm_up(engine)
