@@ -298,6 +298,8 @@ ATTACKS: list[Attack] = [
             "NOT_FOUND",
             "FAILED_PRECONDITION",
             "PERMISSION_DENIED",
+            # Knobs are checked by the policy service, and the rig has none.
+            "UNAVAILABLE",
         ),
         short=8,
         whole=15 << 10,
