@@ -40,7 +40,7 @@ def _demo_here(flags: list[str]) -> None:
 
 def _demo_alone(flags: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli", "demo", *flags], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "paceline", "demo", *flags], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -99,7 +99,7 @@ sys.exit(run_until_stopped(PlatformConfig(model=Path(sys.argv[1]), folder=Path(s
 
 
 def _up(model: Path, folder: Path) -> list[str]:
-    up_there = ["-m", "paceline.cli", "up", "--model", str(model), "--folder", str(folder)]
+    up_there = ["-m", "paceline", "up", "--model", str(model), "--folder", str(folder)]
     return [*up_there, "--instances=1", "--port=0", "--", "--kv-cache-memory-bytes=134217728"]
 
 

@@ -60,7 +60,7 @@ def as_flags(platform: Platform) -> list[str]:
 def test_status_shows_the_fleet(platform: Platform, client: Client) -> None:
     version = client.versions().policy_version
     done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli", "status", *as_flags(platform)],
+        [sys.executable, "-m", "paceline", "status", *as_flags(platform)],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "200"},

@@ -16,7 +16,7 @@ from services.local.child import Process, ProcessSpec, spawned
 from services.local.zygote import Forked, Zygote
 
 INSTANCES = frozenset(
-    {"paceline.cli", "services.generation", "tests.support.breaking_instance", "tests.support.engine_process"}
+    {"paceline", "services.generation", "tests.support.breaking_instance", "tests.support.engine_process"}
 )
 """Modules that are forked from where vLLM is imported."""
 NO_ENGINES = "TESTS_WITHOUT_ENGINES"

@@ -21,7 +21,7 @@ def test_a_model_is_measured_and_its_sweep_saved(tmp_path: Path) -> None:
     core = str(max(os.sched_getaffinity(0)))
     # Time for all batches on a busy machine.
     measure = ["--seconds", "60", "--max-num-seqs", "4", "--threads-bind", core]
-    command = [sys.executable, "-m", "paceline.cli", "calibrate", "--model", str(model), *measure]
+    command = [sys.executable, "-m", "paceline", "calibrate", "--model", str(model), *measure]
     command += ["--out", str(out), "--dtype", "float32"]
     with (tmp_path / "log").open("wb") as log:
         status = forked(command, os.environ | {"OMP_NUM_THREADS": "1"}, log).wait(200)

@@ -1,4 +1,4 @@
-"""`python -m paceline.cli`."""
+"""`python -m paceline`."""
 
 import sys
 
