@@ -15,10 +15,10 @@
 
 DIR is the folder of the model, with its tokenizer. SkyRL sends no token, so it needs this second facade, on the
 trainer's own machine. `trainer.export_path` is at the same path for trainer and instances. SkyRL's own weight
-transfers (NCCL, CUDA IPC, delta) return 501; this file replaces them. A warning about /finish_session is harmless.
+transfers (NCCL, CUDA IPC, delta) return 501; this file replaces them.
 
-Names: SkyRL 0.3.0 (commit a956457). Not run: this file and SkyRL's trainer, which need GPUs. Run: `generate` and
-`detokenize` of its client, replayed against a facade.
+Names: SkyRL 0.3.0 (commit a956457). Not run: this file and SkyRL's trainer, which need GPUs. Run: `generate`,
+`detokenize` and `finish_session` of its client, replayed against a facade.
 """
 
 import shutil

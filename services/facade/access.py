@@ -95,6 +95,7 @@ METHODS: dict[str, str] = {
     "/abort_request": GENERATE,
     "/abort_requests": GENERATE,
     "/detokenize": READ,
+    "/finish_session": GENERATE,
     "/inference/v1/abort_requests": GENERATE,
     "/inference/v1/generate": GENERATE,
     "/tokenize": READ,

@@ -59,7 +59,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class StatusForm(AnswerForm):
-    """State of a probe, or of a pause."""
+    """State of a probe or of a pause, or that a call is accepted."""
 
     status: str
     """`ok`, `paused`, `resumed`, or why requests cannot be served."""

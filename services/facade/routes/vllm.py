@@ -152,4 +152,9 @@ def tokens_routes(facade: Facade) -> APIRouter:
         """Return the text of token ids, special tokens included."""
         return Response(body.answer, media_type="application/json")
 
+    @router.post("/finish_session")
+    async def finish_session(session_id: str) -> forms.StatusForm:
+        """Do nothing: SkyRL frees a session's place in its router by this, and here no session holds one."""
+        return forms.StatusForm(status="ok")
+
     return router

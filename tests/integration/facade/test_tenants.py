@@ -33,7 +33,7 @@ WITH_RUN: dict[str, dict[str, Any]] = {
 OF_NO_RUN = {
     *("/v1/models", "/get_world_size", "/get_world_size/", "/detokenize", "/tokenize", "/server_info"),
     *("/get_server_info", "/model_info", "/get_model_info", "/get_weight_version", "/v1/loads", "/is_paused"),
-    *("/abort_request", "/abort_requests", "/inference/v1/abort_requests", "/metrics"),
+    *("/abort_request", "/abort_requests", "/inference/v1/abort_requests", "/metrics", "/finish_session"),
     *(
         "/continue_generation",
         "/flush_cache",

@@ -110,6 +110,8 @@ async def test_skyrls_generate_and_detokenize(stack_of: StackMaker, tokenizer_fo
     assert text == " ".join(f"w{token}" for token in tokens)
     back = await stack.facade.post("/tokenize", model="policy", prompt=text, add_special_tokens=False)
     assert (back["tokens"], back["count"]) == (tokens, 9)
+    finished = await http.post("/finish_session", params={"session_id": "s-1"})
+    assert (finished.status_code, finished.json()) == (200, {"status": "ok"})
 
 
 async def test_an_aborted_request_has_its_partial_and_goes_on_from_it(stack_of: StackMaker) -> None:
