@@ -21,7 +21,7 @@ from bench.report import keep
 from bench.rollout.record import RecordedRun
 from bench.rollout.stock_engine import load_weights
 from bench.rollout.training import TrainedStep
-from examples.tinymath.train import Options
+from examples.tinymath.options import Options
 from paceline import SampleKey
 from services.generation.config import GenerationConfig
 

@@ -20,8 +20,9 @@ from bench.rollout.record import load_or_record
 from bench.rollout.systems import plain_platform
 from bench.rollout.training import TrainedStep, Trajectory
 from examples.tinymath import tokenizer
+from examples.tinymath.options import Options
 from examples.tinymath.tasks import PRACTICE, load_problem, make_problems
-from examples.tinymath.train import Options, collect, groups
+from examples.tinymath.train import collect, groups
 from paceline import SamplingParams
 from services.contracts.drafter_checkpoint import folder_of
 from services.drafter.learning.data import LearningSettings, TrainingSample

@@ -13,7 +13,7 @@ from bench.learner.following import FOLLOWERS, Amounts, Follower, FollowerRecord
 from bench.learner.recording import LearnerSubject, prepare, recorded_steps
 from bench.report import console, cores
 from bench.rollout.training import TrainedStep
-from examples.tinymath.train import MODEL, Options
+from examples.tinymath.options import MODEL, Options
 from services.drafter.learning.data import LearningSettings
 
 FOLDER = Path("runs/bench/learner")

@@ -34,7 +34,7 @@ from bench.random_model import make_random_model
 from bench.report import console, say, show, show_table, write
 from bench.rollout.systems import plain_platform
 from bench.scrape import Metrics, scrape
-from examples.tinymath.train import MODEL
+from examples.tinymath.options import MODEL
 from paceline import SampleKey
 from paceline.times import seconds_of
 from services.local import Platform

@@ -26,7 +26,8 @@ from bench.rollout.registry import Regime, Subject
 from bench.rollout.training import TrainedStep, Trajectory, push, serving, train
 from examples.tinymath.curriculum import curriculum_of
 from examples.tinymath.grpo import GrpoLearner
-from examples.tinymath.train import Options, new_learner
+from examples.tinymath.options import Options
+from examples.tinymath.train import new_learner
 from paceline import Exactness, FinishReason, Group, Provenance, Sample, SampleKey, SampleStatus, WeightFolder
 from services.contracts.drafter_checkpoint import folder_of
 from services.local import PlatformConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.rollout.modelled import H100_8B
 from bench.rollout.systems import BUBBLESPEC, BUBBLESPEC_RULE, KV_BYTES, SPEC_RL, System, each_left_out
-from examples.tinymath.train import MODEL, Options
+from examples.tinymath.options import MODEL, Options
 from paceline import Exactness, ExactnessLevel
 
 

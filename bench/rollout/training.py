@@ -14,7 +14,8 @@ from bench.comparison import Responses
 from bench.report import say
 from examples.tinymath.curriculum import TINYMATH, Curriculum
 from examples.tinymath.grpo import Drift, GrpoLearner
-from examples.tinymath.train import Options, collect, groups, lessons, plan, reward
+from examples.tinymath.options import Options
+from examples.tinymath.train import collect, groups, lessons, plan, reward
 from paceline import Exactness, Group, Reward, Run, Sample, SampleKey, WeightFolder
 from services.local import Platform, PlatformConfig
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from examples.tinymath.demo_flags import parse
 from paceline.installation import CHECKOUT
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -15,9 +16,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 )
 def demo(context: typer.Context) -> None:
     """Train a tiny model on two instances and write a report. `paceline demo --help` lists the options."""
+    given = parse(context.args)
     try:
         from examples.tinymath.demo import main
     except ModuleNotFoundError as error:
         typer.echo(f"paceline: the demo needs `make setup` in {CHECKOUT}: {error}", err=True)
         raise typer.Exit(2) from None
-    raise typer.Exit(main(context.args))
+    raise typer.Exit(main(given))

@@ -1,13 +1,4 @@
-"""Demo of Paceline on this machine: instances, and a trainer of arithmetic.
-
-    paceline demo                        # ten steps on two instances
-    paceline demo --steps 3 --prompts 8 --out runs/small
-    paceline demo --model smollm2        # a language model on problems in words
-
-Writes `summary.json`, `steps.json`, logs, and the page of `paceline report`
-with its entries (`report.html`, `report.jsonl`) to a folder under runs/;
-runs/latest links to the latest one.
-"""
+"""Demo of Paceline on this machine: instances, and a trainer of arithmetic. `demo_flags.py` has its flags."""
 
 from __future__ import annotations
 
@@ -33,20 +24,13 @@ from rich.text import Text
 
 from examples.tinymath.curriculum import Curriculum, curriculum_of
 from examples.tinymath.decisions import DecisionWatch
+from examples.tinymath.demo_flags import parse
+from examples.tinymath.options import Options, read_options, usual_options
 from examples.tinymath.plainly import PlainComparison, SampledStep, compare
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
-from examples.tinymath.train import (
-    MODEL,
-    Options,
-    add_options,
-    new_learner,
-    read_options,
-    train,
-    usual_options,
-)
+from examples.tinymath.train import new_learner, train
 from paceline import Client, ExactnessLevel, Group, KnobSetting, Sample, WeightFolder
 from paceline.cli.report import write_report
-from services.contracts.modes import MODES
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.child import ProgressLines
 from services.local.config import DeviceChoice
@@ -80,8 +64,6 @@ _DRAFT_COLUMNS = {
 """Columns of the two tables and their least widths: at most 80 characters in a line."""
 LEARNER_OPTIONS = ("--batch-tokens=512", "--held-out-share=0.2", "--report-seconds=0.5")
 """Options of the online learner: the demo's steps are small, so it takes several optimizer steps from each."""
-POLICIES = tuple(MODES)
-"""Modes of speculation; see docs/policy.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,50 +289,6 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
     tell(f"Report: {summary['report']}", soft_wrap=True)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line; exit with status 2 if it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="paceline demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--instances", type=int, metavar="N", help="default: one for each GPU, or two without"
-    )
-    parser.add_argument("--device", choices=[each.value for each in DeviceChoice], default="auto")
-    parser.add_argument(
-        "--model",
-        default=str(MODEL),
-        help="model folder in Hugging Face layout, organization/name\n"
-        "on the hub, or smollm2 (default: that of the example)",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", help="of the instances: float32, bfloat16 or auto\n(default: float32)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("runs/demo"),
-        help="folder for the results (default: runs/demo)",
-    )
-    parser.add_argument("--policy", choices=POLICIES, help="how the platform speculates (default: planner)")
-    parser.add_argument(
-        "--learner", action="store_true", help="draft with an EAGLE-3 head that learns during training"
-    )
-    parser.add_argument(
-        "--instance-option",
-        action="append",
-        metavar="FLAG",
-        default=[],
-        help="more flags for instances, such as --max-num-seqs=64",
-    )
-    add_options(parser)
-    given = parser.parse_args(arguments)
-    if given.instances is not None and given.instances < 1:
-        parser.error(f"argument --instances: is {given.instances}; must be at least 1")
-    given.device = DeviceChoice(given.device)
-    return given
-
-
 def read_setup(given: argparse.Namespace, model: Path) -> tuple[Setup, Options]:
     """Return the options for a model. ValueError: one cannot be used."""
     curriculum = curriculum_of(model)
@@ -369,9 +307,8 @@ def read_setup(given: argparse.Namespace, model: Path) -> tuple[Setup, Options]:
     return setup, read_options(given, usual_options(curriculum))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo and return the exit status."""
-    given = parse(arguments)
+def main(given: argparse.Namespace) -> int:
+    """Run the demo with flags of `parse`, and return the exit status."""
     console = Console()
     try:
         # Before a download that may be long.
@@ -400,4 +337,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse(None)))

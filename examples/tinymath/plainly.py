@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from examples.tinymath.train import Options, collect
+from examples.tinymath.options import Options
+from examples.tinymath.train import collect
 from paceline import Client, Group, KnobSetting, Sample
 
 

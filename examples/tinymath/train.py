@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -26,64 +25,13 @@ import transformers
 import paceline
 from examples.tinymath.curriculum import TINYMATH, Curriculum, Task, curriculum_of
 from examples.tinymath.grpo import GrpoLearner, GrpoReport, GrpoSample, GrpoSettings
+from examples.tinymath.options import MODEL, Options, add_options, read_options, usual_options
 from examples.tinymath.records import StepRecord, StepTiming, UpdateRecord, record_step
 from examples.tinymath.text import TaskText
-from paceline import Exactness, ExactnessLevel, Group, Reward, Run, SamplingParams
+from paceline import Exactness, Group, Reward, Run, SamplingParams
 
-MODEL = Path(__file__).parent / "model"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of a training run: length, problems and sampling."""
-
-    steps: int = 10
-    prompts: int = 16
-    """Groups of a step."""
-    samples: int = 8
-    """Samples of a group."""
-    pool: int = 16
-    """Number of problems; each epoch has them in a new order. If it equals `prompts`, steps are comparable."""
-    max_tokens: int = 800
-    temperature: float = 1.0
-    lr: float = 5e-4
-    threads: int = 1
-    """CPU threads of the update; more are useful for a larger model, or if the engines leave cores free."""
-    seed: int = 0
-    exactness: ExactnessLevel = ExactnessLevel.EXACT
-    """Use of rollouts of earlier steps: exact, coupled_history or lenient."""
-    lenience: float = round(math.exp(0.5), 3)
-    """The l of lenient: a cached token is kept with probability min(1, l * p_now / p_then)."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "prompts", "samples", "pool", "max_tokens", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; must be at least 1")
-        if not 0 <= self.lr < math.inf:
-            raise ValueError(f"--lr is {self.lr}; must be at least 0 and finite")
-
-    @property
-    def asked(self) -> Exactness:
-        """The exactness of every batch."""
-        lenient = self.exactness is ExactnessLevel.LENIENT
-        return Exactness(self.exactness, self.lenience if lenient else None)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Sampling parameters of every batch."""
-        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
-
-
-WORDS_OPTIONS = Options(
-    steps=4, prompts=8, samples=4, pool=8, max_tokens=400, temperature=0.7, lr=1e-5, threads=2
-)
-"""Options of a short run on problems in words with a model of some 100 million parameters."""
 _LOGITS = 1 << 27
 """Most logits of one forward pass of the update: half a gigabyte, which the backward pass needs thrice."""
-_EXACTNESS = (ExactnessLevel.EXACT, ExactnessLevel.COUPLED_HISTORY, ExactnessLevel.LENIENT)
-
-_METAVARS = {int: "N", float: "X"}
-
 Watch = Callable[[int, int, int], None]
 """Called with (step, finished, total) when a sample arrives; learning begins when finished == total."""
 Sampled = Callable[[int, Sequence[Group], Sequence[paceline.Sample], float], None]
@@ -204,31 +152,6 @@ def new_learner(model: Path, options: Options) -> GrpoLearner:
     settings = GrpoSettings(lr=options.lr)
     micro_tokens = min(settings.micro_tokens, max(512, _LOGITS // policy.config.vocab_size))
     return GrpoLearner(policy, replace(settings, micro_tokens=micro_tokens))
-
-
-def usual_options(curriculum: Curriculum) -> Options:
-    """Return the default options for a curriculum."""
-    return Options() if curriculum is TINYMATH else WORDS_OPTIONS
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each field of `Options`."""
-    for name, value in asdict(Options()).items():
-        words = getattr(WORDS_OPTIONS, name)
-        also = "" if words == value else f"; {words} for problems in words"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(value),
-            metavar=_METAVARS.get(type(value)),
-            choices=_EXACTNESS if isinstance(value, ExactnessLevel) else None,
-            help=f"default: {value}{also}",
-        )
-
-
-def read_options(given: argparse.Namespace, usual: Options = Options()) -> Options:
-    """Return the given options, and defaults for the others."""
-    found = {name: getattr(given, name) for name in asdict(usual)}
-    return replace(usual, **{name: value for name, value in found.items() if value is not None})
 
 
 def main() -> None:

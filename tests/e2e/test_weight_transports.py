@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from examples.tinymath.grpo import GrpoLearner, GrpoReport, GrpoSample, GrpoSettings
-from examples.tinymath.train import MODEL, Options, train
+from examples.tinymath.options import MODEL, Options
+from examples.tinymath.train import train
 from paceline import Adapter, Client, Run, WeightFolder, WeightStream
 from paceline import types as t
 from services.generation.weights.adapters import merged, plan_merge

@@ -14,7 +14,7 @@ from bench.rollout.registry import SYSTEMS
 from bench.rollout.stock_engine import StockEngine, StockSetup
 from bench.rollout.training import TrainedStep, Trajectory
 from bench.worker import serve
-from examples.tinymath.train import MODEL, Options
+from examples.tinymath.options import MODEL, Options
 from paceline import Group
 from tests.support.engine_process import EngineProcess
 from tests.unit.bench.steps import named, rewarded, sample

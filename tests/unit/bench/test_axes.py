@@ -18,7 +18,7 @@ from bench.axes.recorded import steps_of
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import RunMissingError
 from bench.rollout.registry import SUBJECTS, Subject
-from examples.tinymath.train import Options
+from examples.tinymath.options import Options
 
 DEVICE = DEVICES[H100_8B].steps
 CONTEXTS = 4000

@@ -21,7 +21,7 @@ from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import RunMissingError
 from bench.rollout.registry import LONG_TAIL, SMOLLM2
 from bench.rollout.training import TrainedStep
-from examples.tinymath.train import Options
+from examples.tinymath.options import Options
 from paceline import Group, SampleKey
 from services.bubbles.config import BubblesConfig
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep

@@ -32,7 +32,8 @@ from bench.rollout.systems import System
 from bench.rollout.table import update_of
 from bench.rollout.told_tokens import ToldTokens, padded, told
 from bench.rollout.training import TrainedStep, Trajectory
-from examples.tinymath.train import Options, plan
+from examples.tinymath.options import Options
+from examples.tinymath.train import plan
 from paceline import Group
 from services.generation.engine.step_log import LoggedStep
 from tests.unit.bench.steps import rewarded, sample, trained

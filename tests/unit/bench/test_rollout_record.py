@@ -20,7 +20,7 @@ from bench.rollout import record as recording
 from bench.rollout.record import RecordedRun, load_or_record
 from bench.rollout.systems import plain_platform
 from bench.rollout.training import TrainedStep
-from examples.tinymath.train import MODEL, Options
+from examples.tinymath.options import MODEL, Options
 from paceline import Group, Sample, SamplingParams
 from tests.unit.bench.steps import sample
 

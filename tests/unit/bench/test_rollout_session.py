@@ -19,7 +19,7 @@ from bench.rollout.session import BenchmarkError, CellSession
 from bench.rollout.systems import System
 from bench.rollout.training import TrainedStep, Trajectory
 from bench.scrape import Metrics
-from examples.tinymath.train import Options
+from examples.tinymath.options import Options
 from paceline import Group
 from services.generation.engine.step_log import LoggedStep
 from tests.unit.bench import steps

@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 
 from examples.tinymath import tokenizer
-from examples.tinymath.train import (
-    WORDS_OPTIONS,
-    Options,
-    add_options,
-    groups,
-    lessons,
-    plan,
-    read_options,
-    reward,
-)
+from examples.tinymath.options import WORDS_OPTIONS, Options, add_options, read_options
+from examples.tinymath.train import groups, lessons, plan, reward
 from paceline import Exactness, ExactnessLevel, FinishReason, Provenance, Sample, SampleStatus
 
 SMALL = Options(steps=5, prompts=4, samples=2, pool=8)

@@ -11,7 +11,7 @@ from random import Random  # noqa: E402
 
 from examples.tinymath.grow_model import LONG_TRACE, GrownSize, draw_long_row, grow  # noqa: E402
 from examples.tinymath.make_model import new_model, response_loss  # noqa: E402
-from examples.tinymath.train import MODEL  # noqa: E402
+from examples.tinymath.options import MODEL  # noqa: E402
 
 SMALL = GrownSize(hidden=160, intermediate=416, layers=8, heads=6, key_value_heads=3)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +15,7 @@ from rich.console import Console
 pytest.importorskip("reasoning_gym")
 
 from examples.tinymath.demo import Screen, step_tables
-from examples.tinymath.train import Options
+from examples.tinymath.options import Options
 from paceline.cli.app import run
 
 
@@ -127,3 +129,11 @@ def test_help_fits_a_terminal_of_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["demo", "--help"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_help_and_wrong_options_need_no_torch() -> None:
+    code = "from paceline.cli.app import run; import sys; run(['demo', '-h']); print('torch' in sys.modules)"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.splitlines()[0].startswith("usage: paceline demo")
+    assert done.stdout.splitlines()[-1] == "False"

@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 from transformers import AutoTokenizer
 
 from examples.tinymath import tokenizer
+from examples.tinymath.options import MODEL
 from examples.tinymath.tasks import PRACTICE, make_problems, trace
 from examples.tinymath.text import ModelText, text_of
-from examples.tinymath.train import MODEL
 
 
 def test_tinymath_needs_no_library() -> None:

@@ -10,8 +10,8 @@ pytest.importorskip("reasoning_gym")
 
 from examples.tinymath import word_problems as problems
 from examples.tinymath.curriculum import TINYMATH, curriculum_of
+from examples.tinymath.options import MODEL, WORDS_OPTIONS, Options, usual_options
 from examples.tinymath.tokenizer import EOS
-from examples.tinymath.train import MODEL, WORDS_OPTIONS, Options, usual_options
 
 
 @pytest.fixture(scope="module")
