@@ -51,17 +51,39 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
     ConfigError if the tokenizer, the tokens or the certificates cannot be read. The metrics are in `registry`.
     Unless `warm`, the workers start with the first job.
     """
-    client, metrics = GatewayClient(config), FacadeMetrics(registry)
+    client = GatewayClient(config)
     pool = WorkerPool(
         config.model, config.workers, config.work_seconds, config.work_memory_bytes, config.max_waiting_work
     )
     if warm:
         pool.launch()
+    facade = _facade(config, client, pool, FacadeMetrics(registry))
+    made = FastAPI(
+        title="Paceline",
+        summary="Rollouts over HTTP, in the dialects of vLLM (OpenAI) and SGLang",
+        version=metadata.version("paceline"),
+        lifespan=_closing(client, pool, facade.forecasts),
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    made.state.samples, made.state.fleet, made.state.metrics = facade.samples, facade.fleet, facade.metrics
+    made.state.workers = pool
+    _add_routes(made, facade, registry)
+    made.add_exception_handler(PacelineError, _failed)
+    made.add_exception_handler(ServiceError, _failed)
+    made.add_exception_handler(RequestValidationError, _invalid)
+    made.add_exception_handler(HTTPException, _plain)
+    _restrict(made, config, registry)
+    return made
+
+
+def _facade(config: FacadeConfig, client: GatewayClient, pool: WorkerPool, metrics: FacadeMetrics) -> Facade:
+    """Return what the routes share."""
     tokenizer = _tokenizer(config)
     # Each of several facades sees only a part of a step, and numbers its own samples.
     remembered = config.forecast_prompts if config.alone else 0
-    forecasts = Forecasts(client.current, remembered, config.max_hinted_samples, metrics)
-    facade = Facade(
+    return Facade(
         config=config,
         client=client.current,
         fleet=ServedFleet(client.current, config.model_names),
@@ -74,32 +96,24 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
         tokenizer=tokenizer,
         metrics=metrics,
         names=SampleNames(alone=config.alone),
-        forecasts=forecasts,
+        forecasts=Forecasts(client.current, remembered, config.max_hinted_samples, metrics),
         jobs=JobRunner(tokenizer, pool),
         defaults=_defaults(config),
     )
-    made = FastAPI(
-        title="Paceline",
-        summary="Rollouts over HTTP, in the dialects of vLLM (OpenAI) and SGLang",
-        version=metadata.version("paceline"),
-        lifespan=_closing(client, pool, forecasts),
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-    )
-    made.state.samples, made.state.fleet, made.state.metrics = facade.samples, facade.fleet, metrics
-    made.state.workers = pool
-    updates = Updates(client.current, facade.samples, metrics, facade.fleet.published)
+
+
+def _add_routes(made: FastAPI, facade: Facade, registry: CollectorRegistry) -> None:
+    updates = Updates(facade.client, facade.samples, facade.metrics, facade.fleet.published)
     made.include_router(health_routes(facade.fleet))
     made.include_router(server_routes(registry, made.openapi))
     made.include_router(vllm_routes(facade, updates))
     made.include_router(tokens_routes(facade))
     made.include_router(sglang_routes(facade, updates))
     made.include_router(paceline_routes(facade))
-    made.add_exception_handler(PacelineError, _failed)
-    made.add_exception_handler(ServiceError, _failed)
-    made.add_exception_handler(RequestValidationError, _invalid)
-    made.add_exception_handler(HTTPException, _plain)
+
+
+def _restrict(made: FastAPI, config: FacadeConfig, registry: CollectorRegistry) -> None:
+    """Add the middleware that decides who may call."""
     made.add_middleware(Origins, config=config)
     guard = guard_of(config)
     if guard is not None:
@@ -112,7 +126,6 @@ def app(config: FacadeConfig, registry: CollectorRegistry, *, warm: bool = False
         anonymous=config.anonymous_scopes,
         alone=config.alone,
     )
-    return made
 
 
 def _tokenizer(config: FacadeConfig) -> Tokenizer | None:

@@ -6,11 +6,9 @@ import shlex
 import signal
 import threading
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,21 +18,15 @@ from paceline import PacelineError, RetryPolicy
 from paceline.cli.options import Token, add_columns, plain_table
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
+from services.local import up_options as options
 from services.local.config import LOG_BYTES, DeviceChoice, RestartPolicy
-from services.local.doctor import DEVICE_HELP, FindingState, examine, findings_table, refused
+from services.local.doctor import FindingState, examine, findings_table, refused
+from services.local.up_options import DuringUpdate
 from services.models.download import DownloadError
 from services.models.local_model import hub_name, local_model
 from services.models.source import SourceError
 
 _CHECK_SECONDS = 1.0
-
-
-class DuringUpdate(StrEnum):
-    """Use of instances while the trainer updates the policy, as the bubbles coordinator names it."""
-
-    PREGENERATE = "pregenerate"
-    HALT = "halt"
-    SLEEP = "sleep"
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -43,51 +35,21 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def up(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Model folder in Hugging Face layout, organization/name on the hub, an address, or smollm2."
-        ),
-    ],
-    instances: Annotated[int, typer.Option(min=1, help="Generation instances.")] = 2,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 picks a free one.")
-    ] = 7400,
-    http_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade. Default: there is none.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(
-            help="Names of the model over HTTP, separated by commas; answers have the first. "
-            "Default: its name on the hub, or its folder if it is given by that."
-        ),
-    ] = None,
-    redis_url: Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")] = None,
-    folder: Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")] = Path("runs/local"),
-    device: Annotated[DeviceChoice, typer.Option(help=DEVICE_HELP)] = DeviceChoice.AUTO,
-    pin: Annotated[bool, typer.Option(help="On CPU, pin each instance to its share of the cores.")] = True,
-    restart: Annotated[bool, typer.Option(help="Restart instances that died.")] = True,
-    learner: Annotated[
-        bool, typer.Option("--learner", help="Draft with an EAGLE-3 head that is trained online.")
-    ] = False,
-    during_update: Annotated[
-        DuringUpdate,
-        typer.Option(
-            help="While the trainer updates: pregenerate the next step, halt, or sleep, which leaves it the GPUs."
-        ),
-    ] = DuringUpdate.PREGENERATE,
+    model: options.Model,
+    instances: options.Instances = 2,
+    port: options.Port = 7400,
+    http_port: options.HttpPort = None,
+    served_model_name: options.ServedModelName = None,
+    redis_url: options.RedisUrl = None,
+    folder: options.Folder = Path("runs/local"),
+    device: options.Device = DeviceChoice.AUTO,
+    pin: options.Pin = True,
+    restart: options.Restart = True,
+    learner: options.Learner = False,
+    during_update: options.DuringUpdateOption = DuringUpdate.PREGENERATE,
     token: Token = None,
-    no_token: Annotated[
-        bool,
-        typer.Option(
-            "--no-token",
-            help="Require no token, for trainers over HTTP that send none: any user of this machine may call.",
-        ),
-    ] = False,
-    log_bytes: Annotated[
-        int, typer.Option(min=1 << 16, help="Size at which a log is rotated; three older files are kept.")
-    ] = LOG_BYTES,
+    no_token: options.NoToken = False,
+    log_bytes: options.LogBytes = LOG_BYTES,
 ) -> None:
     """Start the whole platform on this machine and run until Ctrl-C.
 
@@ -113,14 +75,19 @@ def up(
         bubble_options=(f"--during-update={during_update.value}",),
         learner=learner,
     )
+    raise typer.Exit(_run_with_model(config, model))
+
+
+def _run_with_model(config: PlatformConfig, model: str) -> int:
+    """Find or download the model, run the platform with it, and return the exit status."""
     if refused(examine(config, None)):  # before a download that may be long
-        raise typer.Exit(1)
+        return 1
     try:
         found = local_model(model, lambda line: typer.echo(f"model: {line}"))
     except (DownloadError, SourceError, OSError) as error:
         typer.echo(f"paceline: {error}", err=True)
-        raise typer.Exit(1) from error
-    raise typer.Exit(run_until_stopped(replace(config, model=found)))
+        return 1
+    return run_until_stopped(replace(config, model=found))
 
 
 def run_until_stopped(config: PlatformConfig) -> int:
