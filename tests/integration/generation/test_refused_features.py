@@ -1,4 +1,4 @@
-"""An instance of a model with a recurrent state: it serves, drafts nothing whatever it is told, and says why."""
+"""Instances of models that do not allow everything: they use what is allowed, and say what is not and why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from paceline.internal.v1 import migration_pb2
 from paceline.internal.v1 import migration_pb2_grpc as migration_rpc
@@ -15,18 +16,21 @@ from tests.support.architectures import serve_make
 from tests.support.engine_process import EngineProcess
 from tests.support.instances import CALL, InstanceProcess, stub_of
 
-FAMILY = "granite4-hybrid"
 INFO = "paceline_generation_engine_info"
+STATEFUL, LATENT = "granite4-hybrid", "deepseek-mla"
+NEVER = {"trees", "quantized", "eagle3", "moves"}
+REFUSED = {STATEFUL: NEVER | {"prefix_cache"}, LATENT: NEVER | {"drafts", "pregeneration", "resuming"}}
 
 
-async def test_a_recurrent_model_is_served_plainly(
-    start: Callable[..., InstanceProcess], tmp_path: Path
+@pytest.mark.parametrize("family", REFUSED)
+async def test_an_instance_drafts_what_its_model_allows(
+    start: Callable[..., InstanceProcess], tmp_path: Path, family: str
 ) -> None:
-    folder = tmp_path / FAMILY
-    with EngineProcess(serve_make, {FAMILY: folder}) as process:
+    folder = tmp_path / family
+    with EngineProcess(serve_make, {family: folder}) as process:
         process.answer(CALL)
     asked = {"draft_check": True, "speculation": "fixed", "max_branches": 2, "quantized": True}
-    with start(folder, "recurrent", **asked) as instance:
+    with start(folder, family, **asked) as instance:
         async with stub_of(instance.address) as stub:
             policy = Policy(instance.address, stub)
             refused = dict((await policy.look()).instance.refused_features)
@@ -34,18 +38,20 @@ async def test_a_recurrent_model_is_served_plainly(
             fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "run_id": "always"}
             plain = (await policy.ask(policy.item(1, **fields)))[1]
             again = (await policy.ask(policy.item(1, reference_token_ids=plain.tokens, **fields)))[1]
+            wrong = [token + (place % 7 == 6) for place, token in enumerate(plain.tokens)]
+            edited = (await policy.ask(policy.item(1, reference_token_ids=wrong, **fields)))[1]
         async with grpc.aio.insecure_channel(instance.address) as channel:
             migration: Any = migration_rpc.MigrationServiceStub(channel)
             listed = await migration.ListSamples(migration_pb2.ListSamplesRequest(), timeout=CALL)
         metrics = instance.metrics()
-    assert refused.keys() == {
-        "drafts", "trees", "quantized", "eagle3", "pregeneration", "moves", "prefix_cache",
-    }  # fmt: skip
-    assert plain.tokens == again.tokens
-    assert again.finished is not None
-    assert (again.finished.verify_steps, again.finished.decode_steps) == (0, 60)
+    assert refused.keys() == REFUSED[family]
+    assert plain.tokens == again.tokens == edited.tokens
+    for found in (again, edited):
+        assert found.finished is not None
+        plainly = (found.finished.verify_steps, found.finished.decode_steps) == (0, 60)
+        assert plainly == ("drafts" in refused)
     # No reallocator chooses it.
     assert listed.free_capacity == 0
-    for feature in refused:
+    for feature, reason in refused.items():
         assert metrics[f'paceline_generation_features_refused{{feature="{feature}"}}'] == 1
-    assert any(name.startswith(INFO) and refused["drafts"] in name for name in metrics)
+        assert any(name.startswith(INFO) and reason in name for name in metrics)
