@@ -83,7 +83,9 @@ def written() -> dict[Path, str]:
     classes = {
         each.name: (each, source)
         for path in ("aio.py", "batches/*.py", "calls/*.py")
-        for source in (found.read_text() for found in sorted(FOLDER.glob(path)))
+        for file in sorted(FOLDER.glob(path))
+        if str(file.relative_to(FOLDER)) not in FILES
+        for source in [file.read_text()]
         for each in ast.parse(source).body
         if isinstance(each, ast.ClassDef)
     }
@@ -232,7 +234,7 @@ def main() -> None:
     for file, text in written().items():
         if "--check" not in sys.argv:
             file.write_text(text)
-        elif text != file.read_text():
+        elif not file.exists() or text != file.read_text():
             sys.exit(f"{file.relative_to(FOLDER.parent)} is not current: run scripts/blocking-client")
 
 
