@@ -160,7 +160,7 @@ class RunRollouts:
         Batches of earlier steps that were read to their ends are acknowledged: they cannot be read again. `options`
         are the fields of `BatchOptions`: exactness, deadline, priority, weight, max_staleness and stale.
         """
-        batch = await self._batch(step, sampling, policy_version, groups, **options)
+        batch = await self._batch(step, sampling, policy_version, groups, None, **options)
         rollout = AsyncRollout(self.client, batch)
         await self._begin(rollout)
         self._warnings.requested(batch, batch.groups)
@@ -181,7 +181,7 @@ class RunRollouts:
         An exception leaves it open, for a trainer that is restarted and opens it again; the gateway closes a batch
         that no client uses. The other parameters are as in `rollout`.
         """
-        opened = await self._opened(await self._batch(step, sampling, policy_version, **options))
+        opened = await self._opened(await self._batch(step, sampling, policy_version, (), None, **options))
         yield opened
         await opened.close()
 
@@ -201,7 +201,7 @@ class RunRollouts:
         parameters are as in `rollout`, but for Stale.REGENERATE; `max_tokens` also counts the tokens of
         environments.
         """
-        batch = await self._batch(step, sampling, policy_version, tools=tools, **options)
+        batch = await self._batch(step, sampling, policy_version, (), tools, **options)
         opened = await self._opened(batch)
         sessions = AsyncSessions(opened)
         yield sessions
@@ -218,11 +218,16 @@ class RunRollouts:
         step: int,
         sampling: t.SamplingParams | None,
         policy_version: int | None,
-        groups: Iterable[t.Group] = (),
-        tools: t.ToolUse | None = None,
+        groups: Iterable[t.Group],
+        tools: t.ToolUse | None,
+        /,
         **options: Unpack[t.BatchOptions],
     ) -> t.Batch:
         """Return the next batch of a step, of the published version unless another is named."""
+        if unknown := sorted(options.keys() - t.BatchOptions.__annotations__.keys()):
+            raise TypeError(
+                f"{unknown[0]!r} is not an option; options are {', '.join(t.BatchOptions.__annotations__)}"
+            )
         step = integer(step, "step", *UINT64)
         if policy_version is None:
             published = await self.client.shards.published()

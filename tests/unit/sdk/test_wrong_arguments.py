@@ -111,3 +111,16 @@ def test_an_argument_of_a_call_is_sent_or_refused_by_its_name(method: Any, data:
 @given(data=st.data())
 def test_an_argument_of_a_run_is_sent_or_refused_by_its_name(method: Any, data: st.DataObject) -> None:
     try_one(data, method, AsyncRun(GatewayCalls(Sending({})), "r", 1, None))
+
+
+@pytest.mark.parametrize("wrong", ["max_stalenes", "tools", "run_id"])
+def test_a_keyword_that_is_no_option_is_refused_before_anything_is_sent(wrong: str) -> None:
+    class Silent(Sending):
+        async def send(self, unary: Unary) -> NoReturn:
+            raise AssertionError(f"{unary.method} was called")
+
+    run = AsyncRun(GatewayCalls(Silent({})), "r", 1, None)
+    options: Any = {wrong: t.ToolUse((1,))}
+    for call in (run.rollout(1, [GROUP], **options), run.open_batch(1, **options)):
+        with pytest.raises(TypeError, match=f"'{wrong}' is not an option; options are exactness, deadline"):
+            finish(made(call))
