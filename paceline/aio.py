@@ -167,7 +167,7 @@ class BlockingCore(AsyncClient):
 
 
 class AsyncRun(RunRollouts):
-    """One training job on an asynchronous client.
+    """One training job of a client.
 
     The nth batch of a step and policy version always has the same id, so that a trainer that was restarted gets the
     samples that exist already.
