@@ -1,7 +1,7 @@
 """The services of Paceline: one folder each, and `platform` for what they share.
 
 The parent of this folder comes first on the path of imports, here and in the processes that this one starts. So
-they find this `services` and the `kernels` beside it, in whatever folder they start and whatever else is installed.
+they find these `services` and `kernels`, in whatever folder they start and whatever else is installed.
 """
 
 import os

@@ -96,7 +96,7 @@ class Screen:
         self._task = self._progress.add_task("submitting", total=options.prompts * options.samples)
         self._live = Live(self._progress, console=console, refresh_per_second=4)
         self.awaited = "the trainer to load its model"
-        """What is waited for, in words."""
+        """The event that the demo waits for, in words."""
 
     @property
     def display(self) -> AbstractContextManager[object]:

@@ -89,8 +89,8 @@ _OPTIONS: dict[str, Any] = {
     "server_name": Annotated[
         str | None,
         typer.Option(
-            help="Name in the gateway's certificate, such as localhost for a forwarded port. Default: that of "
-            "the address.",
+            help="Name in the gateway's certificate, such as localhost for a forwarded port. Default: the "
+            "name in the address.",
             envvar="PACELINE_SERVER_NAME",
         ),
     ],
@@ -180,7 +180,7 @@ class GatewayOptions:
             raise typer.BadParameter(message, param_hint=hint) from error
 
     def with_profile(self) -> GatewayOptions:
-        """Return these options, and for each that is None that of the profile. ProfileError: it cannot be used."""
+        """Return these options, with the profile's value for each that is None. ProfileError: it cannot be used."""
         if not self.profile:
             return self
         other = read_profile(self.profile)

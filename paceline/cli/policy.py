@@ -95,7 +95,7 @@ def set_(
 def _unknown_scope(client: Client, setting: KnobSetting, run: str, model: str, pool: str) -> str:
     """Return a warning if nothing is known by the name of a scope, which may be mistyped; "" otherwise."""
     if run:
-        # Another token than that of an operator may not list batches.
+        # A token without the scope `rollouts` may not list batches.
         with suppress(PacelineError):
             if next(iter(client.batches(run)), None) is None:
                 runs = sorted({each.run_id for each in client.batches()})

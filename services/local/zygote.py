@@ -12,7 +12,7 @@ over a socket. Both die with the process that made the zygote, however that ends
 `multiprocessing`'s `forkserver` with a preload does not replace it. Tried with Python 3.11: after a SIGKILL of the
 launcher its server and children live on, since each child holds the pipe whose end would stop the server; a process
 has one server, so a second list of modules is ignored (the tests need three, with vLLM, with its V2 runner and
-without); and a module of the preload that is missing is passed over in silence.
+without); and a module of the preload that is missing is skipped silently.
 """
 
 from __future__ import annotations

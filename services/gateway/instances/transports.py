@@ -21,7 +21,7 @@ HandedOver = pb.DiskWeights | pb.StreamedWeights
 
 @dataclass(frozen=True, slots=True)
 class GatewayTransport:
-    """How weights of one transport are staged on the instances."""
+    """Staging of the weights of one transport on the instances."""
 
     number: int
     """Number in the protocol."""

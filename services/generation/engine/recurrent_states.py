@@ -105,7 +105,7 @@ class RecurrentStates:
         self._equal = frozenset(sample_ids[place] for place in places)
 
     def _copy(self, tables: Sequence[Any], places: Sequence[int], source: int, target: int) -> None:
-        """Copy the blocks of one column of the block tables to those of the other, all layers in one launch."""
+        """Copy blocks from one column of the block tables to the other, all layers in one launch."""
         if not places:
             return
         copies = np.concatenate(
