@@ -41,8 +41,8 @@ _GOALS = {
     "noise_share": "<= 0.1",
 }
 _NOTE = (
-    "vllm_ngram and vllm_suffix run with a repair of vLLM 0.32 (bench/vllm_expand_fix.py): on CPU at temperature "
-    "above 0 its rejection sampler otherwise reads uninitialised memory and returns garbage."
+    "vllm_ngram and vllm_suffix run with a repair of vLLM 0.32 (bench/rollout/told_tokens.py): on CPU at "
+    "temperature above 0 its rejection sampler otherwise reads uninitialised memory and returns garbage."
 )
 
 

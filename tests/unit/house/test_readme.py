@@ -19,9 +19,13 @@ def test_readme_shows_the_two_commands_and_ci_runs_the_tests_by_the_same_one() -
     assert re.search(r"^make (\w+ )*test$", ci, re.MULTILINE)
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_documents_are_whole_and_their_links_lead_somewhere() -> None:
     documents = [*ROOT.glob("*.md"), *(each for name in FOLDERS for each in (ROOT / name).rglob("*.md"))]
     for document in documents:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+        text = document.read_text()
+        assert not re.search("^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), (
+            f"{document.name} has marks of a merge"
+        )
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
             made = Path(target).name in (protocol_page.PAGE, settings_page.PAGE)
             assert made or (document.parent / target).exists(), f"{document.name} links to {target}"
