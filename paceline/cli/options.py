@@ -89,8 +89,8 @@ _OPTIONS: dict[str, Any] = {
     "server_name": Annotated[
         str | None,
         typer.Option(
-            help="Name in the gateway's certificate, such as localhost for a forwarded port. Default: the "
-            "name in the address.",
+            help="Name in the gateway's certificate, such as paceline-gateway for a forwarded port. Default: "
+            "the name in the address.",
             envvar="PACELINE_SERVER_NAME",
         ),
     ],

@@ -66,7 +66,8 @@ def set_(
     knobs: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME=VALUE", help=" such as mode=toggle speculation=false ladder.on=true; name= unsets."
+            metavar="NAME=VALUE",
+            help="Knobs, such as mode=toggle speculation=false ladder.on=true. NAME= unsets one.",
         ),
     ],
     run: Run = "",
