@@ -32,8 +32,9 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the result of `to_json`."""
-        return cls(**json.loads(text))
+        """Parse the result of `to_json`, perhaps of a release with fields that this one lacks."""
+        known = {each.name for each in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
 
 
 class UpdatePhase(enum.StrEnum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import hypothesis.strategies as st
 import pytest
 from google.rpc import error_details_pb2
@@ -101,6 +103,13 @@ def test_books_survive_being_written_down() -> None:
     assert WeightUpdate.from_json(update.to_json()) == update
     published = PublishedVersion(4, "/w", "sha256:x", "u")
     assert PublishedVersion.from_json(published.to_json().encode()) == published
+
+
+def test_a_gateway_takes_over_from_one_that_wrote_more_fields() -> None:
+    update = WeightUpdate("u", "run", 4, UpdatePhase.STARTED, 1.5, ticket="t")
+    # Releases with a transport COLLECTIVE wrote this one.
+    written = {**json.loads(update.to_json()), "collective": True}
+    assert WeightUpdate.from_json(json.dumps(written)) == update
 
 
 def test_samples_that_are_aborted_or_go_on_do_not_keep_the_old_version() -> None:
