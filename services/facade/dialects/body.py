@@ -35,6 +35,8 @@ Part = Callable[[Any], Any]
 """Converts a part of an answer to JSON, or returns it unchanged."""
 _MOST_REPORTED = 32
 """Most parameters that an error reports; a body may have hundreds of thousands."""
+_LONGEST_ALIKE = 64
+"""Longest unknown name that is compared with known ones."""
 _SEEDS = range(-(1 << 63), 1 << 64)
 _COUNTS = range(-(1 << 31), 1 << 31)
 SAME_MEANING = (
@@ -140,8 +142,11 @@ def meant_instead(name: str, body: type[Body], path: str = "", outer: type[Body]
     fields = _fields(body, path)
     if outer is not None:
         fields = {**_fields(outer, ""), **fields}
-    same = [each for group in SAME_MEANING if name in group for each in group if each in fields]
-    alike = get_close_matches(name, fields, n=1, cutoff=0.8)
+    groups = [group for group in SAME_MEANING if name in group]
+    # Without duplicates: a name may be in several groups.
+    same = list(dict.fromkeys(each for group in groups for each in group if each in fields))
+    # A comparison takes time by the length of the name, which the caller chooses.
+    alike = get_close_matches(name, fields, n=1, cutoff=0.8) if len(name) <= _LONGEST_ALIKE else []
     known = [name] if name in fields else []
     return [fields[each] for each in (known or same or alike)[:2]]
 

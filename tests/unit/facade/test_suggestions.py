@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.facade.dialects import sglang, tokens, trl, vllm
+from services.facade.dialects import body, sglang, tokens, trl, vllm
 from services.facade.dialects.body import SAME_MEANING, Body, Limits, meant_instead
 from services.facade.dialects.chat import ChatBody
 from services.facade.dialects.paceline import HintBody, RewardsBody
@@ -65,6 +65,21 @@ def test_the_parameter_of_another_dialect_is_named(
 def test_what_is_like_nothing_here_is_to_be_left_out() -> None:
     refused = prepared(None, b'{"prompt": [1], "store": 1}', COMPLETION, LIMITS)
     assert refused.violations[0].description == "is not known here; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"), [(GENERATE, "request_id", "rid"), (COMPLETION, "rid", "request_id")]
+)
+def test_a_name_of_several_groups_has_each_suggestion_once(kind: type[Body], name: str, meant: str) -> None:
+    assert meant_instead(name, kind) == [meant]
+
+
+def test_a_long_name_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(body, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
+    assert not meant_instead("t" * 64, COMPLETION)
+    assert not meant_instead("t" * 65, COMPLETION)
+    assert compared == ["t" * 64]
 
 
 def paths(body: type[Body], path: str = "") -> set[str]:
