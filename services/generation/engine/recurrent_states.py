@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, iter_layer_specs
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.mamba_utils import batch_memcpy
 
@@ -135,8 +135,9 @@ def recurrent_states(
     """
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
+        # Where layouts pack layers of several sizes, a group has a spec for each of its layers, of one kind.
+        specs = iter_layer_specs(group.kv_cache_spec)
+        if any(isinstance(spec, MambaSpec) and spec.num_speculative_blocks for spec in specs):
             states = [state for name in group.layer_names for state in layers[name].kv_cache]
             groups.append(_segments(index, states))
             tables[index].__class__ = StateTable
