@@ -116,7 +116,8 @@ def graph_sizes(
 def prompt_rows(scheduler: Any, most: int) -> int:
     """Return the number of prompt tokens that the next step can compute, at most `most`.
 
-    vLLM schedules running samples in order of arrival, then waiting ones while it has seats.
+    They include tokens that samples compute again, after a preemption or a refused draft. vLLM schedules running
+    samples in order of arrival, then waiting ones while it has seats.
     """
     places = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
     rows = 0

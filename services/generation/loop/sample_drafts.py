@@ -130,7 +130,8 @@ class SampleDrafts:
         # Tokens that a step computes again are rows that verify nothing.
         replayed = sum(state.replayed for state in states)
         decodes = load.running == len(states) and not load.waiting and not replayed
-        rows = engine.row_capacity - replayed - (0 if decodes else engine.prompt_rows)
+        # The engine counts them as rows of prompts, too, but limits these.
+        rows = engine.row_capacity - (0 if decodes else max(replayed, engine.prompt_rows))
         drafts = self._drafts(states, rows)
         trees = None if speculation is None else speculation.parents
         verified = engine.put_drafts(drafts, trees) if trees else engine.put_drafts(drafts)

@@ -103,8 +103,10 @@ def test_prompts_get_their_rows_and_the_step_is_not_measured(others: dict[str, i
     assert engine.rows == 12
 
 
-def test_tokens_that_are_computed_again_leave_fewer_rows_and_the_step_is_not_measured() -> None:
-    engine = Batch(4, row_capacity=24, replayed=2)
+@pytest.mark.parametrize("prompt_rows", [8, 4])
+def test_tokens_that_are_computed_again_take_rows_once_and_the_step_is_not_measured(prompt_rows: int) -> None:
+    # The engine's rows of prompts are these tokens, or fewer by its limit.
+    engine = Batch(4, row_capacity=24, replayed=2, prompt_rows=prompt_rows)
     assert drafting(4).put(engine) is None
     assert engine.rows == 24
 
