@@ -32,8 +32,11 @@ class CoreSteps:
         self._trees = trees
         self._drafted: list[str] = []
         groups = core.scheduler.kv_cache_config.kv_cache_groups
-        # Workers take back the recurrent states of samples with a refused draft (recurrent_states.py).
-        self._recurrent = any(getattr(each.kv_cache_spec, "num_speculative_blocks", 0) for each in groups)
+        # Our workers take back the recurrent states of samples with a refused draft (recurrent_states.py). Caches
+        # have such blocks for vLLM's own speculation, too.
+        self._recurrent = coupled and any(
+            getattr(each.kv_cache_spec, "num_speculative_blocks", 0) for each in groups
+        )
         # Samples that compute accepted tokens again, because their state was taken back.
         self.rewound: frozenset[str] = frozenset()
 
