@@ -75,15 +75,15 @@ class TimedSample(NamedTuple):
 
 
 def time_parts(ended: TimedSample) -> dict[str, float]:
-    """Return the seconds of each part; they add up to the time from acceptance to the end.
+    """Return the seconds of each part; they add up to the time from acceptance to the end. None is negative.
 
     Instances measure their steps with their own clocks. If their sum exceeds the time that passed, it is scaled
-    down.
+    down. Another gateway's clock may have accepted the sample, even after the end.
     """
     sample = ended.sample
-    whole = max(0.0, ended.ended_at - ended.accepted_at)
-    first = min(max(sample.first_step_at or ended.ended_at, ended.accepted_at), ended.ended_at)
-    left = whole - (queue := first - ended.accepted_at)
+    end = max(ended.ended_at, ended.accepted_at)
+    first = min(max(sample.first_step_at or end, ended.accepted_at), end)
+    left = end - ended.accepted_at - (queue := first - ended.accepted_at)
     steps = {
         "prefill": sample.prefill_seconds,
         "plain": sample.plain_seconds,
@@ -92,7 +92,7 @@ def time_parts(ended: TimedSample) -> dict[str, float]:
     said = max(sample.generation_seconds, sum(steps.values()))
     scale = min(1.0, left / said) if said else 0.0
     steps = {name: seconds * scale for name, seconds in steps.items()}
-    outside = left - said * scale
+    outside = max(0.0, left - said * scale)
     moved = outside if len(sample.spans) > 1 else 0.0
     between = max(0.0, left - sum(steps.values()) - moved)
     return {"queue": queue, **steps, "moves": moved, "between": between}
