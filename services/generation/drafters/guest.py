@@ -134,7 +134,11 @@ class GuestDrafter(TokenDrafter):
             name: Proposals(_fixed(made.tokens), _fixed(made.acceptance), tuple(made.sources))
             for name, made in others.items()
         }
-        made = self._call(self._drafter.propose, own, window, earlier)
+        return self._call(self._proposed, own, window, earlier)
+
+    def _proposed(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
+        """Return a copy of the drafter's proposals; copying may run code of the drafter, too."""
+        made = self._drafter.propose(samples, window, others)
         if made is None:
             return None
         if type(made) is not Proposals:

@@ -77,6 +77,12 @@ class Leaves(Counting):
         sys.exit(3)
 
 
+class LeavesLater(Counting):
+    def propose(self, samples, window, others):
+        made = self.made(samples)
+        return Proposals(made.tokens, made.acceptance, (sys.exit(3) for _ in samples))
+
+
 class Nonsense(Counting):
     def propose(self, samples, window, others):
         return Proposals(np.full((len(samples), 2), 10**9), np.ones((len(samples), 2)))
@@ -202,6 +208,7 @@ def test_a_drafter_of_another_package_has_a_knob(installed: Callable[[str], None
     [
         ("Raises", "no idea"),
         ("Leaves", "SystemExit"),
+        ("LeavesLater", "SystemExit"),
         ("Nonsense", "vocabulary"),
         ("OneTooMany", "4, 3"),
         ("Overlong", "1 to 16"),
