@@ -26,8 +26,10 @@ from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.mamba_utils import batch_memcpy
 
 IntArray = NDArray[np.int64]
-# One program of the device copies one segment. A state of a layer is some megabytes.
-_SEGMENT = 256 << 10
+# One program of the device copies one piece. A state of a layer is some megabytes: for few samples it is copied in
+# many pieces, so that the whole device copies; for many in few, so that the host lists few.
+_PIECES = 4096
+_LEAST_BYTES, _MOST_BYTES = 64 << 10, 1 << 30
 
 
 def with_spare_states(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
@@ -52,28 +54,36 @@ class StateTable(BlockTable):
 
 
 @dataclass(frozen=True, slots=True)
-class _Segments:
-    """Pieces of memory that hold the state of one block, over all layers of a group; [n] each."""
+class _Group:
+    """Memory that holds the states of a group's layers."""
 
-    group: int
-    starts: IntArray
-    """Address of the piece in block 0."""
-    strides: IntArray
-    """Bytes from a block to the next."""
-    sizes: IntArray
-    """Bytes."""
+    index: int
+    """Place of the group in vLLM's configuration."""
+    memory: IntArray
+    """Of each tensor: address of its state in block 0, bytes from a block to the next, bytes of a state; [n, 3]."""
 
-    def copies(self, blocks: IntArray, source: int, target: int) -> IntArray:
-        """Return (source address, target address, size) of each piece, [samples * n, 3].
+    def copies(self, blocks: IntArray, source: int, target: int, most_bytes: int) -> IntArray:
+        """Return (source address, target address, size) of each piece to copy, [pieces, 3].
 
         Args:
             blocks: block table of the samples, [samples, 2].
             source: column of the blocks to copy.
             target: column of the blocks to write.
+            most_bytes: largest piece, in bytes.
         """
-        addresses = self.starts + blocks[:, :, None] * self.strides
-        sizes = np.broadcast_to(self.sizes, addresses[:, source].shape)
+        pieces = pieces_of(self.memory[:, 2], most_bytes)
+        starts, strides = self.memory[pieces[:, 0], 0] + pieces[:, 1], self.memory[pieces[:, 0], 1]
+        addresses = starts + blocks[:, :, None] * strides
+        sizes = np.broadcast_to(pieces[:, 2], addresses[:, source].shape)
         return np.stack((addresses[:, source], addresses[:, target], sizes), axis=-1).reshape(-1, 3)
+
+
+def pieces_of(sizes: IntArray, most_bytes: int) -> IntArray:
+    """Divide tensors of `sizes` bytes into pieces: (index of the tensor, offset, size) of each, [pieces, 3]."""
+    counts = -(-sizes // most_bytes)
+    index = np.repeat(np.arange(len(sizes)), counts)
+    offsets = (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)) * most_bytes
+    return np.stack((index, offsets, np.minimum(most_bytes, sizes[index] - offsets)), axis=-1)
 
 
 @dataclass(slots=True)
@@ -84,7 +94,7 @@ class RecurrentStates:
     """
 
     device: torch.device
-    groups: Sequence[_Segments]
+    groups: Sequence[_Group]
     # Samples whose copy is their state, because the last step took it back.
     _equal: frozenset[str] = field(default=frozenset())
 
@@ -108,10 +118,17 @@ class RecurrentStates:
         """Copy blocks from one column of the block tables to the other, all layers in one launch."""
         if not places:
             return
+        each = sum(int(group.memory[:, 2].sum()) for group in self.groups)
+        most_bytes = min(max(each * len(places) // _PIECES, _LEAST_BYTES), _MOST_BYTES)
         copies = np.concatenate(
             [
-                each.copies(tables[each.group].block_table.np[list(places)].astype(np.int64), source, target)
-                for each in self.groups
+                group.copies(
+                    tables[group.index].block_table.np[list(places)].astype(np.int64),
+                    source,
+                    target,
+                    most_bytes,
+                )
+                for group in self.groups
             ]
         )
         sources, targets, sizes = torch.from_numpy(copies.T.copy())
@@ -139,20 +156,15 @@ def recurrent_states(
         specs = iter_layer_specs(group.kv_cache_spec)
         if any(isinstance(spec, MambaSpec) and spec.num_speculative_blocks for spec in specs):
             states = [state for name in group.layer_names for state in layers[name].kv_cache]
-            groups.append(_segments(index, states))
+            groups.append(_Group(index, _memory(states)))
             tables[index].__class__ = StateTable
     return RecurrentStates(device, groups) if groups else None
 
 
-def _segments(group: int, states: Iterable[torch.Tensor]) -> _Segments:
+def _memory(states: Iterable[torch.Tensor]) -> IntArray:
     found = []
     for state in states:
-        size, stride = state[0].numel() * state.itemsize, state.stride(0) * state.itemsize
         if not state[0].is_contiguous():
             raise ValueError("the state of a block is not contiguous")
-        found += [
-            (state.data_ptr() + begin, stride, min(_SEGMENT, size - begin))
-            for begin in range(0, size, _SEGMENT)
-        ]
-    starts, strides, sizes = np.array(found, np.int64).T
-    return _Segments(group, starts, strides, sizes)
+        found.append((state.data_ptr(), state.stride(0) * state.itemsize, state[0].numel() * state.itemsize))
+    return np.array(found, np.int64)

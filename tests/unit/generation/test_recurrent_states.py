@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-from services.generation.engine.recurrent_states import recurrent_states, with_spare_states
+from services.generation.engine.recurrent_states import pieces_of, recurrent_states, with_spare_states
 
 SHAPES = ((3, 5), (4, 2))
 NAMES = ("a", "b")
@@ -56,3 +58,11 @@ def test_the_states_of_all_layers_are_copied_and_taken_back(spec: KVCacheSpec) -
 def test_states_without_room_for_a_copy_are_left_alone() -> None:
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=one, layer_names=NAMES)])
     assert recurrent_states(config, {}, [], torch.device("cpu")) is None
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=5), st.integers(1, 300))
+def test_pieces_are_all_bytes_of_all_tensors_once(sizes: list[int], most_bytes: int) -> None:
+    pieces = pieces_of(np.array(sizes, np.int64), most_bytes)
+    covered = [(index, offset + i) for index, offset, size in pieces.tolist() for i in range(size)]
+    assert covered == [(index, i) for index, size in enumerate(sizes) for i in range(size)]
+    assert pieces[:, 2].max() <= most_bytes
