@@ -23,6 +23,7 @@ _BLOCK = re.compile(
     r"<!-- figures: (?P<name>\S+) (?P<what>\S+) -->\n(?P<body>.*?)<!-- /figures -->", re.DOTALL
 )
 _FIGURE = re.compile(r"\d")
+_LINK_TARGET = re.compile(r"\]\([^)\n]*\)")
 
 
 class DocumentError(ValueError):
@@ -46,7 +47,10 @@ def rewritten(text: str, published: Published) -> str:
 
 def written_by_hand(text: str) -> list[list[str]]:
     """Return the tables with figures outside generated parts, as lines."""
-    return [table for table in _tables(_BLOCK.sub("", text)) if any(map(_FIGURE.search, table))]
+    # Targets of links may have digits.
+    plain = _LINK_TARGET.sub("]", _BLOCK.sub("", text))
+    kinds = zip(_tables(_BLOCK.sub("", text)), _tables(plain), strict=True)
+    return [table for table, words in kinds if any(map(_FIGURE.search, words))]
 
 
 def _tables(text: str) -> Iterator[list[str]]:
