@@ -60,7 +60,7 @@ class _Group:
     index: int
     """Place of the group in vLLM's configuration."""
     memory: IntArray
-    """Of each tensor: address of its state in block 0, bytes from a block to the next, bytes of a state; [n, 3]."""
+    """Address of the state in block 0, bytes from a block to the next, and bytes of a state; [tensors, 3]."""
 
     def copies(self, blocks: IntArray, source: int, target: int, most_bytes: int) -> IntArray:
         """Return (source address, target address, size) of each piece to copy, [pieces, 3].
@@ -152,7 +152,7 @@ def recurrent_states(
     """
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
-        # Where layouts pack layers of several sizes, a group has a spec for each of its layers, of one kind.
+        # A group of layers of several sizes has a spec for each of its layers, all of one kind.
         specs = iter_layer_specs(group.kv_cache_spec)
         if any(isinstance(spec, MambaSpec) and spec.num_speculative_blocks for spec in specs):
             states = [state for name in group.layer_names for state in layers[name].kv_cache]
