@@ -127,11 +127,11 @@ class SampleDrafts:
         if not self.reuse and speculation is None:
             return None
         states, load = engine.decoding(), engine.load
-        # Tokens that a step computes again are rows that verify nothing.
+        decodes = load.running == len(states) and not load.waiting
+        # Tokens that a step computes again are rows that verify nothing. The engine counts them as rows of prompts,
+        # too, but limits these.
         replayed = sum(state.replayed for state in states)
-        decodes = load.running == len(states) and not load.waiting and not replayed
-        # The engine counts them as rows of prompts, too, but limits these.
-        rows = engine.row_capacity - (0 if decodes else max(replayed, engine.prompt_rows))
+        rows = engine.row_capacity - (replayed if decodes else max(replayed, engine.prompt_rows))
         drafts = self._drafts(states, rows)
         trees = None if speculation is None else speculation.parents
         verified = engine.put_drafts(drafts, trees) if trees else engine.put_drafts(drafts)

@@ -216,7 +216,9 @@ class Speculation:
         if self._skipped or not samples:
             return None
         n = len(samples)
-        return StepShape(n, n + sum(map(len, drafts.values())), context_of(samples))
+        # A token that is computed again takes as long as one that is verified.
+        again = sum(sample.replayed for sample in samples)
+        return StepShape(n, n + again + sum(map(len, drafts.values())), context_of(samples))
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Report the measured time of a step of this shape; it may come some steps late."""

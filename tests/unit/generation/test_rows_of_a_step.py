@@ -104,10 +104,11 @@ def test_prompts_get_their_rows_and_the_step_is_not_measured(others: dict[str, i
 
 
 @pytest.mark.parametrize("prompt_rows", [8, 4])
-def test_tokens_that_are_computed_again_take_rows_once_and_the_step_is_not_measured(prompt_rows: int) -> None:
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_tokens_that_are_computed_again_take_rows_once(prompt_rows: int, waiting: int) -> None:
     # The engine's rows of prompts are these tokens, or fewer by its limit.
-    engine = Batch(4, row_capacity=24, replayed=2, prompt_rows=prompt_rows)
-    assert drafting(4).put(engine) is None
+    engine = Batch(4, row_capacity=24, replayed=2, prompt_rows=prompt_rows, waiting=waiting)
+    assert drafting(4).put(engine) == (None if waiting else StepShape(4, 24, 8))
     assert engine.rows == 24
 
 
