@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from paceline import Client
+from paceline.cli.app import run as run_command
 from services.policy.config import PolicyConfig
-from tests.integration.documents.trainer_names import policy_folder, run_block
+from tests.integration.documents.trainer_names import play, policy_folder, run_block
 from tests.integration.facade.conftest import StackMaker, cluster, stack_of, tokenizer_folder
 from tests.integration.gateway.conftest import CALL, Cluster
 from tests.integration.policy.conftest import Running, until
@@ -29,13 +30,15 @@ __all__ = ["cluster", "stack_of", "tokenizer_folder"]
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
-    *("README.md", "docs/index.md", "docs/quickstart.md", "docs/install.md", "docs/one-gpu.md"),
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/tutorials").glob("*.md")),
-    *("docs/journeys.md", "docs/sdk.md", "docs/grpc.md", "docs/runbook.md"),
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "```" in path.read_text()
 ]
 MODELS = ("runs/models/smollm2", "models/Qwen3-8B")
 """Models of the pages, of which only the tokenizer is read here."""
 _PROGRAM = re.compile(r"(?:\.venv/bin/)?python (\w+\.py.*)\n")
+_HOSTS = re.compile(r"\b(?:localhost|127\.0\.0\.1|gateway|HOST):(7400|8000)\b")
+_RUN_ID = re.compile(r"^(?:\.venv/bin/)?paceline .*--run ([\w-]+)", re.MULTILINE)
 
 
 class Desk:
@@ -59,6 +62,7 @@ class Desk:
             f'#!/bin/sh\nexec {sys.executable} -m tests.integration.documents.helm_template "$@"\n'
         )
         helm.chmod(0o755)
+        (folder / "weights/qwen3-8b").mkdir(parents=True)
         self.weights = policy_folder(folder / "runs")
         self._environment = os.environ | {
             "PATH": f"{folder}/bin:{ROOT}/.venv/bin:{os.environ['PATH']}",
@@ -68,17 +72,20 @@ class Desk:
 
     async def type(self, block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
         """Save a block in the file that it names, or run it. It has to succeed."""
-        text = re.sub(
-            r"\b(?:localhost|127\.0\.0\.1):(7400|8000)\b", lambda at: self._addresses[at[1]], block.text
-        )
+        text = _HOSTS.sub(lambda at: self._addresses[at[1]], block.text)
         if block.file:
             (self.folder / block.file).write_text(text)
         elif block.language == "python":
+            text = text.replace('Path("/weights/', f'Path("{self.folder}/weights/')
             await asyncio.to_thread(run_block, text, block.line, self.gateway, self.weights)
         elif program := _PROGRAM.fullmatch(text):
             # In this process: in another one importing would take longer than all else.
             monkeypatch.setattr(sys, "argv", shlex.split(program[1]))
             await asyncio.to_thread(runpy.run_path, sys.argv[0], run_name="__main__")
+        elif commands := commands_of_paceline(text):
+            monkeypatch.setenv("PACELINE_ADDRESS", self.gateway)
+            for each in commands:
+                assert await asyncio.to_thread(run_command, each) == 0, each
         else:
             await self._run("bash", "-euo", "pipefail", "-c", text)
 
@@ -93,6 +100,14 @@ class Desk:
             if process.returncode is None:
                 process.kill()
         assert process.returncode == 0, f"{command[-1]}\n{said.decode()}"
+
+
+def commands_of_paceline(text: str) -> list[list[str]]:
+    """Return the arguments of a block's commands; none if it has other programs, or needs a shell."""
+    lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", "").splitlines()]
+    of_paceline = all(words[0].removeprefix(".venv/bin/") == "paceline" for words in lines if words)
+    plain = of_paceline and not any(set(word) & set("|&;<>$`*") for words in lines for word in words)
+    return [words[1:] for words in lines if words] if plain else []
 
 
 DeskMaker = Callable[[], Awaitable[Desk]]
@@ -139,6 +154,9 @@ async def test_the_blocks_of_a_page_run(
     typed = [block for block in blocks if not block.reason and (block.language in COMMANDS or block.file)]
     if any(block.language in COMMANDS for block in typed):
         desk = await desk_of_a_reader()
+        if not any(block.file for block in typed):
+            for run_id in {run_id for block in typed for run_id in _RUN_ID.findall(block.text)}:
+                await asyncio.to_thread(play, run_id, desk.gateway, desk.weights)
         for block in typed:
             if block.file:
                 assert used_later(block, blocks), f"{page}:{block.line}: no command uses {block.file}"

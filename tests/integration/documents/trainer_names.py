@@ -27,6 +27,19 @@ PROMPTS = [SimpleNamespace(id=f"p{number}", token_ids=[1, 2, 3 + number]) for nu
 GROUPS = [Group(each.id, each.token_ids, samples=2) for each in PROMPTS]
 
 
+class Gathered(np.ndarray[Any, Any]):
+    """A tensor with the method of a DTensor."""
+
+    def full_tensor(self) -> np.ndarray[Any, Any]:
+        """Return the whole tensor."""
+        return np.asarray(self)
+
+
+WEIGHTS = {"weight": np.zeros((2, 2), np.float32)}
+POLICY = SimpleNamespace(state_dict=lambda: WEIGHTS)
+SHARDED = SimpleNamespace(state_dict=lambda: {name: each.view(Gathered) for name, each in WEIGHTS.items()})
+
+
 def run_block(text: str, line: int, address: str, weights: WeightFolder) -> None:
     """Run a block as a trainer would that has the names that the block uses.
 
@@ -47,6 +60,12 @@ def run_block(text: str, line: int, address: str, weights: WeightFolder) -> None
             exec(code, given | {"client": client, "run": run})
 
 
+def play(run_id: str, address: str, weights: WeightFolder) -> None:
+    """Do a step of a run that a page speaks of."""
+    with Client(address) as client, client.run(run_id, seed=1, weights=weights) as run:
+        assert len(list(run.rollout(0, GROUPS, SamplingParams(max_tokens=16)))) == len(GROUPS) * 2
+
+
 def policy_folder(folder: Path) -> WeightFolder:
     """Return a transport for instances without weights: they take a folder, and no stream."""
     (model := folder / "model").mkdir()
@@ -64,7 +83,10 @@ def _names(step: int) -> dict[str, Any]:
         "groups": GROUPS,
         "first_groups": GROUPS,
         "batches": [GROUPS, GROUPS],
-        "policy": SimpleNamespace(state_dict=lambda: {"weight": np.zeros((2, 2), np.float32)}),
+        "policy": POLICY,
+        "model": POLICY,
+        "sharded_model": SHARDED,
+        "Path": Path,
         "update_policy": list,
         "is_useful": lambda group: len(group[0].token_ids) > 0,
         "kept": [],
