@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.platforms import current_platform
+from vllm.utils.cpu_triton_utils import _batch_memcpy_impl
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
+from services.generation.engine import recurrent_states as module
 from services.generation.engine.recurrent_states import pieces_of, recurrent_states, with_spare_states
 
 SHAPES = ((3, 5), (4, 2))
@@ -31,10 +32,12 @@ class Table:
         self.block_table = SimpleNamespace(np=BLOCKS)
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM copies with a kernel for the device")
 @pytest.mark.parametrize("spec", [spare["a"], UniformTypeKVCacheSpecs(8, spare)], ids=["one spec", "packed"])
-def test_the_states_of_all_layers_are_copied_and_taken_back(spec: KVCacheSpec) -> None:
-    current_platform.register_triton_kernel_overrides()
+def test_the_states_of_all_layers_are_copied_and_taken_back(
+    spec: KVCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What vLLM's CPU platform registers for its kernel; after numba was imported it can register nothing.
+    monkeypatch.setattr(module, "batch_memcpy", _batch_memcpy_impl)
     layers = {name: SimpleNamespace(kv_cache=[torch.rand(7, *shape) for shape in SHAPES]) for name in NAMES}
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=NAMES)])
     tables = [Table()]
