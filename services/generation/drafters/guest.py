@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from services.contracts.drafters import RegisteredDrafter
 from services.contracts.rollout import StoredRollout
-from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.drafter import (
     DraftContext,
     DrafterSetting,
@@ -121,12 +120,10 @@ class GuestDrafter(TokenDrafter):
     def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         """Return a copy of the drafter's proposals."""
         own = [
-            EngineSampleState(
-                each.sample_id,
-                cast("list[int]", ReadOnlyTokens(each.prompt)),
-                cast("list[int]", ReadOnlyTokens(each.response)),
-                each.room,
-                each.length,
+            replace(
+                each,
+                prompt=cast("list[int]", ReadOnlyTokens(each.prompt)),
+                response=cast("list[int]", ReadOnlyTokens(each.response)),
             )
             for each in samples
         ]

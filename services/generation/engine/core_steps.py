@@ -99,7 +99,8 @@ class CoreSteps:
         requests, rewound = self._scheduler.requests, set(self.rewound)
         for output in outputs:
             request = requests.get(output.request_id)
-            drafted, accepted = _verified(output)
+            # Marks of samples without drafts need not be read.
+            drafted, accepted = _verified(output) if output.request_id in before else (0, 0)
             if request is not None and accepted < drafted:
                 request.num_computed_tokens = before[output.request_id]
                 rewound.add(output.request_id)

@@ -7,9 +7,9 @@ copy is taken back, and the sample's next step computes the accepted tokens agai
 coupled drafts refusals are rare, so a drafted step costs one copy: as much memory traffic as the layer's own read
 and write. Decision 0016 has the alternatives.
 
-    states = recurrent_states(kv_cache_config, layers, device)
-    states.keep(tables, sample_ids, places)    # before the forward pass of a step
-    states.take_back(tables, sample_ids, places)  # after verification, for the samples with a refused draft
+    states = recurrent_states(kv_cache_config, layers, tables, device)
+    states.keep(tables, sample_ids, places)  # before the forward pass of every step, for samples with drafts
+    states.take_back(tables, sample_ids, places)  # after verification, for samples with a refused draft
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class RecurrentStates:
         """Copy blocks from one column of the block tables to the other, all layers in one launch."""
         if not places:
             return
-        each = sum(int(group.memory[:, 2].sum()) for group in self.groups)
-        most_bytes = min(max(each * len(places) // _PIECES, _LEAST_BYTES), _MOST_BYTES)
+        state_bytes = sum(int(group.memory[:, 2].sum()) for group in self.groups)
+        most_bytes = min(max(state_bytes * len(places) // _PIECES, _LEAST_BYTES), _MOST_BYTES)
         copies = np.concatenate(
             [
                 group.copies(
