@@ -2,8 +2,8 @@
 
 `devices` makes tables from data sheets, `read_device` reads the table of a measured device (JSON, with the names of
 `DeviceTable`), and `known_devices` returns both: the files are in the folder `measured`, which is empty so far;
-`python -m bench.gpu.device_table` writes them. The estimator knows none of this; it sees the times of simulated
-steps.
+`python -m bench.gpu.device_table` writes them. A measured table replaces the data sheet of the same name. The
+estimator knows none of this; it sees the times of simulated steps.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ Floats = NDArray[np.float64]
 _VLLM_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 # Default samples and draft window of an instance, and most tokens of a step.
 _SAMPLES, _WINDOW, _LARGEST = 256, 16, 16384
+DATA_SHEET = "data sheet"
+"""Source of tables that are made from data sheets."""
 NOISE = 0.03
 """Standard deviation of measured step times, as a share."""
 MEASURED = Path(__file__).parent / "measured"
@@ -61,11 +63,15 @@ class DeviceTable:
     """Most verified tokens of a step."""
     slowed: DeviceTable | None = None
     """Table that replaces this one in mid-run."""
-    source: str = "data sheet"
+    source: str = DATA_SHEET
     """Origin of the times."""
+    host: float = 0.0
+    """Milliseconds of the host between two steps in which the device waits."""
+    verifying: float = 1.0
+    """Factor of the time of steps that verify drafts, host included."""
 
-    def seconds(self, samples: int, rows: int, context: float) -> float:
-        """Return the time of a step."""
+    def seconds(self, samples: int, rows: int, context: float, *, verifies: bool | None = None) -> float:
+        """Return the time of a step. By default a step with more rows than samples verifies drafts."""
         if self.graphs:
             place = min(int(np.searchsorted(self.rows, rows)), len(self.rows) - 1)
             found = float(self.milliseconds[place])
@@ -74,7 +80,10 @@ class DeviceTable:
         reading = self.per_context * context
         found += _either(reading, self.attended * rows * context / samples)
         found += self.attending * context * (rows / samples - 1)
-        return (found + self.per_sample * samples) / 1e3
+        found += self.per_sample * samples + self.host
+        if rows > samples if verifies is None else verifies:
+            found *= self.verifying
+        return found / 1e3
 
 
 def _either(*limits: float) -> float:
@@ -259,12 +268,23 @@ def read_device(path: Path) -> DeviceTable:
 
 
 def known_devices(measured: Path = MEASURED) -> Sequence[DeviceTable]:
-    """Return the tables from data sheets, and those in the files of a folder.
+    """Return the tables from data sheets, and the measured tables in the files of a folder.
+
+    A measured table takes the place of the data sheet with its name.
 
     Raises:
-        ValueError: one of the files is no table.
+        ValueError: one of the files is no table, or two of them have the same name.
     """
-    return (*devices(), *(read_device(path) for path in sorted(measured.glob("*.json"))))
+    found: dict[str, DeviceTable] = {}
+    for path in sorted(measured.glob("*.json")):
+        table = read_device(path)
+        if table.name in found:
+            raise ValueError(
+                f"{path}: another file in {measured} is named {table.name!r}, too; rename one of them"
+            )
+        found[table.name] = table
+    sheets = [found.pop(each.name, each) for each in devices()]
+    return (*sheets, *found.values())
 
 
 def swept(

@@ -340,8 +340,8 @@ class ModelledInstance:
     def _prefill_seconds(self) -> float:
         chunks, rest = divmod(self._prefill, _CHUNK)
         self._prefill = 0
-        found = chunks * self.device.seconds(1, _CHUNK, 0.0) if chunks else 0.0
-        return found + (self.device.seconds(1, rest, 0.0) if rest else 0.0)
+        found = chunks * self.device.seconds(1, _CHUNK, 0.0, verifies=False) if chunks else 0.0
+        return found + (self.device.seconds(1, rest, 0.0, verifies=False) if rest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

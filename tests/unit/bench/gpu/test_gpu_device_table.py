@@ -84,6 +84,16 @@ def test_a_measured_table_is_a_device_by_name(run: Path) -> None:
     assert {each.source for each in known[:-1]} == {"data sheet"}
 
 
+def test_a_measured_table_replaces_the_data_sheet_of_its_name(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    main([str(run), "--name", "8B H100", "--out", str(folder / "mine.json")])
+    known = known_devices(folder)
+    assert [each.name for each in known] == [each.name for each in devices()]
+    (ours,) = (each for each in known if each.name == "8B H100")
+    assert ours.source.startswith("measured: NVIDIA H100")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
