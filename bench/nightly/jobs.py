@@ -47,4 +47,5 @@ JOBS = (
     NightlyJob("migration", "bench.migration", 4.0, ("--rounds", "1", "--tail-rounds", "3")),
     NightlyJob("learner", "bench.learner", 4.0, ("--steps", "8", "--warm-up-seconds", "10")),
     NightlyJob("simulate", "bench.simulate", 3.0),
+    NightlyJob("simulate.replays", "bench.simulate.replays", 2.0),
 )

@@ -31,6 +31,7 @@ from bench.rollout.markdown import document, shown
 from bench.rollout.registry import EVERYTHING, OFF, PLAIN, REGIMES, SUBJECTS, SYSTEMS
 from bench.rollout.session import CellSession
 from bench.rollout.table import GOALS, PairedRatio, headline, rows, table_of, verdicts
+from bench.simulate.verification import replays_off
 
 _RESULT = Path("runs/bench")
 QUICK, ALL, WITHOUT = "quick", "all", "without"
@@ -78,7 +79,7 @@ def result_of(cells: Sequence[TableCell]) -> dict[str, Any]:
     return {
         "figures": figures,
         "goals": verdicts(figures),
-        "rows": rows(table),
+        "rows": rows(table, replays_off()),
         "absent": {
             f"{cell.name.system}, {cell.name.regime}": {"reason": cell.absent, "why": cell.why}
             for cell in cells

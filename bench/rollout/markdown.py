@@ -34,9 +34,10 @@ COLUMNS = (
     ("seconds", "last_sample_seconds"),
 )
 """Headers and keys of columns. The header "of plain" is the speed as a multiple of plain vLLM's."""
+_SPEED = "speedup_vs_plain"
 MODELLED = (
     ("modelled rollout", "rollout_seconds"),
-    ("of plain", "speedup_vs_plain"),
+    ("of plain", _SPEED),
     ("ahead, of its time", "ahead_share"),
 )
 """Columns of each modelled device; the device's name precedes the header."""
@@ -44,13 +45,33 @@ MODELLED = (
 
 def shown(value: Any) -> str:
     """Return a value as table text; a ratio, also one read from plain data, with its bounds."""
+    ratio = _ratio(value)
+    if ratio is None:
+        return format_value(value)
+    if ratio.rounds == 1:
+        return f"{ratio.median:.2f}"
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def banded(figures: Mapping[str, Any]) -> str:
+    """Return a modelled speed with its band, from the lower bound at the pessimistic end to the upper bound.
+
+    If published speeds lie outside the band of their replays, the text says by how much. Results from before there
+    was a band show the range of rounds.
+    """
+    high, low = (_ratio(figures.get(key)) for key in ("speedup_vs_plain", "speedup_vs_plain_low"))
+    if high is None or low is None:
+        return shown(high)
+    off = figures.get("replays_off")
+    note = f", replays {off:.0%} off" if off else ""
+    return f"{high.median:.2f} ({low.low:.2f} to {high.high:.2f}{note})"
+
+
+def _ratio(value: Any) -> PairedRatio | None:
+    """Return a ratio, also one read from plain data."""
     if isinstance(value, Mapping):
-        value = PairedRatio(*(value[name] for name in ("low", "median", "high", "rounds")))
-    if isinstance(value, PairedRatio):
-        if value.rounds == 1:
-            return f"{value.median:.2f}"
-        return f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
-    return format_value(value)
+        return PairedRatio(*(value[name] for name in ("low", "median", "high", "rounds")))
+    return value if isinstance(value, PairedRatio) else None
 
 
 def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str]) -> list[str]:
@@ -62,9 +83,11 @@ def regime_table(systems: Mapping[str, Mapping[str, Any]], marks: Mapping[str, s
     heads += [f"{device}, {head}" for device in devices for head, _ in MODELLED]
     rows = []
     for name, figures in systems.items():
-        cells = [figures.get(key) for _, key in columns]
-        cells += [_modelled(figures, device).get(key) for device in devices for _, key in MODELLED]
-        rows.append([f"{name}{marks.get(name, '')}", *map(shown, cells)])
+        cells = [shown(figures.get(key)) for _, key in columns]
+        for device in devices:
+            found = _modelled(figures, device)
+            cells += [banded(found) if key == _SPEED else shown(found.get(key)) for _, key in MODELLED]
+        rows.append([f"{name}{marks.get(name, '')}", *cells])
     return markdown_table(heads, rows)
 
 
@@ -83,7 +106,10 @@ def overview(rows: Rows, marks: Mapping[str, str]) -> list[str]:
 
 
 def modelled_table(rows: Rows, marks: Mapping[str, str]) -> list[str]:
-    """Return the lines of the overview's modelled counterpart: speed over plain vLLM, by device and regime."""
+    """Return the lines of the overview's modelled counterpart: speed over plain vLLM, by device and regime.
+
+    In brackets is the band: from the pessimistic end to the optimistic one.
+    """
     places = [(device, regime) for device in _devices(rows) for regime in rows]
     names = list(dict.fromkeys(name for systems in rows.values() for name in systems))
     heads = [
@@ -93,8 +119,7 @@ def modelled_table(rows: Rows, marks: Mapping[str, str]) -> list[str]:
     lines = []
     for name in names:
         found = [_modelled(rows[regime].get(name, {}), device) for device, regime in places]
-        speeds = [shown(each.get("speedup_vs_plain")) for each in found]
-        lines.append([f"{name}{marks.get(name, '')}", *speeds])
+        lines.append([f"{name}{marks.get(name, '')}", *map(banded, found)])
     return markdown_table(heads, lines)
 
 

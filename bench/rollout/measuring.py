@@ -95,7 +95,7 @@ def _on_stock_engines(
             parts = _roll_out(engines, recorded, trajectory)
             push_seconds = _push(engines, trajectory.weights_after(place))
             work = [InstanceWork(reader.since()) for reader in readers]
-            found.append(stock_figures(recorded, parts, push_seconds, system.name, work, tasks))
+            found.append(stock_figures(recorded, parts, push_seconds, system, work, tasks))
             watch(found[-1])
     return tuple(found)
 
@@ -134,7 +134,7 @@ def stock_figures(
     recorded: TrainedStep,
     parts: Sequence[StockMeasurement],
     push_seconds: float,
-    system: str,
+    system: StockSystem,
     work: Sequence[InstanceWork],
     tasks: Curriculum,
 ) -> StepFigures:
@@ -146,7 +146,7 @@ def stock_figures(
     responses = {_key(name): tokens for part in parts for name, tokens in part.responses.items()}
     steps = [count for part in parts for count in part.decode_steps.values()]
     idle = [max(ends) - end for end in ends]
-    compared, differing = _compare(system, recorded, responses)
+    compared, differing = _compare(system.name, recorded, responses)
     return StepFigures(
         step=recorded.step,
         rollout_seconds=max(ends) - began,
@@ -169,7 +169,8 @@ def stock_figures(
         planned={},
         last_steps=last.decode_steps[last_name],
         last_seconds=last.ended[last_name] - last.began,
-        modelled=modelled(work),
+        # vLLM schedules ahead on a GPU, but not with n-gram or suffix drafts.
+        modelled=modelled(work, host_hidden=system.speculation is None),
         loads=tuple(
             _load(each, end - part.began)
             for each, part, end in zip(work, parts, ends, strict=True)

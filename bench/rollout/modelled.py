@@ -1,33 +1,43 @@
 """Model the rollout times that the engine steps of a cell would have on devices that are not available.
 
 Every instance logs the shape of each of its steps: samples, tokens with drafts and prompts, context. The table of a
-device (services/simulator/device_tables.py, from data sheets) gives the time of each step on the device. The
-slowest instance's sum is the rollout's time. Instances count the passes of draft models, and the model's table
-gives their cost. Left out is everything that is not an engine step: work of the host beyond vLLM's own, which the
-tables include (suffix index, planner, services), messages, and weights. Contexts are the small subject's contexts.
+device (services/simulator/device_tables.py) gives the time of each step on the device. The slowest instance's sum
+is the rollout's time. Instances count the passes of draft models, and the model's table gives their cost.
+
+Tables are measured where services/simulator/measured has one of the device's name, otherwise made from data sheets.
+By a data sheet a time is a band. Its optimistic end is the table. At its pessimistic end steps that verify drafts
+take longer by the factor that published steps have, and the device waits for the host between two steps
+(bench/simulate/verification.py), except in stock vLLM without drafts, which schedules ahead. A measured table
+includes both, so the ends are equal.
+
+Left out is everything that is not an engine step: messages, and weights. Contexts are the subject's contexts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from bench.scrape import Metrics
+from bench.simulate.verification import fitted
 from examples.tinymath.spans import SampleSpan
 from services.generation.engine.step_log import LoggedStep
 from services.generation.engine.types import EAGLE3, QUANTIZED
 from services.simulator.device_tables import (
+    DATA_SHEET,
     EAGLE3_8B,
     EAGLE3_70B,
     H100,
     LLAMA_70B,
+    MEASURED,
     QWEN3_8B,
     DeviceTable,
     ModelSizes,
     decoding_table,
+    known_devices,
     swept,
 )
 from services.step_time.sweep import SavedSweep, SweepSubject
@@ -43,20 +53,33 @@ class ModelledDevice:
     """Step times of a model on a device, and of its draft models' passes by drafter."""
 
     steps: DeviceTable
+    """Optimistic step times, without what verification and the host cost; measured where a table was measured."""
+    pessimistic: DeviceTable
+    """Step times with both; the same table if it was measured."""
     passes: Mapping[str, DeviceTable]
 
     @classmethod
-    def of(cls, name: str, model: ModelSizes, head: ModelSizes, devices: int) -> ModelledDevice:
-        """Return the tables of a model on `devices` H100."""
-        copy = decoding_table(f"{name} W4", model, H100, devices, _W4_BYTES)
-        passes = {QUANTIZED: copy, EAGLE3: decoding_table(f"{name} EAGLE-3", head, H100, devices)}
-        return cls(decoding_table(name, model, H100, devices), passes)
+    def of(cls, steps: DeviceTable, model: ModelSizes, head: ModelSizes, devices: int) -> ModelledDevice:
+        """Return the tables of a model on `devices` H100 with these step times."""
+        copy = decoding_table(f"{steps.name} W4", model, H100, devices, _W4_BYTES)
+        passes = {QUANTIZED: copy, EAGLE3: decoding_table(f"{steps.name} EAGLE-3", head, H100, devices)}
+        return cls(steps, fitted().on(steps) if steps.source == DATA_SHEET else steps, passes)
 
 
-DEVICES: Mapping[str, ModelledDevice] = {
-    H100_8B: ModelledDevice.of(H100_8B, QWEN3_8B, EAGLE3_8B, 1),
-    H100_70B: ModelledDevice.of(H100_70B, LLAMA_70B, EAGLE3_70B, 8),
-}
+def modelled_devices(measured: Path = MEASURED) -> dict[str, ModelledDevice]:
+    """Return the devices by name, with measured tables from a folder where it has them.
+
+    Raises:
+        ValueError: a file of the folder is no table.
+    """
+    known = {table.name: table for table in known_devices(measured)}
+    return {
+        H100_8B: ModelledDevice.of(known[H100_8B], QWEN3_8B, EAGLE3_8B, 1),
+        H100_70B: ModelledDevice.of(known[H100_70B], LLAMA_70B, EAGLE3_70B, 8),
+    }
+
+
+DEVICES: Mapping[str, ModelledDevice] = modelled_devices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +108,10 @@ class ModelledStep:
     """Seconds in which an instance had no work of the step left, mean over the instances."""
     ahead: float
     """Seconds of generating for later steps, in idle and update time, mean over the instances."""
+    pessimistic: float | None = None
+    """Seconds of the slowest instance at the pessimistic end; None in figures from before there was one."""
+    passes: float = 0.0
+    """Seconds of draft models' passes, mean over the instances."""
 
 
 class StepReader:
@@ -124,23 +151,35 @@ def passes_of(metrics: Metrics) -> dict[str, DraftPasses]:
     return {name: counted for name, counted in found.items() if counted.passes}
 
 
-def modelled(work: Sequence[InstanceWork]) -> dict[str, ModelledStep]:
-    """Return the modelled times of a step of the run from the work of its instances, by device."""
-    return {name: _on(device, work) for name, device in DEVICES.items()}
+def modelled(work: Sequence[InstanceWork], *, host_hidden: bool = False) -> dict[str, ModelledStep]:
+    """Return the modelled times of a step of the run from the work of its instances, by device.
+
+    `host_hidden` is true for an engine that schedules a step while the device computes the previous one.
+    """
+    return {name: _on(device, work, host_hidden) for name, device in DEVICES.items()}
 
 
-def _on(device: ModelledDevice, work: Sequence[InstanceWork]) -> ModelledStep:
-    own = [_seconds(device.steps, each.steps) + _drafting(device, each) for each in work]
+def _on(device: ModelledDevice, work: Sequence[InstanceWork], host_hidden: bool) -> ModelledStep:
+    slow = replace(device.pessimistic, host=0.0) if host_hidden else device.pessimistic
+    passes = [_drafting(device, each) for each in work]
+    own, slowest = (
+        [_seconds(table, each.steps) + more for each, more in zip(work, passes, strict=True)]
+        for table in (device.steps, slow)
+    )
     rollout = max(own)
     return ModelledStep(
         rollout,
         fmean(rollout - each for each in own),
         fmean(_seconds(device.steps, each.ahead) for each in work),
+        max(slowest),
+        fmean(passes),
     )
 
 
 def _seconds(table: DeviceTable, steps: Iterable[LoggedStep]) -> float:
-    return sum(table.seconds(step.samples, step.rows, step.context) for step in steps)
+    return sum(
+        table.seconds(step.samples, step.rows, step.context, verifies=step.drafted > 0) for step in steps
+    )
 
 
 def _drafting(device: ModelledDevice, work: InstanceWork) -> float:
@@ -156,8 +195,9 @@ def _drafting(device: ModelledDevice, work: InstanceWork) -> float:
 
 def assumed_sweep(name: str, folder: Path) -> Path:
     """Write the noiseless sweep that an instance on a device would measure at its start; return the file."""
+    table = DEVICES[name].steps
     subject = SweepSubject(
-        device=f"{name} by data sheets", tensor_parallel_size=1, model=name, dtype="bfloat16"
+        device=f"{name} by {table.source}", tensor_parallel_size=1, model=name, dtype="bfloat16"
     )
-    steps = tuple(swept(DEVICES[name].steps, _MAX_SAMPLES, noise=0.0))
+    steps = tuple(swept(table, _MAX_SAMPLES, noise=0.0))
     return SavedSweep(subject=subject, steps=steps).save(folder)

@@ -31,17 +31,19 @@ from bench.rollout.training import TrainedStep
 FOLDER = Path("runs/bench/rollout")
 _LOCK = Path("requirements/cpu.lock")
 """Lock file that pins vLLM and all other imported packages."""
-_BENCH = [Path(f"bench/{name}.py") for name in ("comparison", "scrape", "worker")]
+_BENCH = [Path(f"bench/{name}.py") for name in ("comparison", "scrape", "simulate/verification", "worker")]
 _MEASURING = ("cells", "measuring", "modelled", "record", "replay", "stock_engine", "systems", "told_tokens")
 _ROLLOUT = [Path(f"bench/rollout/{name}.py") for name in _MEASURING]
+_MEASURED_TABLES = sorted(Path("services/simulator/measured").glob("*.json"))
 _STOCK_CODE = [
     *_BENCH,
+    *_MEASURED_TABLES,
     *_ROLLOUT,
     Path("services/generation/engine"),
     Path("services/contracts"),
     Path("services/simulator/device_tables.py"),
 ]
-_PLATFORM_CODE = [*_BENCH, *_ROLLOUT, Path("services"), Path("paceline"), Path("kernels")]
+_PLATFORM_CODE = [*_BENCH, *_MEASURED_TABLES, *_ROLLOUT, Path("services"), Path("paceline"), Path("kernels")]
 
 
 class BenchmarkError(RuntimeError):

@@ -19,6 +19,7 @@ from bench.policy.figures import verdict
 from bench.rollout.cells import StepFigures, TableCell
 from bench.rollout.modelled import H100_8B
 from bench.rollout.registry import EVERYTHING, FOR_H100, LONG_TAIL, PLAIN
+from bench.simulate.verification import DraftKind
 
 UPDATE_SHARE = 0.25
 """The trainer's update, as a share of plain decoding's step."""
@@ -35,6 +36,8 @@ GOALS = {
 Rounds = Mapping[int, TableCell]
 Table = Mapping[str, Mapping[str, Rounds]]
 """The cells that have figures, by regime, system and round."""
+ReplaysOff = Mapping[DraftKind, float]
+"""Share by which published speeds lie outside the band of their replays, by kind of drafts (bench/simulate)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,19 @@ def paired(base: Rounds, other: Rounds, figure: Callable[[TableCell], float]) ->
     return PairedRatio(ends.low, ends.median, ends.high, len(ratios))
 
 
-def row(rounds: Rounds, plain: Rounds | None, line: StepLine | None = None) -> dict[str, Any]:
+def paired_low(base: Rounds, other: Rounds, device: str) -> PairedRatio | None:
+    """Return the modelled base / other at the pessimistic end; None if a cell is from before there was one."""
+    both = [*base.values(), *other.values()]
+    if any(step.modelled[device].pessimistic is None for cell in both for step in counted(cell)):
+        return None
+    return paired(
+        base, other, lambda cell: fmean(step.modelled[device].pessimistic or 0.0 for step in counted(cell))
+    )
+
+
+def row(
+    rounds: Rounds, plain: Rounds | None, line: StepLine | None = None, replays: ReplaysOff | None = None
+) -> dict[str, Any]:
     """Return the columns of a system in a regime: means over its rounds, ratios of paired ones.
 
     `modelled` has the columns of each modelled device.
@@ -166,17 +181,22 @@ def row(rounds: Rounds, plain: Rounds | None, line: StepLine | None = None) -> d
         "last_sample_seconds": fmean(step.last_seconds for step in steps),
         "tokens_per_decode_step": tokens / decode_steps if decode_steps else None,
         "line_share": None if line is None else line_share(cells, line),
-        "modelled": {device: modelled_row(device, rounds, plain) for device in steps[0].modelled},
+        "modelled": {device: modelled_row(device, rounds, plain, replays) for device in steps[0].modelled},
     }
 
 
-def modelled_row(device: str, rounds: Rounds, plain: Rounds | None) -> dict[str, Any]:
+def modelled_row(
+    device: str, rounds: Rounds, plain: Rounds | None, replays: ReplaysOff | None = None
+) -> dict[str, Any]:
     """Return the columns of a system in a regime on a modelled device.
 
+    `speedup_vs_plain` is the optimistic end of a band, `speedup_vs_plain_low` the pessimistic one. `replays_off` is
+    the share by which published speeds with the same kind of drafts lie outside the band. Both are None if unknown.
     `ahead_share` is the time of generating ahead, as a share of the time available for it: the idle time of an
     instance in a step, and the trainer's update. Above 1 the device would have generated less ahead.
     """
     seconds = modelled_seconds(device)
+    kind = draft_kind(device, rounds)
     steps = [step.modelled[device] for cell in rounds.values() for step in counted(cell)]
     free = fmean(step.idle for step in steps)
     if plain:
@@ -184,15 +204,25 @@ def modelled_row(device: str, rounds: Rounds, plain: Rounds | None) -> dict[str,
     return {
         "rollout_seconds": fmean(map(seconds, rounds.values())),
         "speedup_vs_plain": None if plain is None else paired(plain, rounds, seconds),
+        "speedup_vs_plain_low": None if plain is None else paired_low(plain, rounds, device),
+        "replays_off": None if kind is None or replays is None else replays[kind],
         "ahead_share": fmean(step.ahead for step in steps) / free if free else None,
     }
 
 
-def rows(table: Table) -> dict[str, dict[str, dict[str, Any]]]:
+def draft_kind(device: str, rounds: Rounds) -> DraftKind | None:
+    """Return the kind of drafts in a system's steps; None without drafts."""
+    steps = [step for cell in rounds.values() for step in counted(cell)]
+    if any(step.modelled[device].passes for step in steps):
+        return DraftKind.MODELS
+    return DraftKind.LOOKUPS if any(step.drafted for step in steps) else None
+
+
+def rows(table: Table, replays: ReplaysOff | None = None) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the columns of all systems, by regime and system."""
     line = line_of(table)
     return {
-        regime: {name: row(rounds, systems.get(PLAIN), line) for name, rounds in systems.items()}
+        regime: {name: row(rounds, systems.get(PLAIN), line, replays) for name, rounds in systems.items()}
         for regime, systems in table.items()
     }
 
@@ -242,7 +272,7 @@ def modelled_figures(table: Table, vllm: Collection[str]) -> dict[str, float | N
     """Return rollout speedups by the step times of an 8B model on an H100, by regime.
 
     `modelled_` figures are for Paceline as it planned here, `modelled_planned_` figures as it plans for that
-    device.
+    device. Figures with `_low` are the pessimistic end of the band.
     """
     seconds, found = modelled_seconds(H100_8B), dict[str, float | None]()
     for regime, systems in table.items():
@@ -253,6 +283,8 @@ def modelled_figures(table: Table, vllm: Collection[str]) -> dict[str, float | N
             plain = _ends(paired(systems.get(PLAIN, {}), ours, seconds))
             found[f"{kind}_speedup_vs_plain_{place}"] = plain.median
             found[f"{kind}_speedup_vs_best_vllm_{place}"] = _ends(paired(best, ours, seconds)).median
+            low = _ends(paired_low(systems.get(PLAIN, {}), ours, H100_8B))
+            found[f"{kind}_low_speedup_vs_plain_{place}"] = low.median
     return found
 
 

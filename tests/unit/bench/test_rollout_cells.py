@@ -178,8 +178,13 @@ def test_the_figures_of_stock_engines_are_of_the_slower_one() -> None:
         InstanceWork([LoggedStep(0.0, 2, rows, 0, 30) for rows in given]) for given in ((9, 2), (9, 2, 2))
     ]
     tasks = rewarded(lambda name: float(name == "p"))
-    found = stock_figures(_step(), [fast, slow], 0.5, "vllm ngram", work, tasks)
+    ngram = StockSystem("vllm ngram", "", {"method": "ngram"})
+    found = stock_figures(_step(), [fast, slow], 0.5, ngram, work, tasks)
     assert found.modelled == modelled(work)
+    # Without drafts vLLM schedules ahead, and the host costs nothing.
+    plain = stock_figures(_step(), [fast, slow], 0.5, StockSystem(PLAIN, ""), work, tasks).modelled
+    assert plain == modelled(work, host_hidden=True)
+    assert all(each.pessimistic == each.rollout for each in plain.values())
     assert (found.samples, found.loads) == (4, ((2, 11, 2.0), (3, 13, 5.5)))
     assert (found.rollout_seconds, found.push_seconds) == (6.0, 0.5)
     assert (found.bubble_seconds_mean, found.bubble_seconds_max) == (2.0, 4.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from bench.rollout.table import (
     table_of,
     verdicts,
 )
+from bench.simulate.verification import DraftKind
 
 _STEP = StepFigures(
     step=0,
@@ -204,3 +206,49 @@ def test_modelled_speeds_are_compared_like_measured_ones_and_the_best_of_vllm_is
     for each in made[LONG_TAIL].values():
         del each["modelled"]
     assert "modelled" not in regime_table(made[LONG_TAIL], {})[0]
+
+
+def _band(
+    system: str, rollout: float, pessimistic: float | None, passes: float = 0.0, **changes: Any
+) -> TableCell:
+    times = {H100_8B: ModelledStep(rollout, 0.5, 0.75, pessimistic, passes)}
+    return _cell(system, 9.0, modelled=times, **changes)
+
+
+_OFF = {DraftKind.LOOKUPS: 0.0, DraftKind.MODELS: 0.42}
+
+
+def test_a_modelled_speed_has_a_band_and_the_error_of_replays_of_its_kind() -> None:
+    cells = [
+        _band(PLAIN, 6.0, 6.0, drafted=0),
+        _band(EVERYTHING, 2.0, 4.0),
+        _band("with a draft model", 3.0, 5.0, passes=1.0),
+    ]
+    made = rows(table_of(cells), _OFF)
+    table = modelled_table(made, {})
+    assert f"| {PLAIN} | 1.00 (1.00 to 1.00) |" in table
+    assert f"| {EVERYTHING} | 3.00 (1.50 to 3.00) |" in table
+    assert "| with a draft model | 2.00 (1.20 to 2.00, replays 42% off) |" in table
+    assert " 3.00 (1.50 to 3.00) |" in next(
+        line for line in regime_table(made[LONG_TAIL], {}) if line.startswith(f"| {EVERYTHING} ")
+    )
+    # A table that is read back from JSON says the same.
+    plain = json.loads(json.dumps(made, default=asdict))
+    assert modelled_table(plain, {}) == table
+    found = headline(table_of(cells), [], [])
+    assert found["modelled_low_speedup_vs_plain_long_tail"] == 1.5
+    assert found["modelled_speedup_vs_plain_long_tail"] == 3.0
+
+
+def test_a_cell_from_before_there_was_a_band_has_none() -> None:
+    new = _band(EVERYTHING, 2.0, 4.0)
+    data = new.to_json()
+    for step in data["steps"]:
+        for times in step["modelled"].values():
+            del times["pessimistic"], times["passes"]
+    old = TableCell.from_json(json.loads(json.dumps(data)))
+    assert old.steps[0].modelled[H100_8B] == ModelledStep(2.0, 0.5, 0.75)
+    for cell in (old, new):
+        made = rows(table_of([_band(PLAIN, 6.0, None), cell]), _OFF)
+        assert f"| {EVERYTHING} | 3.00 |" in modelled_table(made, {})
+    assert TableCell.from_json(json.loads(json.dumps(new.to_json()))) == new
