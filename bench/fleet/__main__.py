@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.fleet.control_plane import ControlPlane, Usage
 from bench.fleet.trainer import FleetTrainer, StepResult
-from bench.fleet.workload import MAX_TOKENS, SimulatedPolicy
+from bench.fleet.workload import MAX_TOKENS, MEDIAN, SimulatedPolicy
 from bench.progress import PartsProgress
 from bench.report import format_value, numbers, option_parser, show, show_rows, write
 from paceline.shards import Shard
@@ -115,7 +115,7 @@ async def _step(planes: Sequence[ControlPlane], shares: Sequence[range], given: 
         Shard(plane.gateway.address, str(number), len(share))
         for number, (plane, share) in enumerate(zip(planes, shares, strict=True))
     ]
-    trainer = FleetTrainer(shards, SimulatedPolicy.create(given.longest))
+    trainer = FleetTrainer(shards, SimulatedPolicy.create(given.longest, given.median))
     step = await trainer.step(samples, given.batch_samples)
     each = [plane.usage().since(usage) for plane, usage in zip(planes, before, strict=True)]
     resting = Usage.total([late.since(early) for late, early in zip(before, idle, strict=True)])
@@ -197,7 +197,7 @@ def _shares(instances: int, gateways: int) -> list[range]:
 
 
 def _host_options(given: argparse.Namespace) -> tuple[str, ...]:
-    return (f"--speed={given.speed}", f"--compression={given.compression}", f"--longest={given.longest}")
+    return tuple(f"--{name}={getattr(given, name)}" for name in ("speed", "compression", "longest", "median"))
 
 
 def _planned(instances: int, given: argparse.Namespace) -> float:
@@ -237,6 +237,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--speed", type=float, default=50.0, help="tokens a second of each sample")
     parser.add_argument("--compression", type=float, default=1.0, help="how many times as fast time runs")
     parser.add_argument("--longest", type=int, default=MAX_TOKENS, help="tokens of the longest response")
+    parser.add_argument("--median", type=float, default=MEDIAN, help="tokens of the median response, uncut")
     parser.add_argument("--hosts", type=int, default=4, help="processes of simulated instances")
     parser.add_argument("--idle-seconds", type=float, default=4.0, help="measured before the step begins")
     parser.add_argument(

@@ -112,6 +112,11 @@ class ControlPlane:
             while await asyncio.to_thread(self.serving) < len(instances):
                 await self._pause(gateway)
 
+    @property
+    def redis_url(self) -> str:
+        """URL of its Redis."""
+        return self._server.url
+
     def metrics(self) -> Metrics:
         """Return the metrics of the gateway."""
         url = f"http://127.0.0.1:{self.gateway.metrics_port}/metrics"

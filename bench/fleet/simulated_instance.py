@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 
-from bench.fleet.workload import MAX_TOKENS, PROMPT_TOKENS, VOCABULARY, Reporting, SimulatedPolicy
+from bench.fleet.workload import MAX_TOKENS, MEDIAN, PROMPT_TOKENS, VOCABULARY, Reporting, SimulatedPolicy
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.times import duration, seconds_of
@@ -97,7 +97,9 @@ class EngineClock:
     def begin(self, stream: Stream, item: pb.WorkItem) -> None:
         """Begin a sample, or resume it after its prefix."""
         self.now, prefix = asyncio.get_running_loop().time(), len(item.prefix_token_ids)
-        length = max(prefix, min(self.policy.length(item.seed), item.sampling.max_tokens or MAX_TOKENS))
+        length = max(
+            prefix, min(self.policy.length(item.seed), item.sampling.max_tokens or self.policy.longest)
+        )
         sample = ClockedSample(item.handle, item.seed, self, self.now, prefix, prefix, length, item.streamed)
         stream.add(sample, self.now)
         self._schedule(sample, stream)
@@ -125,7 +127,7 @@ class EngineClock:
     def _advance(self, sample: ClockedSample, stream: Stream) -> None:
         known = sample.tokens()
         if known == sample.length:
-            cut = known == MAX_TOKENS
+            cut = known == self.policy.longest
             reason = sample_pb2.FINISH_REASON_LENGTH if cut else sample_pb2.FINISH_REASON_STOP
             self._end(sample, stream, reason)
             return
@@ -176,7 +178,7 @@ class ReplayingInstance(rpc.GenerationServiceServicer):
             address=self._server.address,
             state="serving",
             max_running=MAX_RUNNING,
-            max_model_len=PROMPT_TOKENS + MAX_TOKENS,
+            max_model_len=PROMPT_TOKENS + self._clock.policy.longest,
             vocab_size=VOCABULARY,
             model="simulated",
             device="none",
@@ -242,7 +244,7 @@ async def _serve(given: argparse.Namespace) -> None:
     config = ServiceConfig(redis_url=f"{given.redis_url}?client_name={CLIENT}", log_level="warning")
     redis, keys = connect(config), Keys(config.namespace)
     reporting = Reporting.checkpoints(given.speed, given.compression)
-    clock = EngineClock(SimulatedPolicy.create(given.longest), reporting)
+    clock = EngineClock(SimulatedPolicy.create(given.longest, given.median), reporting)
     registrations = [
         await ReplayingInstance(f"instance-{number}", config, clock).start(
             partial(Registration, redis, keys, ttl=_TTL)
@@ -272,6 +274,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--speed", type=float, default=50.0)
     parser.add_argument("--compression", type=float, default=1.0)
     parser.add_argument("--longest", type=int, default=MAX_TOKENS)
+    parser.add_argument("--median", type=float, default=MEDIAN)
     return parser.parse_args()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from bench.fleet.workload import GROUP, MAX_TOKENS, PROMPT_TOKENS, SimulatedPolicy
+from bench.fleet.workload import GROUP, PROMPT_TOKENS, SimulatedPolicy
 from paceline.calls.rollouts import MOST_SAMPLES
 from paceline.shards import Shard, assign
 from paceline.v1 import rollout_pb2 as pb
@@ -76,7 +76,7 @@ class FleetTrainer:
             own = [group for group, owner in zip(groups, assigned, strict=True) if owner == index]
             if not own:
                 continue
-            request = _batch(number, own)
+            request = _batch(number, own, self._policy.longest)
             asked = time.perf_counter()
             await stub.SubmitRollouts(request, timeout=_CALL)
             self._result.submit_seconds.append(time.perf_counter() - asked)
@@ -143,11 +143,11 @@ def _groups(samples: int, batch_samples: int) -> list[pb.Group]:
     return found
 
 
-def _batch(number: int, groups: Sequence[pb.Group]) -> pb.SubmitRolloutsRequest:
+def _batch(number: int, groups: Sequence[pb.Group], longest: int) -> pb.SubmitRolloutsRequest:
     return pb.SubmitRolloutsRequest(
         run_id=_RUN,
         batch_id=f"part-{number}",
         run_seed=20,
-        sampling=sample_pb2.SamplingParams(max_tokens=MAX_TOKENS),
+        sampling=sample_pb2.SamplingParams(max_tokens=longest),
         groups=groups,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from weakref import WeakValueDictionary
@@ -22,6 +22,7 @@ from services.platform.tasks import ExponentialBackoff
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.members import PolledInstance, PolledInstances, Unanswered, answered
 from services.reallocator.metrics import ReallocatorMetrics
+from services.reallocator.planning.decision_scope import MOST_LISTED, in_turn
 from services.reallocator.planning.learned_costs import MoveCosts
 from services.reallocator.planning.plan import evacuate
 from services.reallocator.planning.records import InstanceView, Move, MoveBy, ReallocationRules, Transfer
@@ -215,7 +216,11 @@ def _reason_name(reason: int) -> str:
 
 
 class Evacuation:
-    """Evacuation of draining instances: one task for each, which ends when the instance is empty or gone."""
+    """Evacuation of draining instances: one task for each, which ends when the instance is empty or gone.
+
+    Each round lists the samples of a few instances with room, the emptiest first, and after a round that moved
+    nothing those of the next ones: a large fleet has more samples than one process can look at.
+    """
 
     def __init__(
         self,
@@ -244,14 +249,10 @@ class Evacuation:
 
     async def _empty(self, member: PolledInstance) -> None:
         log.info("evacuating", instance=member.instance_id, samples=member.samples)
-        moved, backoff = 0, ExponentialBackoff(_FIRST_ROUND_DELAY, _LONGEST_ROUND_DELAY)
+        moved, turn, backoff = 0, 0, ExponentialBackoff(_FIRST_ROUND_DELAY, _LONGEST_ROUND_DELAY)
         while self._members.known.get(member.instance_id) is member:
-            others = [
-                each
-                for each in self._members.known.values()
-                if each.is_in(fleet_pb2.INSTANCE_STATE_SERVING) and each is not member
-            ]
-            views = {each.instance_id: each for each in await self._list_views([member, *others])}
+            listed = [member, *self._receivers(member, turn)]
+            views = {each.instance_id: each for each in await self._list_views(listed)}
             donor = views.pop(member.instance_id, None)
             if donor is None or not donor.samples:
                 break
@@ -260,8 +261,23 @@ class Evacuation:
             if count:
                 backoff.succeeded()
                 continue
+            turn += 1
             await asyncio.sleep(backoff.failed())
         log.info("evacuated", instance=member.instance_id, moved=moved)
+
+    def _receivers(self, donor: PolledInstance, turn: int) -> Sequence[PolledInstance]:
+        """Return the instances to list in this turn, by status: the emptiest of those that could take samples."""
+        now = asyncio.get_running_loop().time()
+        able = [each for each in self._members.known.values() if self._could_take(each, donor, now)]
+        return in_turn(sorted(able, key=lambda each: (each.samples, each.instance_id)), MOST_LISTED, turn)
+
+    def _could_take(self, receiver: PolledInstance, donor: PolledInstance, now: float) -> bool:
+        status, own = receiver.status, donor.status
+        if status is None or not receiver.is_in(fleet_pb2.INSTANCE_STATE_SERVING) or receiver is donor:
+            return False
+        alike = own is None or status.policy_version == own.policy_version
+        fits = receiver.samples < receiver.record.max_running and receiver.record.model == donor.record.model
+        return alike and fits and not self._is_avoided(receiver.instance_id, now)
 
     def _plan(self, donor: InstanceView, others: dict[str, InstanceView]) -> list[Transfer]:
         # The cooldown does not apply: these samples have to go somewhere.

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from services.reallocator.planning.plan import ROUNDING, emptiest_first, fullest_first, halves, rate_gain
 from services.reallocator.planning.records import LoadView, ReallocationRules, Rule, Transfer
 
 MOST_LISTED = 64
-"""Most instances listed for their pairs: with 256 samples each, about a quarter of a second of the process."""
+"""Most instances listed for their pairs, or to receive in an evacuation: with 256 samples each, about a quarter of
+a second of the process."""
 WITNESSES = 8
 """Instances of each kind that are listed in some decisions to learn the lengths of samples."""
 # The witnesses are listed in one of this many decisions.
@@ -24,6 +25,7 @@ _WITNESS_INTERVAL = 8
 
 Name = tuple[str, int]
 """Id of an instance, and its epoch."""
+T = TypeVar("T")
 
 
 class DecisionScope:
@@ -106,6 +108,14 @@ def _witnesses(fleet: Iterable[LoadView]) -> frozenset[str]:
     for load in fleet:
         kinds[load.peers].append(load.instance_id)
     return frozenset(name for names in kinds.values() for name in nsmallest(WITNESSES, names))
+
+
+def in_turn(ranked: Sequence[T], most: int, turn: int) -> Sequence[T]:
+    """Return at most `most` of the ranked: at turn 0 the first, at each further turn the next, and round again."""
+    if len(ranked) <= most:
+        return ranked
+    first = turn * most % len(ranked)
+    return [*ranked[first:], *ranked[:first]][:most]
 
 
 class PromisingPair(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
-from math import exp, expm1, log
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from math import expm1, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ class RemainingLengthEstimator:
         # Tokens that samples have generated in each bin of lengths.
         self._lived: NDArray[np.float64] = np.zeros(_BINS)
         self._listed: dict[Hashable, dict[Hashable, int]] = {}
+        # Limit -> expected remaining tokens at the beginning of each bin, until something is learned.
+        self._at_edges: dict[int, list[float]] = {}
 
     def learn(
         self, place: Hashable, lengths: Mapping[Hashable, int], left: Collection[Hashable] = ()
@@ -44,6 +46,7 @@ class RemainingLengthEstimator:
         if not gained:
             # Without a sample that has grown, the lengths of the ended samples are unknown.
             return
+        self._at_edges.clear()
         typical = max(1, sorted(gained)[len(gained) // 2])
         for key, tokens in before.items():
             if key in lengths:
@@ -59,15 +62,27 @@ class RemainingLengthEstimator:
 
     def remaining(self, generated: int, limit: int) -> float:
         """Return the expected remaining tokens of a sample that may have at most `limit`; at least one."""
-        total, alive, at = 0.0, 1.0, float(generated)
-        while at < limit and alive > 1e-3:
-            place = _place(at)
-            end = min(_edge(place + 1), float(limit)) if place < _BINS - 1 else float(limit)
-            hazard = self._hazard(place, at)
-            survive = exp(-hazard * (end - at))
-            total += alive * (-expm1(-hazard * (end - at)) / hazard)
-            alive, at = alive * survive, end
+        if generated >= limit:
+            return 1.0
+        if limit not in self._at_edges:
+            self._at_edges[limit] = self._expected(limit)
+        total = self._rest(_place(generated), float(generated), limit, self._at_edges[limit])
         return max(1.0, min(total, float(limit - generated)))
+
+    def _expected(self, limit: int) -> list[float]:
+        """Return the expected remaining tokens at the beginning of each bin, and 0 for the end of the last one."""
+        found = [0.0] * (_BINS + 1)
+        for place in reversed(range(_BINS)):
+            if _edge(place) < limit:
+                found[place] = self._rest(place, _edge(place), limit, found)
+        return found
+
+    def _rest(self, place: int, at: float, limit: int, later: Sequence[float]) -> float:
+        """Return the expected remaining tokens at a length in bin `place`, given the ones of later bins."""
+        end = min(_edge(place + 1), float(limit)) if place < _BINS - 1 else float(limit)
+        hazard = self._hazard(place, at)
+        ended = -expm1(-hazard * (end - at))
+        return ended / hazard + (1.0 - ended) * later[place + 1]
 
     def _hazard(self, place: int, at: float) -> float:
         """Return the endings per token."""

@@ -199,6 +199,8 @@ class Roofline:
         self._tokens = 1.0
         self._context = 1.0
         self._threshold: int | None = None
+        # Curve that it is of.
+        self._rated: ThroughputCurve | None = None
         # Kept until the next measurement, because many instances share it.
         self._curve: ThroughputCurve | None = None
         # Place on the grid -> (samples, ratio of measured to predicted time).
@@ -260,7 +262,9 @@ class Roofline:
 
         It follows the curve with some slack: a jittering threshold would move samples back and forth.
         """
-        found = curve.saturation_point(self._flatness) or self._most
+        if self._threshold is not None and curve is self._rated:
+            return self._threshold
+        found, self._rated = curve.saturation_point(self._flatness) or self._most, curve
         if self._threshold is None or abs(found - self._threshold) > _SLACK * self._threshold:
             self._threshold = found
         return self._threshold

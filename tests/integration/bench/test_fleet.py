@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 
 from bench.fleet.__main__ import arguments, measure, summary
+from bench.fleet.reallocator import poll_seconds
 
 _SMALL = (
     "--instances=3",
     "--samples=6",
     "--hosts=2",
-    "--longest=200",
+    # Longer than usual.
+    "--longest=3000",
+    "--median=3000",
     "--batch-samples=10",
     "--idle-seconds=0.1",
 )
-# A checkpoint every 50 ms, in which a sample gets fifty tokens.
-_QUICK = ("--speed=10", "--compression=100", "--gateway-option=--journal-tokens=1")
+# A checkpoint every 50 ms, or after 512 tokens.
+_QUICK = ("--speed=100", "--compression=100", "--gateway-option=--journal-tokens=1")
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
@@ -42,3 +45,10 @@ async def test_every_sample_of_a_small_fleet_ends_whole_and_its_cost_is_measured
     figures = summary([row], {"partial_writes_per_token": 1.0})
     assert figures["samples"] == 18
     assert figures["journal_writes_reduction"] == row["tokens"] / row["partial_writes"]
+
+
+async def test_simulated_instances_answer_the_polls_of_the_reallocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.fleet.reallocator.FOLDER", tmp_path)
+    assert await poll_seconds(2, 1) > 0

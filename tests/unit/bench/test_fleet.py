@@ -9,10 +9,12 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.fleet.reallocator import decisions
 from bench.fleet.simulated_instance import EngineClock
 from bench.fleet.workload import MAX_TOKENS, Reporting, SimulatedPolicy
 from paceline.internal.v1 import generation_pb2 as pb
 from services.generation.loop.work_stream import CheckpointRules
+from services.reallocator.planning.decision_scope import MOST_LISTED, WITNESSES
 
 POLICY = SimulatedPolicy.create()
 
@@ -23,6 +25,15 @@ def test_lengths_are_the_same_in_every_process_and_have_a_long_tail() -> None:
     assert 300 < statistics.median(ordered) < 340
     assert 400 < statistics.mean(ordered) < 460
     assert 1500 < ordered[len(ordered) * 99 // 100] <= ordered[-1] == MAX_TOKENS
+
+
+def test_responses_may_be_long() -> None:
+    policy = SimulatedPolicy.create(32_768, 32_768)
+    ordered = sorted(policy.lengths)
+    assert ordered[len(ordered) * 6 // 10] == ordered[-1] == policy.longest == 32_768
+    assert 20_000 < statistics.mean(ordered) < 28_000
+    tokens, logprobs = policy.slice((1 << 64) - 1, 0, 32_768)
+    assert len(tokens) == len(logprobs) == 32_768
 
 
 @given(seed=st.integers(0, 2**64 - 1), cuts=st.lists(st.integers(0, MAX_TOKENS), max_size=4))
@@ -63,3 +74,14 @@ async def test_simulated_engines_report_every_token_once_and_every_end() -> None
         running.cancel()
     assert sorted(ended) == list(seeds)
     assert tokens == {handle: POLICY.slice(seed, 0, POLICY.length(seed))[0] for handle, seed in seeds.items()}
+
+
+def test_turns_of_the_reallocator_list_few_of_many_instances() -> None:
+    costs = decisions(80, 32)
+    assert {name: {each.instances for each in found} for name, found in costs.items() if "all" in name} == {
+        "decision, all": {80},
+        "evacuation, all": {80},
+    }
+    assert all(2 <= each.instances <= MOST_LISTED + WITNESSES for each in costs["decision"])
+    assert {each.instances for each in costs["evacuation"]} == {1 + MOST_LISTED}
+    assert {each.samples for each in costs["evacuation"]} == {32 * (1 + MOST_LISTED)}
