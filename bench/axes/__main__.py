@@ -5,9 +5,11 @@ previous update gives to the same noise, and earlier samples of the same prompts
 and the planner of an instance decode them (known_texts.py) by the step times of an 8B model on an H100. Each point
 changes one number of the base point.
 
-The table has two rows for each point. "history" drafts from earlier samples of the prompt, from siblings and from
+The table has two rows for most points. "history" drafts from earlier samples of the prompt, from siblings and from
 the sample itself. "ahead" also drafts from the whole response that the previous policy would have written. This is
-what pre-generation provides when the idle time suffices. Writes runs/bench/axes.json.
+what pre-generation provides when the idle time suffices. On the axis of age "epoch" also drafts from the whole
+response that the policy gave to the same noise when the prompt came last, as COUPLED_HISTORY does. Writes
+runs/bench/axes.json.
 
     python -m bench.axes [--axes length vocabulary]
 """
@@ -99,16 +101,16 @@ def synthetic(axes: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(changed: str, point: str, at: Point) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a point, without and with responses that were generated ahead."""
+    """Yield the rows of a point: without and with responses generated ahead, and on the axis of age of an epoch."""
     n = PROMPTS * SAMPLES
     policy = SyntheticPolicy(PolicySizes(at.vocabulary, at.entropy, at.kl, at.anchored))
     prompts, noise = hashes(1, count=PROMPTS).repeat(SAMPLES), hashes(2, count=2 * n)
-    now, ahead, before = policy.draw(
-        np.tile(prompts, 3),
-        np.concatenate([noise[:n], noise[:n], noise[n:]]),
-        np.repeat([0, 1, at.lag], n),
+    now, ahead, epoch, before = policy.draw(
+        np.tile(prompts, 4),
+        np.concatenate([noise[:n], noise[:n], noise[:n], noise[n:]]),
+        np.repeat([0, 1, at.lag, at.lag], n),
         at.length,
-    ).reshape(3, n, at.length)
+    ).reshape(4, n, at.length)
     names = [f"p{place // SAMPLES}" for place in range(n)]
     history = [stored(names[i], i % SAMPLES, n + i, before[i], 0) for i in range(n)]
     texts = [KnownText(names[i], i, now[i]) for i in range(n)]
@@ -117,6 +119,11 @@ def rows_of(changed: str, point: str, at: Point) -> Iterator[dict[str, Any]]:
     )
     texts = [KnownText(names[i], i, now[i], ahead[i]) for i in range(n)]
     yield _row(changed, point, "ahead", texts, decode(texts, history, DEVICES[H100_8B].steps, at.vocabulary))
+    if changed in ("base", "lag"):
+        texts = [KnownText(names[i], i, now[i], epoch[i]) for i in range(n)]
+        yield _row(
+            changed, point, "epoch", texts, decode(texts, history, DEVICES[H100_8B].steps, at.vocabulary)
+        )
 
 
 def _row(

@@ -89,7 +89,12 @@ def test_an_axis_goes_through_the_base() -> None:
     assert (history["drafts"], ahead["drafts"]) == ("history", "ahead")
     assert ahead["tokens_per_step"] > history["tokens_per_step"] >= 1.0
     assert PROMPTS * SAMPLES == 8
-    assert [row["changed"] for row in synthetic([])] == ["base"] * 2
+    assert [row["changed"] for row in synthetic([])] == ["base"] * 3
+    _, ahead, epoch = rows_of("lag", "1", replace(small, lag=1))
+    assert {**epoch, "drafts": "ahead"} == ahead, "an epoch of one update is the update before"
+    *_, late = rows_of("lag", "1000", replace(small, lag=1000))
+    assert late["drafts"] == "epoch"
+    assert late["tokens_per_step"] < epoch["tokens_per_step"]
 
 
 def _recorded(folder: Path, subject: Subject) -> None:
