@@ -159,6 +159,10 @@ class Arena:
         """Return True if a cursor is halted."""
         return bool(self.arrays.cursors["halted"][handle & _ROW_MASK])
 
+    def are_halted(self, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for each of these cursors [n] whether it is halted."""
+        return np.asarray(self.arrays.cursors["halted"][handles & _ROW_MASK] != 0)
+
     def grow(self) -> None:
         """Enlarge the arrays that lacked room. Full: they are at the bound."""
         arrays, scalars = self.arrays, self.arrays.scalars

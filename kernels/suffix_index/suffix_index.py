@@ -196,6 +196,10 @@ class SuffixIndex:
             raise ValueError(f"{n} handles and {len(tokens)} tokens do not match cu {cu.tolist()}")
         return self._stepper.step(handles, tokens, cu, window, branches)
 
+    def halted(self, handles: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return for each of these open handles [n] whether its rollout was halted for lack of room."""
+        return self._arena.are_halted(np.asarray(handles, np.int64))
+
     def dump(self) -> bytes:
         """Return all prompts and rollouts as bytes, with settings; growing rollouts are saved as finished."""
         saved = []

@@ -183,7 +183,11 @@ class FleetNow:
 
 @dataclass(slots=True)
 class RunFacts:
-    """All data of a report. Steps are in order of their ends; `unread` counts entries that could not be read."""
+    """All data of a report. Steps are in order of their ends; `unread` counts entries that could not be read.
+
+    `planned_steps` counts the engine steps of all plans, `lacking_steps` the ones with samples for which the suffix
+    index had no room.
+    """
 
     run_id: str
     steps: list[RunStep] = field(default_factory=list)
@@ -192,6 +196,8 @@ class RunFacts:
     moves: list[MoveFact] = field(default_factory=list)
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
+    planned_steps: int = 0
+    lacking_steps: int = 0
     unread: int = 0
     now: FleetNow | None = None
     trouble: str = ""
@@ -346,6 +352,8 @@ def _read_plan(facts: RunFacts, entry: Decision) -> None:
             if verified:
                 before = step.drafts.get(name, (0, 0))
                 step.drafts[name] = before[0] + int(verified), before[1] + int(accepted)
+    facts.planned_steps += int(details["engine_steps"])
+    facts.lacking_steps += int(details.get("lacking_steps", 0))
     lengths = details.get("lengths", {})
     for name, sums in details["drafts"].items():
         facts.drafts.setdefault(name, DraftCounts()).add(sums, lengths.get(name, ()))

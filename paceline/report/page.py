@@ -83,6 +83,9 @@ def tiles(facts: RunFacts) -> list[Tile]:
         drafted = sum(counts.drafted for counts in facts.drafts.values())
         remark = f"tokens a verification; {accepted / max(1, drafted):.0%} of drafts accepted"
         found.append(Tile("Block efficiency", f"{1 + accepted / verified:.2f}", remark))
+    if facts.lacking_steps:
+        remark = "of the engine steps had samples without room in the suffix index: raise draft_index_tokens"
+        found.append(Tile("Index full", f"{facts.lacking_steps / max(1, facts.planned_steps):.0%}", remark))
     moved = sum(move.samples for move in facts.moves)
     if moved:
         found.append(Tile("Moves", f"{moved:,}", "samples from one instance to another"))

@@ -310,7 +310,8 @@ class StepTotals:
     """Sums over the engine steps in which samples of a training step decoded. Times are in seconds.
 
     `reasons` counts engine steps by the reason of their plan, `predicted_gain` sums (predicted speedup over plain
-    decoding) - 1, and `drafts` has the acceptance of each drafter.
+    decoding) - 1, `drafts` has the acceptance of each drafter, and `lacking_steps` counts the engine steps with
+    samples that the index of the suffix drafter had no room for.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
@@ -321,6 +322,7 @@ class StepTotals:
     measured_seconds: float = 0.0
     drafts: dict[str, Acceptance] = field(default_factory=dict)
     mode: str = ""
+    lacking_steps: int = 0
 
     @property
     def engine_steps(self) -> int:
@@ -350,6 +352,7 @@ class StepTotals:
                 for name in sorted({*self.drafts, *other.drafts})
             },
             self.mode or other.mode,
+            self.lacking_steps + sign * other.lacking_steps,
         )
 
 
@@ -401,6 +404,7 @@ def tallies(messages: Iterable[pb.StepTally]) -> Iterator[tuple[StepKey, StepTot
             seconds_of(message.measured_time),
             drafts,
             message.mode,
+            message.lacking_steps,
         )
         yield (message.run_id, message.step), totals
 
@@ -420,4 +424,5 @@ def tally_message(key: StepKey, totals: StepTotals) -> pb.StepTally:
             pb.DraftTally(drafter=name, **asdict(acceptance)) for name, acceptance in totals.drafts.items()
         ],
         mode=totals.mode,
+        lacking_steps=totals.lacking_steps,
     )

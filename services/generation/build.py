@@ -115,6 +115,7 @@ def _speculation(
         branches,
         engine.model_drafts,
         planner.draft_lengths,
+        planner.account.lacked,
     )
     drafters = build_drafters((*config.drafters, *engine.model_drafts), setting, metrics.fault)
     return Speculation(drafters, planner, engine.limits.vocab_size, metrics, late=config.steps_ahead)

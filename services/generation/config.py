@@ -183,7 +183,8 @@ class GenerationConfig(ServiceConfig):
     draft_wait_seconds: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Longest time that a LENIENT sample waits for its cached rollout; then it starts without one."""
     draft_index_tokens: int = Field(default=4_000_000, ge=1)
-    """Tokens that the index of the suffix drafter holds."""
+    """Tokens that the index of the suffix drafter holds, some 100 bytes each. A sample without room gets no drafts
+    from it."""
     draft_index_step_tokens: int = Field(default=4096, ge=1)
     """Tokens of arriving rollouts that are put into that index with one engine step."""
     lenient_drafts: bool = False

@@ -182,6 +182,8 @@ def step_ended(end: StepEnd, now: float) -> DecisionRecord:
     words = f"step {end.step}: {drafted} of {steps} engine steps verified drafts"
     if acceptance.verifications:
         words += f", {acceptance.block_efficiency:.2f} tokens a verification"
+    if totals.lacking_steps:
+        others.append(f"the suffix index had no room for some samples in {totals.lacking_steps}")
     details = {
         "step": end.step,
         "mode": totals.mode,
@@ -192,6 +194,7 @@ def step_ended(end: StepEnd, now: float) -> DecisionRecord:
         "expected_tokens": round(totals.expected_tokens, 1),
         "predicted_seconds": round(totals.predicted_seconds, 4),
         "measured_seconds": round(totals.measured_seconds, 4),
+        "lacking_steps": totals.lacking_steps,
         "block_efficiency": round(acceptance.block_efficiency, 3),
         "drafts": {
             name: [each.verifications, each.drafted, each.accepted] for name, each in totals.drafts.items()

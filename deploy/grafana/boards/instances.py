@@ -214,6 +214,13 @@ _DRAFTS = Section(
             "Share of time for putting rollouts in and for following running samples.",
             most=1,
         ),
+        Chart(
+            "Tokens without room in the suffix index",
+            TOKENS_PER_SECOND,
+            largest(_rate(f"{_D}index_refused_tokens_total", "text, instance"), "{{text}} {{instance}}"),
+            "Samples without room get no drafts from other texts: raise draft_index_tokens.",
+            runbook="PacelineDraftsDriedUp",
+        ),
     ),
 )
 

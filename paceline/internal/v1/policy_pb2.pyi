@@ -70,7 +70,7 @@ class DraftTally(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., verifications: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., drafted_lengths: _Optional[_Iterable[int]] = ..., accepted_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTally(_message.Message):
-    __slots__ = ("run_id", "step", "reasons", "planned_tokens", "expected_tokens", "predicted_gain", "predicted_time", "measured_time", "drafts", "mode")
+    __slots__ = ("run_id", "step", "reasons", "planned_tokens", "expected_tokens", "predicted_gain", "predicted_time", "measured_time", "drafts", "mode", "lacking_steps")
     class ReasonsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class StepTally(_message.Message):
     MEASURED_TIME_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    LACKING_STEPS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     reasons: _containers.ScalarMap[str, int]
@@ -98,7 +99,8 @@ class StepTally(_message.Message):
     measured_time: _duration_pb2.Duration
     drafts: _containers.RepeatedCompositeFieldContainer[DraftTally]
     mode: str
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., reasons: _Optional[_Mapping[str, int]] = ..., planned_tokens: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., predicted_gain: _Optional[float] = ..., predicted_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., measured_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafts: _Optional[_Iterable[_Union[DraftTally, _Mapping]]] = ..., mode: _Optional[str] = ...) -> None: ...
+    lacking_steps: int
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., reasons: _Optional[_Mapping[str, int]] = ..., planned_tokens: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., predicted_gain: _Optional[float] = ..., predicted_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., measured_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafts: _Optional[_Iterable[_Union[DraftTally, _Mapping]]] = ..., mode: _Optional[str] = ..., lacking_steps: _Optional[int] = ...) -> None: ...
 
 class Switch(_message.Message):
     __slots__ = ("serial", "time", "on", "predicted_speedup", "requests", "run_id", "step")

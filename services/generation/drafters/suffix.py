@@ -7,6 +7,9 @@ idles. Texts are never removed by name, and no prompt is added after its rollout
 automaton.
 
 Acceptance is the index's own estimate: it compares every prediction with the text that follows, verified or not.
+
+The index is bounded (`draft_index_tokens`). What has no room even after everything idle was evicted is counted: a
+sample without room gets no proposals, and a running one that finds no more room gets none from then on.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
+import structlog
 from numpy.typing import DTypeLike, NDArray
 
 from services.contracts.rollout import StoredRollout
@@ -32,6 +37,7 @@ from services.generation.speculation.drafter import (
     ProposedBranches,
     Samples,
     TokenDrafter,
+    ignore_lack,
 )
 from services.platform.observability.metric_set import MetricSet, counter
 
@@ -42,16 +48,29 @@ if TYPE_CHECKING:
 _CAPACITY = 4_000_000
 # Default number of queued tokens that a step indexes: a fraction of a millisecond.
 _TOKENS_PER_STEP = 4096
+_log = structlog.get_logger(__name__)
 
 
-class IndexCostMetrics(Protocol):
-    """Counter of the cost of the index, by phase: `insert` of rollouts, or `step` of running samples."""
+class RefusedText(StrEnum):
+    """Kind of a text for which the index has no room; a label of metrics."""
+
+    # A sample that began without room: it gets no proposals.
+    SAMPLE = "sample"
+    # A running sample that found no more room: it gets no proposals from then on.
+    HALTED = "halted"
+    # A rollout of another instance, or one that waited in the queue.
+    ROLLOUT = "rollout"
+
+
+class IndexMetrics(Protocol):
+    """Counters of the index: its cost by phase (`insert` of rollouts, `step` of samples), and what has no room."""
 
     def indexed(self, phase: str, seconds: float, tokens: int) -> None: ...
+    def refused(self, text: RefusedText, texts: int, tokens: int) -> None: ...
 
 
 class SuffixMetrics(MetricSet, prefix="paceline_drafts_"):
-    """Cost of the index."""
+    """Cost of the index, and what it has no room for."""
 
     index_seconds = counter(
         "index_seconds_total",
@@ -60,20 +79,39 @@ class SuffixMetrics(MetricSet, prefix="paceline_drafts_"):
         "phase",
     )
     index_tokens = counter("index_tokens_total", "Tokens put into that index.", "phase")
+    refused_texts = counter(
+        "index_refused_total",
+        "Texts for which that index (draft_index_tokens) has no room: sample, which gets no proposals from it;"
+        " halted, a running sample that gets none any more; rollout.",
+        "text",
+        values=RefusedText,
+    )
+    refused_tokens = counter(
+        "index_refused_tokens_total",
+        "Tokens of the texts in index_refused_total that were not indexed.",
+        "text",
+        values=RefusedText,
+    )
 
     def indexed(self, phase: str, seconds: float, tokens: int) -> None:
         """Count work of the index."""
         self.index_seconds.labels(phase).inc(seconds)
         self.index_tokens.labels(phase).inc(tokens)
 
+    def refused(self, text: RefusedText, texts: int, tokens: int) -> None:
+        """Count texts, and tokens of texts, for which there is no room."""
+        self.refused_texts.labels(text).inc(texts)
+        self.refused_tokens.labels(text).inc(tokens)
+
 
 @dataclass(slots=True)
 class _Sample:
-    """A growing text: its handle, its prompt, and the number of response tokens appended to it."""
+    """A growing text: its handle, its prompt, the response tokens given to it, and whether it is halted."""
 
     handle: int
     prompt: Name
     taken: int = 0
+    halted: bool = False
 
 
 class Backlog:
@@ -87,12 +125,14 @@ class Backlog:
     def __bool__(self) -> bool:
         return bool(self._prompts)
 
-    def push(self, rollout: StoredRollout) -> None:
-        """Add a rollout."""
+    def push(self, rollout: StoredRollout) -> list[StoredRollout]:
+        """Add a rollout; return the rollouts that were dropped for it."""
         self._prompts.setdefault((rollout.run_id, rollout.prompt_id), deque()).append(rollout)
         self.tokens += len(rollout.tokens)
+        dropped: list[StoredRollout] = []
         while self.tokens > self._capacity:
-            self.pop_prompt(next(iter(self._prompts)))
+            dropped += self.pop_prompt(next(iter(self._prompts)))
+        return dropped
 
     def pop(self) -> StoredRollout:
         """Remove and return the next rollout; there must be one."""
@@ -123,7 +163,8 @@ class SuffixDrafter(TokenDrafter):
         capacity: int = _CAPACITY,
         branches: int = 0,
         tokens_per_step: int = _TOKENS_PER_STEP,
-        metrics: IndexCostMetrics | None = None,
+        metrics: IndexMetrics | None = None,
+        lacked: Callable[[int], None] = ignore_lack,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Begin with an empty index.
@@ -133,15 +174,21 @@ class SuffixDrafter(TokenDrafter):
             capacity: most tokens in the queue; the oldest rollouts beyond it are dropped.
             branches: most alternatives that are proposed in addition to a continuation.
             tokens_per_step: queued tokens that a step indexes.
-            metrics: of the cost.
+            metrics: of the cost, and of what has no room.
+            lacked: see `DrafterSetting`.
             clock: seconds.
         """
         self._index = _new_index(capacity) if index is None else index
         self._branches = branches
         self._tokens_per_step = tokens_per_step
         self._metrics = metrics
+        self._lacked = lacked
         self._clock = clock
         self._samples: dict[str, _Sample] = {}
+        # Running samples that began without room.
+        self._without_room: set[str] = set()
+        # Something had no room, ever.
+        self._full = False
         # Number of running samples by prompt.
         self._running: Counter[Name] = Counter()
         # Rollouts to index, and rollouts whose prompt has no sample here yet: the prompt must be indexed first.
@@ -161,6 +208,7 @@ class SuffixDrafter(TokenDrafter):
             branches=setting.branches,
             tokens_per_step=config.draft_index_step_tokens,
             metrics=SuffixMetrics(setting.registry),
+            lacked=setting.lacked,
         )
 
     def begin(self, context: DraftContext) -> None:
@@ -175,16 +223,17 @@ class SuffixDrafter(TokenDrafter):
             handle = self._index.open(prompt, name, context.version)
         except ValueError:
             # No room in addition to all running samples: this one gets no proposals.
+            self._without_room.add(context.sample_id)
+            self._refuse(RefusedText.SAMPLE, 1, len(context.prompt))
             return
         self._samples[context.sample_id] = _Sample(handle, prompt)
+        self._without_room.discard(context.sample_id)
         self._running[prompt] += 1
-        for rollout in self._early.pop_prompt((context.run_id, context.prompt_id)):
-            self._waiting.push(rollout)
+        self._queue(self._early.pop_prompt((context.run_id, context.prompt_id)))
 
     def add_rollouts(self, arrival: NewRollouts) -> None:
         """Queue rollouts to be indexed."""
-        for rollout in arrival.rollouts:
-            self._waiting.push(rollout)
+        self._queue(arrival.rollouts)
 
     def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         """Return the continuation that the index predicts for each sample."""
@@ -198,12 +247,18 @@ class SuffixDrafter(TokenDrafter):
             taking.append(sample)
             news.append(state.response[sample.taken :])
             sample.taken = len(state.response)
-        return _proposals(known, self._step(taking, news, window, self._branches)) if taking else None
+        found = self._step(taking, news, window, self._branches) if taking else None
+        if self._full and (lacking := self._lacking(samples, taking)):
+            self._lacked(lacking)
+        return None if found is None else _proposals(known, found)
 
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         """Append the tokens of the last step, and keep the text for later samples."""
         sample = self._samples.pop(sample_id, None)
         if sample is None:
+            if sample_id in self._without_room:
+                self._without_room.remove(sample_id)
+                self._refuse(RefusedText.SAMPLE, 0, len(response))
             return
         if rest := response[sample.taken :]:
             self._step([sample], [rest], 1)
@@ -227,8 +282,20 @@ class SuffixDrafter(TokenDrafter):
         np.cumsum([len(each) for each in news], out=cu[1:])
         tokens = np.fromiter(chain.from_iterable(news), np.int32, int(cu[-1]))
         found = self._index.step(handles, tokens, cu, window, branches)
-        self._built("step", began, len(tokens))
+        refused = self._halt(samples, self._index.halted(handles), cu)
+        self._built("step", began, len(tokens) - refused)
         return found
+
+    def _halt(self, samples: Sequence[_Sample], halted: NDArray[np.bool_], cu: NDArray[np.int64]) -> int:
+        """Note which samples are halted; return how many of their new tokens, by `cu`, were not indexed."""
+        if not halted.any():
+            return 0
+        texts = sum(not samples[i].halted for i in np.flatnonzero(halted))
+        for i in np.flatnonzero(halted):
+            samples[i].halted = True
+        tokens = int(np.diff(cu)[halted].sum())
+        self._refuse(RefusedText.HALTED, texts, tokens)
+        return tokens
 
     def _absorb(self, budget: int) -> None:
         """Index queued rollouts, at least one, until `budget` tokens are reached."""
@@ -251,8 +318,34 @@ class SuffixDrafter(TokenDrafter):
             self._index.insert(prompt, name, rollout.version, rollout.tokens.astype(np.int32))
         except ValueError:
             # No room for it in addition to all running samples.
+            self._refuse(RefusedText.ROLLOUT, 1, len(rollout.tokens))
             return 0
         return len(rollout.tokens)
+
+    def _queue(self, rollouts: Sequence[StoredRollout]) -> None:
+        """Queue rollouts of known prompts to be indexed."""
+        for rollout in rollouts:
+            if dropped := self._waiting.push(rollout):
+                self._refuse(RefusedText.ROLLOUT, len(dropped), sum(len(each.tokens) for each in dropped))
+
+    def _lacking(self, samples: Samples, texts: Sequence[_Sample]) -> int:
+        """Return how many samples of a step, of which some have `texts`, get nothing for want of room."""
+        refused = sum(state.sample_id in self._without_room for state in samples)
+        return refused + sum(text.halted for text in texts)
+
+    def _refuse(self, text: RefusedText, texts: int, tokens: int) -> None:
+        """Count what has no room; the first time, say so in the log."""
+        if self._metrics is not None:
+            self._metrics.refused(text, texts, tokens)
+        if not self._full:
+            self._full = True
+            _log.warning(
+                "suffix_index_full",
+                text=text.value,
+                tokens=tokens,
+                samples=len(self._samples),
+                setting="draft_index_tokens",
+            )
 
     def _built(self, phase: str, began: float, tokens: int) -> None:
         if self._metrics is not None:

@@ -6,7 +6,7 @@ A drafter therefore cannot break correctness; it only has to predict well how li
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -147,13 +147,18 @@ class DrafterOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+def ignore_lack(samples: int) -> None:
+    """Do nothing with the number of samples that a drafter had no room for."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterSetting:
     """Arguments that a drafter is built from.
 
     `options` is of the drafter's class `Options`. A proposal has at most `config.draft_window` tokens. `branches`
     is the largest number of alternatives that the engine verifies in addition to a proposal. `draft_models` are the
-    models in the engine by name, and `worth` says how much is worth drafting with one of them.
+    models in the engine by name, and `worth` says how much is worth drafting with one of them. A drafter calls
+    `lacked` while it proposes for a step, with the number of the step's samples that it has no room for.
     """
 
     config: GenerationConfig
@@ -163,6 +168,7 @@ class DrafterSetting:
     branches: int
     draft_models: Mapping[str, DraftModelClient]
     worth: LengthChooser
+    lacked: Callable[[int], None] = ignore_lack
 
 
 class TokenDrafter:

@@ -100,6 +100,8 @@ class SpeculationAccount:
         self._totals = StepTotals()
         # A step that begins with plain decoding did not switch speculation off.
         self._on = False
+        # A drafter had no room for samples of the next engine step.
+        self._lacked = False
         # Verifications by (drafted tokens, accepted tokens) that are not in the totals yet, by source.
         self._verified: dict[str, Counter[tuple[int, int]]] = {}
 
@@ -122,6 +124,12 @@ class SpeculationAccount:
         totals.expected_tokens += decision.expected
         totals.predicted_gain += decision.speedup - 1.0
         totals.mode = mode
+        totals.lacking_steps += self._lacked
+        self._lacked = False
+
+    def lacked(self, samples: int) -> None:
+        """Record that a drafter had no room for `samples` samples of the engine step that is planned next."""
+        self._lacked = samples > 0
 
     def toggled(self, on: bool, speedup: float, requests: int, now: float) -> None:
         """Record the state of the toggle at Unix time `now`; it is a switch if it changed within the step."""

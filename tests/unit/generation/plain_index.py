@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kernels.suffix_index import Continuations, Name
 
@@ -16,7 +17,10 @@ _MATCH = 2
 
 @dataclass(slots=True)
 class PlainIndex:
-    """As `SuffixIndex`: rules of names included. `most_tokens` is what a prompt or a rollout may have."""
+    """As `SuffixIndex`: rules of names included. `most_tokens` is what a prompt or a rollout may have.
+
+    A growing rollout that would have more is halted.
+    """
 
     most_tokens: int = 1 << 30
     prompts: dict[Name, list[int]] = field(default_factory=dict)
@@ -24,6 +28,7 @@ class PlainIndex:
     versions: dict[tuple[Name, Name], int] = field(default_factory=dict)
     growing: dict[int, tuple[Name, Name]] = field(default_factory=dict)
     batches: list[int] = field(default_factory=list)
+    full: set[int] = field(default_factory=set)
 
     def has(self, prompt: Name, rollout: Name) -> bool:
         return (prompt, rollout) in self.texts
@@ -64,7 +69,11 @@ class PlainIndex:
         assert cu[-1] == len(tokens)
         self.batches.append(len(handles))
         for i, handle in enumerate(handles.tolist()):
-            self.texts[self.growing[handle]] += tokens[cu[i] : cu[i + 1]].tolist()
+            more = tokens[cu[i] : cu[i + 1]].tolist()
+            if len(self.texts[self.growing[handle]]) + len(more) > self.most_tokens:
+                self.full.add(handle)
+            if handle not in self.full:
+                self.texts[self.growing[handle]] += more
         n = len(handles)
         proposals = Continuations(
             np.zeros((n, window), np.int32),
@@ -73,8 +82,12 @@ class PlainIndex:
             np.zeros(n, np.int32),
         )
         for i, handle in enumerate(handles.tolist()):
-            self._proposal(proposals, i, *self.growing[handle], window)
+            if handle not in self.full:
+                self._proposal(proposals, i, *self.growing[handle], window)
         return proposals
+
+    def halted(self, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return np.array([handle in self.full for handle in handles.tolist()], np.bool_)
 
     def _proposal(self, proposals: Continuations, row: int, prompt: Name, rollout: Name, window: int) -> None:
         context = self.prompts[prompt] + self.texts[prompt, rollout]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,20 @@ class Rig:
 
     def __init__(self, index: Any = None, **settings: Any) -> None:
         self.index = PlainIndex() if index is None else index
-        self.drafter = SuffixDrafter(self.index, metrics=self, **settings)
+        self.lacking: list[int] = []
+        self.drafter = SuffixDrafter(self.index, metrics=self, lacked=self.lacking.append, **settings)
         self.prompts: dict[str, list[int]] = {}
         self.indexed_tokens = {"insert": 0, "step": 0}
+        self.refused_texts = Counter[str]()
+        self.refused_tokens = Counter[str]()
 
     def indexed(self, phase: str, seconds: float, tokens: int) -> None:
         assert seconds >= 0
         self.indexed_tokens[phase] += tokens
+
+    def refused(self, text: str, texts: int, tokens: int) -> None:
+        self.refused_texts[text] += texts
+        self.refused_tokens[text] += tokens
 
     def begin(self, sample_id: str, prompt: Sequence[int] = PROMPT, **fields: Any) -> None:
         self.prompts[sample_id] = list(prompt)
@@ -249,6 +257,31 @@ def test_of_rollouts_without_end_the_oldest_are_left_out() -> None:
     while rig.drafter.idle_work():
         pass
     assert rig.texts() == [[], [], [2] * 6]
+    assert (rig.refused_texts, rig.refused_tokens) == ({"rollout": 1}, {"rollout": 6})
+
+
+def test_what_has_no_room_is_counted_and_the_step_is_told_of_its_samples() -> None:
+    rig = Rig(PlainIndex(most_tokens=5))
+    rig.begin("long", prompt=[1] * 6)
+    rig.begin("s")
+    assert (rig.refused_texts, rig.refused_tokens) == ({"sample": 1}, {"sample": 6})
+    rig.drafter.add_rollouts(arrival(rollout([7] * 6, seed=90)))
+    rig.proposals(long=[4, 5], s=[4, 5])
+    assert rig.refused_tokens == {"sample": 6, "rollout": 6}
+    assert rig.lacking == [1]
+    rig.proposals(long=[4, 5, 6], s=[4, 5, 6, 7, 8, 9])
+    assert rig.lacking == [1, 2]
+    assert rig.refused_tokens == {"sample": 6, "rollout": 6, "halted": 4}
+    rig.proposals(s=[4, 5, 6, 7, 8, 9, 10])
+    rig.drafter.end("s", [4, 5, 6, 7, 8, 9, 10, 11])
+    rig.drafter.end("long", [4, 5, 6])
+    assert rig.lacking == [1, 2, 1]
+    assert rig.refused_texts == {"sample": 1, "rollout": 1, "halted": 1}
+    assert rig.refused_tokens == {"sample": 9, "rollout": 6, "halted": 6}
+    assert rig.indexed_tokens == {"insert": 0, "step": 2}
+    rig.begin("next")
+    rig.proposals(next=[4])
+    assert rig.lacking == [1, 2, 1], "it has room"
 
 
 def test_what_does_not_fit_costs_only_itself() -> None:

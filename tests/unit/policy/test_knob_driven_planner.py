@@ -15,6 +15,7 @@ from services.contracts.knobs import Knobs, tallies, tally_message
 from services.contracts.plan_reasons import PlanReason
 from services.generation.draft_cache.origin import Origin
 from services.generation.engine.types import EngineSampleState, SampleStep
+from services.generation.speculation.decision import PlanDecision
 from services.generation.speculation.drafter import (
     DraftContext,
     Proposal,
@@ -329,6 +330,22 @@ def test_verification_that_is_priced_wrong_is_found_out(mode: str, factor: float
         drafted.append(rows > 1)
     late = sum(drafted[200:]) / 200
     assert late > 0.9 if pays else late < 0.1, late
+
+
+def test_a_step_in_which_a_drafter_lacked_room_is_counted_once_and_for_its_run() -> None:
+    account = SpeculationAccount()
+    decision = PlanDecision(PlanReason.NO_PROPOSALS)
+    for key, lacking in ((("run", 1), 0), (("run", 1), 3), (("run", 2), 2), (("run", 2), 0)):
+        # Drafters propose before the step is planned, and its run is known.
+        if lacking:
+            account.lacked(lacking)
+        account.begin(key)
+        account.planned(decision, "planner")
+    told = dict(tallies(tally_message(key, totals) for key, totals in account.steps()))
+    assert [totals.lacking_steps for totals in told.values()] == [1, 1]
+    first, second = told.values()
+    assert first.plus(second).lacking_steps == 2
+    assert first.plus(second).plus(first, -1).lacking_steps == 1
 
 
 def test_drafts_are_counted_by_their_length_and_by_what_was_accepted_of_them() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Acceptance, StepTotals
-from services.policy.steps import MAX_STEPS, StepStatistics, step_ended
+from services.policy.steps import MAX_STEPS, StepEnd, StepStatistics, step_ended
 
 SETTLE = 2.0
 
@@ -86,6 +86,12 @@ def test_what_is_told_adds_up_to_what_was_reported(reports: list[tuple[str, int,
     for (_, step), count in counts.items():
         wanted[step] += count
     assert told == wanted
+
+
+def test_a_step_with_samples_that_had_no_room_says_so() -> None:
+    decision = step_ended(StepEnd("r", 4, StepTotals(Counter({"off": 9}), lacking_steps=7), 1), 5.0)
+    assert decision.reason.endswith("; the suffix index had no room for some samples in 7")
+    assert decision.details["lacking_steps"] == 7
 
 
 def test_a_step_without_drafts_is_explained_too() -> None:

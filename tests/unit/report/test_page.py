@@ -144,6 +144,15 @@ def test_bubbles_that_were_filled_did_not_go_unused() -> None:
     assert generated_ahead(facts)[1].startswith("no step was announced: give")
 
 
+def test_a_full_index_is_shown_with_the_setting_to_raise() -> None:
+    entries = run_entries(2)
+    assert "Index full" not in {tile.name for tile in tiles(read_facts(entries))}
+    plans = [entry for entry in entries if entry.kind == "speculation"]
+    plans[0].details["lacking_steps"] = 5
+    (tile,) = [tile for tile in tiles(read_facts(entries)) if tile.name == "Index full"]
+    assert (tile.value, tile.remark[-18:]) == ("25%", "draft_index_tokens")
+
+
 def generated_ahead(facts: RunFacts) -> tuple[str, str]:
     (tile,) = [tile for tile in tiles(facts) if tile.name == "Generated ahead"]
     return tile.value, tile.remark

@@ -90,6 +90,7 @@ def test_a_growing_rollout_without_room_is_halted_and_the_others_go_on():
     assert set(held(index)) == {"p"}
     offers = step(index, [first, second], [range(20), range(200)])
     assert offers.counts.tolist() == [4, 0]
+    assert index.halted(np.array([first, second])).tolist() == [False, True]
     assert len(growing_text(index, first)) == 120
     assert growing_text(index, second) == list(range(50))
     step(index, [second, first], [range(100), range(20)])
@@ -107,6 +108,17 @@ def test_opening_without_room_is_refused():
         index.open("p", 1, 0)
     index.close(handle)
     index.open("p", 1, 0)
+
+
+def test_a_full_index_takes_about_a_hundred_bytes_a_token():
+    """docs/sizing.md says so; samples of a prompt have nothing in common here, the dearer case."""
+    drawn, shares = np.random.default_rng(0), 1 / np.arange(1, 32_001) ** 1.1
+    index = SuffixIndex(max_tokens=50_000)
+    for number in range(30):
+        text = drawn.choice(len(shares), 2000, p=shares / shares.sum())
+        index.insert(number // 4, number, 0, text)
+    assert 40_000 < index.tokens <= 50_000
+    assert 75 < index.nbytes / index.tokens < 135
 
 
 def test_texts_with_far_more_edges_than_tokens_stay_within_the_bound():
