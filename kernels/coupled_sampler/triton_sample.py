@@ -374,9 +374,12 @@ def sample_triton(
     chosen, device = tuning(logits.device), logits.device
     owners, temperature, first_rows = vectors["owners"], vectors["temperature"], vectors["first_rows"]
     masked, proposing = not MASKS.isdisjoint(vectors), "proposed" in vectors
-    lowest = torch.full((rows,), -torch.inf, device=device)
+    lowest = torch.empty(rows, dtype=torch.float32, device=device)
     if masked:
         thresholds(parts, vectors, lowest)
+    elif proposing or any(part.logits is not logits for part in parts):
+        # A plain scan does not read them.
+        lowest.fill_(-torch.inf)
     proposed, odds, flags = (vectors.get(name, owners) for name in ("proposed", "log_odds", "flags"))
     blocks, pieces = pieces_of(rows, width, chosen.scan_block, chosen.scan_programs, device)
     # Rows are MOST_PIECES apart, however many pieces there are: a kernel is compiled for every alignment.
