@@ -1,10 +1,11 @@
 """Race of attention backends over one model's heads and lengths, and the choice of the fastest.
 
 An engine runs the race at its start. Lengths are even, skewed, and even with drafts, since backends differ most in
-how they distribute unequal requests. `fastest` decides. FlashInfer and vLLM's own attention are looked up by name
-when a benchmark or a race needs them, and are not imported otherwise. Each maker raises its library's error if that
-is absent or of another version. Signatures were read in vLLM 0.32, FlashInfer's as vLLM 0.32 calls them (its lock
-has FlashInfer 0.7.0). None of it was ever executed: there was no GPU.
+how they distribute unequal requests; a few requests with drafts are the end of a rollout. `fastest` decides.
+FlashInfer and vLLM's own attention are looked up by name when a benchmark or a race needs them, and are not
+imported otherwise. Each maker raises its library's error if that is absent or of another version. Signatures were
+read in vLLM 0.32, FlashInfer's as vLLM 0.32 calls them (its lock has FlashInfer 0.7.0). None of it was ever
+executed: there was no GPU.
 """
 
 from __future__ import annotations
@@ -248,6 +249,8 @@ def flashinfer_attention(step: AttentionStep) -> Run:
 MOST_BYTES = 1 << 30
 """Memory of the KV that is read."""
 _MILLISECONDS = 60
+_FEW = 4
+"""Requests of the case in which few are left."""
 Maker = Callable[[AttentionStep], Run]
 
 
@@ -294,9 +297,15 @@ def race(device: torch.device, shape: RaceShape, makers: Mapping[AttentionName, 
     )
     timed = timer(device, _MILLISECONDS)
     count = fitting.requests
-    cases = (("even", "even", 0), ("one long", "one long", 0), ("drafts", "even", max(1, count // 4)))
-    for name, kind, drafted in cases:
-        step = random_step(device, step_shape, kind, count, drafted=drafted)
+    few = min(_FEW, count)
+    cases = (
+        ("even", "even", count, 0),
+        ("one long", "one long", count, 0),
+        ("drafts", "even", count, max(1, count // 4)),
+        ("few", "even", few, few),
+    )
+    for name, kind, requests, drafted in cases:
+        step = random_step(device, step_shape, kind, requests, drafted=drafted)
         for backend, maker in makers.items():
             try:
                 yield Timing(backend, name, timed(maker(step)))

@@ -76,7 +76,7 @@ def test_a_backend_that_does_not_run_has_its_error_and_the_others_their_times():
 
     found = list(race(torch.device("cpu"), shape, {VLLM: runs, FLASHINFER: fails}))
     assert {(timing.backend, timing.case) for timing in found} == {
-        (name, case) for name in (VLLM, FLASHINFER) for case in ("even", "one long", "drafts")
+        (name, case) for name in (VLLM, FLASHINFER) for case in ("even", "one long", "drafts", "few")
     }
     for timing in found:
         if timing.backend is FLASHINFER:
@@ -84,7 +84,8 @@ def test_a_backend_that_does_not_run_has_its_error_and_the_others_their_times():
             assert timing.error == "ImportError: no such library"
         else:
             assert timing.seconds < 10
-    assert [step.longest_query for step in made] == [1, 1, 5]
+    assert [step.longest_query for step in made] == [1, 1, 5, 5]
+    assert len(made[3].lengths) == shape.requests
     assert made[1].longest == 40
     assert fastest(found) is VLLM
 
