@@ -26,9 +26,9 @@ from services.generation.engine.sampling.inputs import (
     CONTEXT,
     RECORDED_KEY,
     SETTINGS_KEY,
-    BatchSettings,
     CachedRollout,
     DraftsOfRow,
+    LatestSettings,
     RecordedDrafts,
     SampleSettings,
 )
@@ -65,6 +65,7 @@ class CoupledRunnerMixin:
         """Set up the state that this mixin adds. Called once, after vLLM's own constructor."""
         # Data of samples, by id. A preemption keeps all of it.
         self._settings: dict[str, SampleSettings] = {}
+        self._latest = LatestSettings()
         # Only of samples that have reused every token so far.
         self._followed: dict[str, CachedRollout] = {}
         self._recorded: dict[str, RecordedDrafts] = {}
@@ -147,10 +148,12 @@ class CoupledRunnerMixin:
         assert logits is not None
         batch = self.input_batch
         rows = self._rows(batch)
-        settings = BatchSettings.of([self.settings_of(sample_id) for sample_id in batch.req_ids])
+        settings = self._latest.of(batch.req_ids, self.settings_of)
         followed = self._followed_in(batch) if self._followed else {}
         masks = self._masks_of(rows, logits.shape[1]) if self._grammars else None
-        histories = self.histories_of(np.arange(len(settings.samples)), settings.samples)
+        histories = None
+        if settings.edited:
+            histories = self.histories_of(np.arange(len(settings.samples)), settings.samples)
         recorded = self._recorded_in(batch, rows) if self._recorded else None
         given = (settings, followed, masks, histories, recorded)
         if self.trees is None or self.trees.segments is None:
@@ -282,6 +285,7 @@ class CoupledRunnerMixin:
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         self._settings.pop(req_id, None)
+        self._latest.forget()
         self._followed.pop(req_id, None)
         self._recorded.pop(req_id, None)
         self._prompts.pop(req_id, None)

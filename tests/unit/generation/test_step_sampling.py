@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.generation.engine.runner import CoupledRunnerMixin
 from services.generation.engine.sampling import sampler
 from services.generation.engine.sampling.constraints import History, TokenCounts, penalise
-from services.generation.engine.sampling.inputs import BatchSettings, SampleSettings
+from services.generation.engine.sampling.inputs import BatchSettings, LatestSettings, SampleSettings
 from services.generation.engine.sampling.outputs import unpack
 from services.generation.engine.sampling.rows import Rows
 from services.generation.engine.v2 import row_sampler
@@ -238,6 +238,35 @@ def test_what_a_sample_asks_for_takes_one_copy_of_the_logits(
     edits = not ASKS[ask].keys().isdisjoint({"presence_penalty", "forbidden", "allowed", "frequency_penalty"})
     assert found.bytes <= once
     assert bool(found.bytes) == edits
+
+
+def test_settings_are_collected_when_the_batch_changes_and_not_before() -> None:
+    asked = list[str]()
+
+    def settings_of(sample_id: str) -> SampleSettings:
+        asked.append(sample_id)
+        return SampleSettings(seed=ord(sample_id))
+
+    latest, ids = LatestSettings(), ["a", "b"]
+    first = latest.of(ids, settings_of)
+    assert latest.of(ids, settings_of) is first
+    # As vLLM does: it is the same list.
+    ids.reverse()
+    assert latest.of(ids, settings_of).seeds.tolist() == [ord("b"), ord("a")]
+    assert asked == ["a", "b", "b", "a"]
+
+
+def test_a_sample_has_its_own_settings_under_the_id_of_one_that_has_left() -> None:
+    class Vllms:
+        def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+            """Forget nothing."""
+
+    runner = type("Runner", (CoupledRunnerMixin, Vllms), {})()
+    runner.init_coupled()
+    for heat in (1.0, 0.5):
+        runner._settings["a"] = SampleSettings(seed=1, temperature=heat)
+        assert runner._latest.of(["a"], runner.settings_of).temperature.tolist() == [heat]
+        runner._on_request_state_removed("a", None)
 
 
 class Unread:

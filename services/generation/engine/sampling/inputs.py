@@ -6,7 +6,7 @@ its drafts are verified. Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -61,13 +61,20 @@ class SampleSettings:
         """True if tokens of the prompt or the response are penalised."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
+    @property
+    def edited(self) -> bool:
+        """True if the logits may be changed before masks by probability."""
+        return bool(self.penalised or self.allowed or self.forbidden)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """Settings of the n samples of a step, in host memory; the arrays have one entry per sample, [n].
 
     `temperature` is 0 for a greedy sample. `top_k`, `top_p` and `min_p` are None if no sample uses them. They are
-    as requested; vLLM's batch has values that are cut to vLLM's own limits.
+    as requested; vLLM's batch has values that are cut to vLLM's own limits. `rejecting` marks samples that are
+    verified by rejection; `edited` is True if the logits of any sample may be changed before masks by probability.
+    The rest are fields of the samples.
     """
 
     samples: Sequence[SampleSettings]
@@ -76,6 +83,11 @@ class BatchSettings:
     top_k: NDArray[np.int64] | None
     top_p: NDArray[np.float32] | None
     min_p: NDArray[np.float32] | None
+    processed_logprobs: NDArray[np.bool_]
+    top_logprobs: NDArray[np.int64]
+    near_ties: NDArray[np.bool_]
+    rejecting: NDArray[np.bool_]
+    edited: bool
 
     @classmethod
     def of(cls, samples: Sequence[SampleSettings]) -> BatchSettings:
@@ -91,12 +103,37 @@ class BatchSettings:
             top_k if top_k.any() else None,
             top_p if (top_p < 1).any() else None,
             min_p if min_p.any() else None,
+            np.fromiter((each.processed_logprobs for each in samples), bool, n),
+            np.fromiter((each.top_logprobs for each in samples), np.int64, n),
+            np.fromiter((each.near_ties for each in samples), bool, n),
+            np.fromiter((each.verifier is Verifier.REJECTION for each in samples), bool, n),
+            any(each.edited for each in samples),
         )
 
     @property
     def divisor(self) -> NDArray[np.float32]:
         """Divisor of the logits of each sample; 1 for greedy ones."""
         return np.where(self.temperature > 0, self.temperature, np.float32(1))
+
+
+class LatestSettings:
+    """Settings of the latest batch. Most steps have the batch of the step before, and collect nothing."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._batch: BatchSettings | None = None
+
+    def of(self, sample_ids: Sequence[str], settings_of: Callable[[str], SampleSettings]) -> BatchSettings:
+        """Return the settings of a batch, by its ids in order; `settings_of` is called if they have changed."""
+        if self._batch is None or sample_ids != self._ids:
+            # vLLM changes its list in place.
+            self._ids = list(sample_ids)
+            self._batch = BatchSettings.of([settings_of(sample_id) for sample_id in self._ids])
+        return self._batch
+
+    def forget(self) -> None:
+        """Collect the next batch anew, because a sample has left, and another may come under its id."""
+        self._batch = None
 
 
 @dataclass(frozen=True, slots=True)

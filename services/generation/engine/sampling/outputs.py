@@ -161,7 +161,7 @@ def likeliest(
         edited: logits from which some rows are sampled instead.
         lowest: lowest scaled logit that is kept in each row, [R]; None if all are.
     """
-    asked = np.fromiter((each.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
+    asked = batch.top_logprobs
     most = int(asked.max(initial=0))
     samples = rows.samples
     tokens, values = (
@@ -170,7 +170,7 @@ def likeliest(
     )
     if not most:
         return tokens, values
-    by_processed = np.array([each.processed_logprobs for each in batch.samples], bool)[samples]
+    by_processed = batch.processed_logprobs[samples]
     wanted = (asked[samples] > 0) & (rows.offsets < counts[samples])
     found: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
     for chosen, processed in ((wanted & by_processed, True), (wanted & ~by_processed, False)):
@@ -239,7 +239,7 @@ def with_runners_up(
         edited: logits from which some rows are sampled instead.
         lowest: lowest scaled logit that is kept in each row, [R]; None if all are.
     """
-    asked = np.array([each.near_ties for each in batch.samples], bool)
+    asked = batch.near_ties
     if not asked.any():
         return top
     winners, counts = drawn

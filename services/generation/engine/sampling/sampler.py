@@ -26,7 +26,6 @@ from services.generation.engine.sampling.constraints import Histories, RowMasks,
 from services.generation.engine.sampling.inputs import BatchSettings, CachedRollout, DraftsOfRow
 from services.generation.engine.sampling.outputs import likeliest, with_runners_up
 from services.generation.engine.sampling.rows import IntArray, Rows
-from services.generation.engine.types import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +76,14 @@ def sample(
         histories: token counts of the samples; may be None if none has penalties.
         recorded: records by which drafts are verified in addition to their probability now, by index.
     """
-    edited = edit(logits, rows, batch.samples, masks, histories)
+    edited = None
+    if batch.edited or masks is not None:
+        edited = edit(logits, rows, batch.samples, masks, histories)
     proposals = proposals_of(rows, batch, followed, recorded)
     drawn = draw(logits, rows, batch, edited, proposals)
     tokens, counts = drawn.tokens.numpy(), drawn.counts.numpy()
-    by_processed = np.array([each.processed_logprobs for each in batch.samples], bool)
-    logprobs = np.where(by_processed[rows.samples], drawn.processed.numpy(), drawn.logprobs.numpy())
+    by_processed = batch.processed_logprobs[rows.samples]
+    logprobs = np.where(by_processed, drawn.processed.numpy(), drawn.logprobs.numpy())
     reused = np.zeros(len(batch.samples), np.int64)
     index = list(followed)
     reused[index] = drawn.reused.numpy()[index]
@@ -148,8 +149,7 @@ def proposals_of(
         followed: cached rollouts of the samples that have reused all of its tokens so far, by index.
         recorded: records by which the drafts of rejecting samples are verified, by index.
     """
-    samples, n = rows.samples, len(batch.samples)
-    rejecting = np.fromiter((each.verifier is Verifier.REJECTION for each in batch.samples), bool, n)
+    samples, rejecting = rows.samples, batch.rejecting
     if not followed and not rejecting.any():
         return None
     seeds = torch.from_numpy(batch.seeds)
@@ -163,7 +163,7 @@ def proposals_of(
     tokens[verified] = draft[verified]
     owners, positions = torch.from_numpy(samples[verified]), torch.from_numpy(rows.row_positions[verified])
     theta[verified] = uniforms(seeds[owners], positions, Purpose.REJECTION).numpy()
-    by_processed = np.fromiter((each.processed_logprobs for each in batch.samples), bool, n)
+    by_processed = batch.processed_logprobs
     for i, known in (recorded or {}).items():
         places = np.arange(rows.cu[i], rows.cu[i + 1] - 1)
         bounds = known.bounds(rows.drafts_of(i), theta[places])

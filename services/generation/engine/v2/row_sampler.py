@@ -28,7 +28,6 @@ from services.generation.engine.sampling.constraints import RowMasks, chunks
 from services.generation.engine.sampling.inputs import SETTINGS_KEY, BatchSettings, SampleSettings
 from services.generation.engine.sampling.outputs import NO_TOKEN, pack_rows
 from services.generation.engine.sampling.rows import IntArray, put
-from services.generation.engine.types import Verifier
 from services.generation.engine.v2.references import RolloutFollowers, RolloutTable
 
 # Settings of vLLM's own requests, with which it warms up.
@@ -67,6 +66,11 @@ class DeviceRows:
         return self.positions.device
 
     @property
+    def plain(self) -> bool:
+        """True if no sample has a draft: each has one row."""
+        return len(self.samples) == len(self.cu) - 1
+
+    @property
     def drafted(self) -> IntArray:
         """Number of drafts of each sample, [n]."""
         drafted: IntArray = np.diff(self.cu) - 1
@@ -91,6 +95,8 @@ def constrain(
     raw: torch.Tensor, rows: DeviceRows, batch: BatchSettings, penalise: Penalise, masks: RowMasks | None
 ) -> torch.Tensor | None:
     """Return the edited logits, [R, V] float32, before masks by probability; None if nothing changes them."""
+    if not batch.edited and masks is None:
+        return None
     samples = batch.samples
     penalised = any(each.penalised for each in samples)
     withheld = any(each.min_tokens and each.forbidden for each in samples)
@@ -149,8 +155,7 @@ def proposals_of_rows(
         followers: samples that may follow a cached rollout of the table.
         table: cached rollouts.
     """
-    n, samples = len(batch.samples), rows.samples
-    rejecting = np.fromiter((each.verifier is Verifier.REJECTION for each in batch.samples), bool, n)
+    n, samples, rejecting = len(batch.samples), rows.samples, batch.rejecting
     if followers is None and not rejecting.any():
         return None
     raw = np.zeros(len(samples), bool)
@@ -160,9 +165,7 @@ def proposals_of_rows(
         proposed.reject(verified)
     if followers is not None:
         own = np.zeros(n, bool)
-        own[followers.places] = [
-            not batch.samples[place].processed_logprobs for place in followers.places.tolist()
-        ]
+        own[followers.places] = ~batch.processed_logprobs[followers.places]
         raw = own[samples]
         proposed.follow(followers, table)
     odds = log_odds(proposed.theta)
@@ -246,48 +249,68 @@ def sample_rows(
         proposals: tokens to accept by their probability.
     """
     scores = constrain(logits, rows, batch, penalise, masks)
-    there, width = _uploaded(rows, batch, proposals), int(np.diff(rows.cu).max())
+    there = _uploaded(rows, batch, proposals)
     masked = {"top_k": batch.top_k, "top_p": batch.top_p, "min_p": batch.min_p}
     drawn = sample(
         logits,
         torch.from_numpy(batch.seeds),
         rows.positions,
         torch.from_numpy(batch.temperature),
-        rows.inputs[there["drafted"]].long(),
+        (rows.inputs[:0] if rows.plain else rows.inputs[there["drafted"]]).long(),
         torch.from_numpy(rows.cu),
         edited=None if scores is None else Edited(torch.arange(len(scores)), scores),
         proposals=proposals,
         **{name: torch.from_numpy(each) for name, each in masked.items() if each is not None},
     )
     tokens = drawn.tokens.clamp(min=0)
-    emitted = tokens[there["places"]].view(-1, width)
-    # Accepted drafts of rejecting samples do not count as reused.
-    reused = drawn.reused.masked_fill(there["residual"], 0) if proposals is not None else drawn.reused
-    logprobs = _logprobs(logits, scores, rows, batch, drawn, reused, there)
-    return SampledRows(emitted, drawn.counts, reused, logprobs)
+    # Each operation costs the host some microseconds, so a step without drafts skips what concerns them.
+    emitted = tokens.unsqueeze(1) if rows.plain else tokens[there["places"]].view(len(batch.samples), -1)
+    reused = drawn.reused
+    if proposals is not None:
+        # Accepted drafts of rejecting samples do not count as reused.
+        reused = reused.masked_fill(there["residual"], 0)
+    likeliest = _logprobs(logits, scores, rows, batch, drawn, tokens, there)
+    marks = _marks(rows, drawn.counts, reused, there)
+    return SampledRows(emitted, drawn.counts, reused, LogprobsTensors(*likeliest, marks, rows.cu.tolist()))
 
 
 def _uploaded(
     rows: DeviceRows, batch: BatchSettings, proposals: RowProposals | None
 ) -> dict[str, torch.Tensor]:
-    """Copy the parts of the layout that the step needs to the device, at once.
+    """Copy the parts of the layout that the step needs to the device, at once; a plain step needs none.
 
     `drafted` are the rows that were computed from drafts, `places` [n * longest] the row of each emitted token.
-    Vectors [R] have each row's sample, its offset, the drafts of its sample, and whether its log-probability is
-    taken from the processed distribution. `residual` [n] is the proposals', if there are any.
+    Vectors [R] have each row's sample, its offset, the drafts of its sample, and, where samples differ in it,
+    whether its log-probability is taken from the processed distribution. `residual` [n] is the proposals', if there
+    are any.
     """
-    width = int(np.diff(rows.cu).max())
-    vectors: dict[str, npt.NDArray[Any]] = {
-        "drafted": np.flatnonzero(rows.offsets),
-        "places": np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1).reshape(-1),
-        "samples": rows.samples,
-        "offsets": rows.offsets,
-        "drafts": rows.drafted[rows.samples],
-        "processed": np.array([each.processed_logprobs for each in batch.samples], bool)[rows.samples],
-    }
+    vectors: dict[str, npt.NDArray[Any]] = {}
+    processed = batch.processed_logprobs
+    if processed.any() and not processed.all():
+        vectors["processed"] = processed[rows.samples]
+    if not rows.plain or proposals is not None:
+        vectors["samples"], vectors["offsets"] = rows.samples, rows.offsets
+        vectors["drafts"] = rows.drafted[rows.samples]
+    if not rows.plain:
+        width = int(np.diff(rows.cu).max())
+        vectors["drafted"] = np.flatnonzero(rows.offsets)
+        vectors["places"] = np.minimum(rows.cu[:-1, None] + np.arange(width), rows.cu[-1] - 1).reshape(-1)
     if proposals is not None:
         vectors["residual"] = proposals.residual.numpy()
     return rows.put_all(**vectors)
+
+
+def _marks(
+    rows: DeviceRows, counts: torch.Tensor, reused: torch.Tensor, there: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the mark of each row, [R] int32, for `counts` emitted and `reused` tokens of each sample, [n]."""
+    if "offsets" not in there:
+        # Nothing was drafted, and nothing proposed.
+        return torch.zeros(len(rows.samples), dtype=torch.int32, device=rows.device)
+    samples, offsets = there["samples"], there["offsets"]
+    # All emitted tokens of a sample except the last are drafts.
+    accepted = offsets < counts[samples] - 1
+    return pack_rows(there["drafts"], accepted, offsets < reused[samples])
 
 
 def _logprobs(
@@ -296,25 +319,23 @@ def _logprobs(
     rows: DeviceRows,
     batch: BatchSettings,
     drawn: Sampled,
-    reused: torch.Tensor,
+    tokens: torch.Tensor,
     there: dict[str, torch.Tensor],
-) -> LogprobsTensors:
-    """Return the log-probabilities of each row's token and of the likeliest ones, raw or processed."""
-    tokens = drawn.tokens.clamp(min=0)
-    values = torch.where(there["processed"], drawn.processed, drawn.logprobs)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token of each row and the likeliest ones [R, 1 + k] int32, and their log-probabilities."""
+    if "processed" in there:
+        values = torch.where(there["processed"], drawn.processed, drawn.logprobs)
+    else:
+        values = drawn.processed if batch.processed_logprobs.all() else drawn.logprobs
     top, top_values = tokens.unsqueeze(1), values.unsqueeze(1)
-    tied = np.array([each.near_ties for each in batch.samples], bool)
-    most = max(max(each.top_logprobs for each in batch.samples), int(tied.any()))
+    tied = batch.near_ties
+    most = max(int(batch.top_logprobs.max()), int(tied.any()))
     if most:
         best = _likeliest(logits, scores, rows, batch, drawn.lowest, most)
         if tied.any():
             _put_runners_up(best, logits, scores, rows, batch, drawn, tied)
         top, top_values = torch.cat((top, best[0]), 1), torch.cat((top_values, best[1]), 1)
-    samples, offsets = there["samples"], there["offsets"]
-    # All emitted tokens of a sample except the last are drafts.
-    accepted = offsets < drawn.counts[samples] - 1
-    marks = pack_rows(there["drafts"], accepted, offsets < reused[samples])
-    return LogprobsTensors(top.to(torch.int32), top_values.float(), marks, rows.cu.tolist())
+    return top.to(torch.int32), top_values.float()
 
 
 def _likeliest(
@@ -326,11 +347,11 @@ def _likeliest(
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest tokens of rows, [R, most]: as many as the sample requests, then NO_TOKEN."""
-    asked = np.fromiter((each.top_logprobs for each in batch.samples), np.int64, len(batch.samples))
+    asked = batch.top_logprobs
     tokens = torch.full((len(rows.samples), most), NO_TOKEN, dtype=torch.int64, device=rows.device)
     values = torch.zeros((len(rows.samples), most), dtype=torch.float32, device=rows.device)
     for processed in (False, True):
-        own = [each.processed_logprobs is processed for each in batch.samples] & (asked > 0)
+        own = (batch.processed_logprobs == processed) & (asked > 0)
         chosen = np.flatnonzero(own[rows.samples])
         for begin, end in chunks(len(chosen), logits.shape[1]):
             index = chosen[begin:end]

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from kernels.transfer import uploaded
 from services.generation.engine.grammars import GrammarState, grammars_of, masks_for
 from services.generation.engine.sampling.constraints import RowMasks
-from services.generation.engine.sampling.inputs import CACHED_KEY, BatchSettings, SampleSettings
+from services.generation.engine.sampling.inputs import CACHED_KEY, LatestSettings, SampleSettings
 from services.generation.engine.sampling.outputs import PromptReading, PromptScores
 from services.generation.engine.v2.references import LONGEST_DRAFT, References, RolloutTable
 from services.generation.engine.v2.row_sampler import DeviceRows, proposals_of_rows, sample_rows, settings_of
@@ -104,6 +104,7 @@ class CoupledV2RunnerMixin:
     def init_coupled(self) -> None:
         """Set up the state that this mixin adds. Called once, between vLLM's constructor and `load_model`."""
         self._settings: dict[str, SampleSettings] = {}
+        self._latest = LatestSettings()
         self._grammars: dict[str, GrammarState] = {}
         self._references = References(self.req_states)
         # Preempted samples keep their rows.
@@ -150,6 +151,7 @@ class CoupledV2RunnerMixin:
             self._followed.end(sample_id)
         for sample_id in scheduler_output.finished_req_ids:
             self._settings.pop(sample_id, None)
+            self._latest.forget()
             self._grammars.pop(sample_id, None)
             self._followed.end(sample_id)
             self.prompt_logprobs_worker.end(sample_id)
@@ -183,7 +185,7 @@ class CoupledV2RunnerMixin:
         """Verify the drafts of a step, and sample from it; overrides vLLM's method."""
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         rows = self._rows(input_batch)
-        batch = BatchSettings.of([self._settings[sample_id] for sample_id in input_batch.req_ids])
+        batch = self._latest.of(input_batch.req_ids, self._settings.__getitem__)
         masks = self._masks_of(input_batch, rows, logits.shape[1]) if self._grammars else None
 
         def penalise(scores: torch.Tensor) -> None:
@@ -193,16 +195,29 @@ class CoupledV2RunnerMixin:
         proposals = proposals_of_rows(rows, batch, followers, self._followed)
         found = sample_rows(logits, rows, batch, penalise, masks, proposals)
         counts = found.counts
-        # Tokens sampled after a prompt that is only partly computed are discarded.
-        whole = (
-            input_batch.seq_lens[: len(counts)] >= self.req_states.prefill_len.gpu[input_batch.idx_mapping]
-        )
+        whole = self._whole(input_batch)
         if followers is not None:
-            self._followed.advance(followers, rows.positions, counts, found.reused, whole)
-        emitted = torch.where(whole, counts, 0).to(torch.int32)
-        rejected = torch.where(whole, input_batch.cu_num_logits.diff() - counts, 0).to(torch.int32)
+            all_whole = torch.ones_like(counts, dtype=torch.bool) if whole is None else whole
+            self._followed.advance(followers, rows.positions, counts, found.reused, all_whole)
+        refused = torch.zeros_like(counts) if rows.plain else input_batch.cu_num_logits.diff() - counts
+        if whole is not None:
+            counts, refused = torch.where(whole, counts, 0), torch.where(whole, refused, 0)
+        emitted, rejected = counts.to(torch.int32), refused.to(torch.int32)
         output = SamplerOutput(found.tokens, found.logprobs, None, emitted, rejected)
         return output, emitted, rejected
+
+    def _whole(self, input_batch: Any) -> torch.Tensor | None:
+        """Return which samples have all of their prompt computed with this step, [n] bool; None if all have.
+
+        Tokens that are sampled after a part of a prompt are discarded. The host knows the length of such a sample;
+        of others it knows a bound, which is not below their prompt's length.
+        """
+        states, n = self.req_states, len(input_batch.req_ids)
+        bounds = input_batch.seq_lens_cpu_upper_bound.numpy()[:n]
+        if (bounds >= states.prefill_len.np[input_batch.idx_mapping_np[:n]]).all():
+            return None
+        whole: torch.Tensor = input_batch.seq_lens[:n] >= states.prefill_len.gpu[input_batch.idx_mapping[:n]]
+        return whole
 
     def _rows(self, input_batch: Any) -> DeviceRows:
         states, slots = self.req_states, input_batch.idx_mapping
