@@ -1,7 +1,8 @@
 # Source this on the GPU machine, in the folder that holds .pack: . .pack/start.sh
 #
-# Unpacks the packages once and sets what vLLM and the services need. Everything that is written goes to PACK_HOME, by
-# default a folder in the system's temporary one. The code is that of the current folder where it is a checkout of
+# Unpacks the packages once and sets what vLLM and the services need. Packages and caches go to PACK_HOME, by default
+# a folder in the system's temporary one. Bytecode stays next to the sources: Python would not find that of the
+# machine's torch elsewhere, and compile it again. The code is that of the current folder where it is a checkout of
 # Paceline, so that an edit needs no new pack; else it is the pack's own.
 if [ ! -f .pack/unpack.py ]; then
     echo "start.sh: there is no .pack in $PWD" >&2
@@ -27,6 +28,5 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRAC
 # What one process compiles serves the others of this run.
 export VLLM_CACHE_ROOT="$PACK_HOME/vllm" TRITON_CACHE_DIR="$PACK_HOME/triton" NUMBA_CACHE_DIR="$PACK_HOME/numba"
 export TORCHINDUCTOR_CACHE_DIR="$PACK_HOME/inductor" XDG_CACHE_HOME="$PACK_HOME/cache"
-export PYTHONPYCACHEPREFIX="$PACK_HOME/bytecode"
 # A run that is ended at its limit has printed what it knew.
 export PYTHONUNBUFFERED=1

@@ -7,6 +7,7 @@ anything is installed.
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import sys
@@ -34,6 +35,8 @@ def main() -> None:
             for _ in pool.map(extract, archives, [making] * len(archives)):
                 pass
         os.rename(making, folder)
+        # Else the first process that imports vLLM would compile for some seconds, on one core.
+        compileall.compile_dir(folder, quiet=2, workers=0)
         print(f"{folder}: unpacked in {time.monotonic() - began:.1f} s", file=sys.stderr)
     print(folder)
 
