@@ -2,6 +2,7 @@
 
 - __main__.py: options
 - sizes.py, plan.py: what is measured, and in which order
+- replay_text.py: the texts that every engine generates in a replay
 - running.py, state.py, host.py: calls that resume an interrupted run, and the processes that carry out the steps
 - device.py, engines/, kernels/: the orders of those processes
 - report.py: the tables

@@ -3,21 +3,23 @@
     python -m bench.gpu [--brief] [--seconds 500] [--only GLOB ...] [--model q17|q8|DIR] [--out runs/gpu]
 
 Parts, in order: vLLM's libraries against float32; tokens of V1, which must be the same with drafts and without;
-step times of V1, plainly and with drafts; the same of stock vLLM; the kernels; V2, and V2 scheduling ahead; the
-batch-invariant mode, in which no token may differ in bfloat16 either; draft models; V1 and stock with other graphs;
-then all other cells, trees, float32, and sweeps of launch parameters. docs/one-gpu.md explains each figure.
-`--brief` runs the first steps of the first parts, and ends within 340 s by its own estimates. `--list` prints the
-steps.
+step times of V1, plainly and with drafts; the same of stock vLLM; the kernels; V2, and V2 scheduling ahead; replays
+of a text by Paceline and by stock vLLM with its own speculation; the batch-invariant mode, in which no token may
+differ in bfloat16 either; draft models; V1 and stock with other graphs; then all other cells, trees, float32, and
+sweeps of launch parameters. docs/one-gpu.md explains each figure. `--brief` runs the first steps of the first
+parts, and ends within 340 s by its own estimates. `--list` prints the steps.
 
 A call ends after `--seconds`, at most half a minute later, and the next call resumes the run. Status 0: all steps
 are done. Status 1: all are done, and some failed. Status 2: nothing was run (no device, another run's folder, a
 wrong option). Status 3: call again. The folder has results.jsonl, with a line for each finished step; state.json,
-from which a run resumes, also on another machine of the same kind; report.md; and tuned/, launch parameters for
+from which a run resumes, also on another machine of the same kind; report.md; gpu.json, its main tables as data,
+which `python -m bench.nightly --publish gpu` takes from runs/bench; and tuned/, launch parameters for
 kernels/tuned.
 
 `--model` is q17 or q8, the shapes of Qwen3-1.7B and 8B with random weights that are drawn on the device, or a
-folder in Hugging Face layout. `--device cpu` runs every part on tiny shapes in Triton's interpreter; it tests the
-program and measures nothing. Without vLLM the kernel parts run, and all others fail at once.
+folder in Hugging Face layout. With q17, replays take the shape q8. Configs and draft heads are made in
+runs/gpu-models, not among the results. `--device cpu` runs every part on tiny shapes in Triton's interpreter; it
+tests the program and measures nothing. Without vLLM the kernel parts run, and all others fail at once.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.running import REFUSED, run
 from bench.gpu.sizes import TINY, GpuSizes, Graphs
 from bench.gpu.state import LINES, GpuStep, OtherRun, State, estimated, total
-from bench.report import option_parser
+from bench.report import keep, option_parser
 from services.step_time.machine import gpu_count
 
 BRIEF_SECONDS = 340.0
+MADE = Path("runs/gpu-models")
+"""Folder for configs of models and for draft heads, of which the latter are large."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -64,6 +68,8 @@ def main(given: Sequence[str] | None = None) -> int:
     except (OtherRun, OrderFailed, OrderLate) as error:
         return _refused(str(error))
     if (state := State.load(path)) is not None:
+        if options.device == "cuda":
+            keep(Path("runs/bench") / report.FIGURES, report.figures(state, steps), indent=1)
         print("\n".join(report.summary(state, steps)), flush=True)
     return status
 
@@ -71,7 +77,8 @@ def main(given: Sequence[str] | None = None) -> int:
 def _subject(options: argparse.Namespace) -> GpuSubject:
     on_cpu = options.device == "cpu"
     named = "tiny" if on_cpu and options.model == "q17" else options.model
-    folder, load_format = model_folder(named, options.out / "model")
+    folder, load_format = model_folder(named, MADE / named)
+    larger = model_folder("q8", MADE / "q8")[0] if named == "q17" else None
     return GpuSubject(
         folder,
         load_format,
@@ -81,6 +88,8 @@ def _subject(options: argparse.Namespace) -> GpuSubject:
         PREFILL.get(named, PREFILL["q8"]),
         options.out,
         TINY if on_cpu else GpuSizes(),
+        MADE,
+        larger,
     )
 
 

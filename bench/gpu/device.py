@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
+import sysconfig
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +71,10 @@ class DeviceOrders:
             "cuda": torch.version.cuda,
             "cores": len(os.sched_getaffinity(0)),
             "gpus": gpu_count(),
+            # Triton compiles a launcher in C for each kernel, against Python's headers.
+            "c_compiler": next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None),
+            "python_headers": Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
+            "nvcc": shutil.which("nvcc"),
             "model": {
                 name: self._config.get(name)
                 for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")

@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from bench.gpu.device import DeviceSetup
+from bench.gpu.engines.model import LOAD_FORMAT, PREFILL
 from bench.gpu.engines.setup import STOCK, EngineSetup
 from bench.gpu.kernels.setup import KernelSetup
+from bench.gpu.replay_text import TextDrift
 from bench.gpu.sizes import EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import (
     CEILINGS,
@@ -28,6 +30,18 @@ from bench.gpu.state import (
 )
 
 _FLOAT32 = "float32"
+_REPLAYED = (
+    EngineKind.AHEAD,
+    EngineKind.STOCK,
+    EngineKind.STOCK_NGRAM,
+    EngineKind.STOCK_EAGLE3,
+    EngineKind.STOCK_SUFFIX,
+)
+"""Engines that replay a text, in order; the first was used by the steps before. V1's replays come later."""
+_WEIGHTS_SECONDS, _CONTEXT_SECONDS = 9e-3, 5e-8
+"""Estimated seconds of a replay's step: of a model of 8 billion parameters, and of a token of context."""
+_DRAFTERS_SECONDS = 30.0
+"""Estimated seconds to build an instance's drafters: compilation for the host, and a sweep of step times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +50,8 @@ class GpuSubject:
 
     `model` is a folder, and `load_format` the format of its weights. `dtype` applies to the engines. `device` is
     "cuda" or "cpu". `graphs` applies to the engines that come first. `prefill` is the estimated prefill speed in
-    tokens a second.
+    tokens a second. `out` gets the results, `made` what is made for the engines. Replays take the shape of 8B
+    parameters in `larger`, with random weights, in place of the model; None: they take the model.
     """
 
     model: Path
@@ -47,6 +62,8 @@ class GpuSubject:
     prefill: int
     out: Path
     sizes: GpuSizes
+    made: Path
+    larger: Path | None = None
 
 
 def plan(subject: GpuSubject) -> list[GpuStep]:
@@ -61,6 +78,9 @@ def plan(subject: GpuSubject) -> list[GpuStep]:
     for kind in (EngineKind.V2, EngineKind.AHEAD):
         if kind in kinds:
             steps += _first_minutes(subject, kind)
+    for kind in _REPLAYED:
+        if kind in kinds:
+            steps += _replays(subject, kind)
     if EngineKind.INVARIANT in kinds:
         steps += _tokens(subject, _setup(subject, EngineKind.INVARIANT))
     for kind in (EngineKind.EAGLE3, EngineKind.QUANTIZED):
@@ -75,6 +95,8 @@ def plan(subject: GpuSubject) -> list[GpuStep]:
     for kind in (EngineKind.V1, EngineKind.STOCK, EngineKind.V2, EngineKind.AHEAD):
         if kind in kinds:
             steps += _the_rest(subject, kind)
+    if EngineKind.V1 in kinds:
+        steps += _replays(subject, EngineKind.V1)
     if EngineKind.TREES in kinds:
         steps += _tokens(subject, _setup(subject, EngineKind.TREES))
     if subject.dtype != _FLOAT32:
@@ -128,7 +150,8 @@ def _setup(subject: GpuSubject, kind: EngineKind, graphs: Graphs | None = None) 
         graphs or subject.graphs,
         max(sizes.rows),
         sizes.longest,
-        subject.out / "head",
+        # A head fits one shape.
+        subject.made / f"head-{subject.model.name}",
         0 if kind in STOCK else sizes.draft_window,
         sizes.kv_bytes,
     )
@@ -152,10 +175,13 @@ def _device_last(subject: GpuSubject) -> Iterator[GpuStep]:
 
 
 def _first_minutes(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
-    """Yield the token steps of an engine, and its first cells."""
+    """Yield an engine's memory, its token steps, and its first cells."""
     brief = kind in (EngineKind.V1, EngineKind.STOCK)
     if kind not in STOCK:
-        yield from (replace(step, brief=brief) for step in _tokens(subject, _setup(subject, kind)))
+        setup = _setup(subject, kind)
+        # Kernels that failed their check at the engine's start are among its figures, and change all others.
+        yield GpuStep(f"memory: {kind}", setup, "memory", 1, brief=brief)
+        yield from (replace(step, brief=brief) for step in _tokens(subject, setup))
     for step in _cells(subject, kind, subject.sizes.brief_cells):
         yield replace(step, brief=brief)
 
@@ -210,7 +236,6 @@ def _the_rest(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
     if kind not in STOCK:
         longest = min(8, max(sizes.lengths))
         yield GpuStep(f"deciding: {kind}", setup, "deciding", 8, {**where, "length": longest})
-        yield GpuStep(f"memory: {kind}", setup, "memory", 1)
 
 
 def _cell(
@@ -233,6 +258,34 @@ def _passes(subject: GpuSubject, kind: EngineKind) -> GpuStep:
     rows = [each for each in subject.sizes.rows if each <= 64]
     arguments = {"rows": rows, "context": min(subject.sizes.contexts)}
     return GpuStep(f"draft passes: {kind}", _setup(subject, kind), "passes", 15, arguments)
+
+
+def _replays(subject: GpuSubject, kind: EngineKind) -> Iterator[GpuStep]:
+    """Yield the replays of an engine: as it is, and for ours with the drafts of an instance."""
+    if subject.larger is not None:
+        subject = replace(subject, model=subject.larger, load_format=LOAD_FORMAT, prefill=PREFILL["q8"])
+    sizes, setup, built = subject.sizes.replay, _setup(subject, kind), False
+    common: Arguments = {
+        "samples": sizes.samples,
+        "prompt": sizes.prompt,
+        "repeats": sizes.repeats,
+        "mode": sizes.mode,
+        "sweep_seconds": sizes.sweep_seconds,
+    }
+    for tokens in sizes.tokens:
+        ways: list[TextDrift | None] = [None]
+        if kind not in STOCK:
+            ways += sizes.drifts if tokens == min(sizes.tokens) else sizes.drifts[:1]
+        context = 1.5 * sizes.prompt + tokens / 2
+        decoding = tokens * (_WEIGHTS_SECONDS + _CONTEXT_SECONDS * sizes.samples * context)
+        prefill = 1.5 * sizes.samples * sizes.prompt / subject.prefill
+        for drift in ways:
+            # Without its package an engine only says so.
+            seconds = 0.1 if setup.absent else prefill + decoding / (1 if drift is None else 2)
+            if drift is not None and not built:
+                seconds, built = seconds + _DRAFTERS_SECONDS, True
+            name = f"replay: {kind}, {sizes.samples} x {tokens}{'' if drift is None else f', {drift}'}"
+            yield GpuStep(name, setup, "replay", seconds, {**common, "tokens": tokens, "drift": drift})
 
 
 def _kernels(subject: GpuSubject) -> Iterator[GpuStep]:

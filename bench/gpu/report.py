@@ -1,19 +1,46 @@
-"""Render a run as Markdown: the device, failures, and the tables of engines and kernels."""
+"""Render a run as Markdown: the device, failures, and the tables of engines and kernels; and keep it as figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
-from bench.gpu.engines.tables import main_tables, other_tables
+from bench.gpu.engines.tables import engine_tables, main_tables, other_tables
 from bench.gpu.kernels.tables import kernel_tables
 from bench.gpu.running import last_line
 from bench.gpu.state import ENVIRONMENT, GpuStep, State
-from bench.report import format_value, listed, markdown_table
+from bench.report import format_value, keep, listed, markdown_table
+
+FIGURES = "gpu.json"
+"""Name of the file with the main tables as data, which `python -m bench.nightly --publish gpu` takes."""
 
 
 def write(state: State, steps: Sequence[GpuStep]) -> None:
-    """Write report.md next to the state file."""
+    """Write report.md and the figures next to the state file."""
     (state.path.parent / "report.md").write_text("\n".join(lines(state, steps)) + "\n")
+    keep(state.path.parent / FIGURES, figures(state, steps), indent=1)
+
+
+def figures(state: State, steps: Sequence[GpuStep]) -> dict[str, Any]:
+    """Return the main tables by name, the machine and the time, in the form of other benchmarks' results.
+
+    The first head of a table names the device.
+    """
+    environment = state.result(ENVIRONMENT) or {}
+    device = f"{state.about.get('device')}, vLLM {state.about.get('vllm')}"
+    tables = {
+        table.name: {
+            "columns": [f"{table.heads[0]} ({device})", *table.heads[1:]],
+            "rows": [list(map(str, row)) for row in table.rows],
+        }
+        for table in engine_tables(state, steps)
+    }
+    return {
+        "tables": tables,
+        "machine": {"cpus": environment.get("cores"), "processor": device},
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def lines(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:

@@ -11,8 +11,8 @@ from bench.gpu.state import GpuStep, State, estimated, left, sources
 
 DONE, FAILED, REFUSED, MORE = 0, 1, 2, 3
 """Exit statuses: all steps are done; all are done and some failed; nothing was run; out of time, call again."""
-SLOWEST = 4.0
-"""A step is ended after this many times its estimate plus a minute."""
+SLOWEST = 3.0
+"""A step is ended after this many times its estimate plus a minute: one that starts an engine after 225 s."""
 GRACE_SECONDS = 20
 """Seconds after the end of the call's time at which an unfinished step is ended; the next call repeats it."""
 _ROOT = Path(__file__).parents[2]

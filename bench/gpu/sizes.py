@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from bench.gpu.replay_text import TextDrift, TextRepeats
+
 
 class EngineKind(StrEnum):
-    """Engines that are compared. STOCK is vLLM with its own defaults, STOCK_EAGLE3 with its own speculation.
+    """Engines that are compared. STOCK is vLLM with its own defaults, other STOCK ones add its own speculation.
 
     TREES is V1 with draft trees, with our attention kernel. INVARIANT is V1 in vLLM's batch-invariant mode. EAGLE3
     and QUANTIZED are V1 with a draft model: a head of random weights, and the quantized copy. Almost no drafts of a
@@ -16,6 +18,8 @@ class EngineKind(StrEnum):
 
     STOCK = "stock vLLM"
     STOCK_EAGLE3 = "stock vLLM with EAGLE-3"
+    STOCK_NGRAM = "stock vLLM with n-gram"
+    STOCK_SUFFIX = "stock vLLM with suffix"
     V1 = "V1"
     V2 = "V2"
     AHEAD = "V2 ahead"
@@ -50,6 +54,24 @@ class GpuCell:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaySizes:
+    """Batches that generate a given text (engines/replay.py): samples, their shortest prompt, tokens of each.
+
+    Prompts have `prompt` to twice as many tokens. Paceline also drafts from references, with each of `drifts`; a
+    batch of more tokens than the shortest has the first alone. Drafts are decided in `mode` by step times that are
+    swept for `sweep_seconds`, as an instance does.
+    """
+
+    samples: int = 64
+    prompt: int = 256
+    tokens: tuple[int, ...] = (512, 4096)
+    repeats: TextRepeats = field(default_factory=TextRepeats)
+    drifts: tuple[TextDrift, ...] = (TextDrift(33.0, 4.0), TextDrift(10.0, 4.0))
+    mode: str = "planner"
+    sweep_seconds: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSizes:
     """Settings of a run. Every cell of rows x contexts is measured plainly and with each draft.
 
@@ -80,6 +102,7 @@ class GpuSizes:
     draft_window: int = 16
     kv_bytes: int | None = None
     kinds: tuple[EngineKind, ...] = field(default=tuple(EngineKind))
+    replay: ReplaySizes = field(default_factory=ReplaySizes)
 
     @property
     def drafts(self) -> tuple[GpuDraft, ...]:
@@ -95,15 +118,20 @@ class GpuSizes:
     def longest(self) -> int:
         """Maximum tokens of a sequence."""
         drafted = (self.steps + 16) * (max(self.lengths) + 1)
-        return max(max(self.contexts) + drafted + 64, self.tokens + 256)
+        replayed = 2 * self.replay.prompt + max(self.replay.tokens)
+        return max(max(self.contexts) + drafted + 64, self.tokens + 256, replayed + 64)
 
 
 TINY = GpuSizes(
     rows=(1, 2), contexts=(12,), lengths=(2,), wrong=(0.2,), brief_cells=(GpuCell(2, 12),),
     brief_drafts=(GpuDraft(2, 0.2),), steps=2, exact=3, tokens=8, draft_window=0, kv_bytes=8 << 20,
     kinds=(
-        EngineKind.STOCK, EngineKind.STOCK_EAGLE3, EngineKind.V1, EngineKind.AHEAD, EngineKind.EAGLE3,
-        EngineKind.QUANTIZED, EngineKind.TREES,
+        EngineKind.STOCK, EngineKind.STOCK_EAGLE3, EngineKind.STOCK_NGRAM, EngineKind.STOCK_SUFFIX, EngineKind.V1,
+        EngineKind.AHEAD, EngineKind.EAGLE3, EngineKind.QUANTIZED, EngineKind.TREES,
+    ),
+    replay=ReplaySizes(
+        samples=2, prompt=12, tokens=(24,), repeats=TextRepeats(0.6, 12.0), drifts=(TextDrift(8.0, 2.0),),
+        mode="fixed", sweep_seconds=0,
     ),
 )  # fmt: skip
 """Sizes for a CPU, where the other kinds are equal to these or not available."""

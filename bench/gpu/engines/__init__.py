@@ -4,5 +4,6 @@
 - model.py: models with random weights
 - driving.py: runs samples through an engine, with marks on the device around each of its steps
 - orders.py: the measurements
+- replay.py: batches whose tokens are given
 - tables.py: the tables
 """

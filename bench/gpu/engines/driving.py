@@ -42,7 +42,8 @@ class StockVllm:
             EngineArgs(**arguments, skip_tokenizer_init=True, disable_log_stats=True)
         )
         self._core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self.vocab_size = self._core.vllm_config.model_config.get_vocab_size()
+        model = self._core.vllm_config.model_config
+        self.vocab_size, self.max_model_len = model.get_vocab_size(), model.max_model_len
 
     @property
     def kv_capacity(self) -> int:

@@ -6,9 +6,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from random import Random
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +22,14 @@ from bench.gpu.engines.driving import (
     StockVllm,
     watched,
 )
+from bench.gpu.engines.replay import SteeredLogits, instance_drafts, replay, samples_of
+from bench.gpu.replay_text import TextDrift, TextRepeats, text_of
 from bench.gpu.sizes import EngineKind, Graphs
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest
+
+if TYPE_CHECKING:
+    from services.generation.loop.sample_drafts import SampleDrafts
 
 _SPARE = 8
 """Extra tokens around the timed steps: for the first steps, and for steps in flight at the end."""
@@ -44,6 +50,9 @@ class EngineOrders:
         """Watch an engine; `named` has the kind and the graphs that results are labelled with."""
         self._engine, self._named = engine, named
         self._watch: StepWatch = watched(engine._core)
+        # Made when they are first needed.
+        self._steered: SteeredLogits | None = None
+        self._drafts: SampleDrafts | None = None
 
     def tokens(
         self,
@@ -108,6 +117,44 @@ class EngineOrders:
             found.append({"drafts": length, "wrong": wrong, **self._driven(batch, giving, steps)[1]})
         self._forget()
         return {**about, "runs": found}
+
+    def replay(
+        self,
+        samples: int,
+        prompt: int,
+        tokens: int,
+        repeats: TextRepeats,
+        drift: TextDrift | None,
+        mode: str,
+        sweep_seconds: float,
+    ) -> dict[str, Any]:
+        """Generate a given text with `samples` samples of `tokens` tokens (replay.py); return the figures.
+
+        With a `drift` the engine drafts as an instance does, with references that differ so from the text.
+        """
+        about = {
+            "engine": list(self._named),
+            "samples": samples,
+            "tokens": tokens,
+            "repeats": asdict(repeats),
+            "drift": None if drift is None else asdict(drift),
+        }
+        engine, length = self._engine, 2 * prompt + tokens
+        if (needed := samples * length) > engine.kv_capacity:
+            return {**about, "skipped": f"{needed} tokens do not fit the KV cache of {engine.kv_capacity}"}
+        stock = isinstance(engine, StockVllm)
+        vocabulary = engine.vocab_size if stock else engine.limits.vocab_size
+        if drift is not None and self._drafts is None:
+            self._drafts = instance_drafts(engine, self._named[0], mode, sweep_seconds)
+        if self._steered is None:
+            (self._steered,) = engine._core.collective_rpc(SteeredLogits)
+        text = text_of(length, vocabulary, repeats, seed=1)
+        self._steered.follow(text, engine.max_model_len if stock else engine.limits.max_model_len)
+        batch = samples_of(text, samples, prompt, tokens, vocabulary, drift)
+        found = replay(engine, self._watch, batch, None if drift is None else self._drafts)
+        self._steered.release()
+        self._forget()
+        return {**about, **found}
 
     def passes(self, rows: Sequence[int], context: int) -> dict[str, Any]:
         """Time drafting by the engine's draft model, launched kernel by kernel: milliseconds by rows and tokens."""

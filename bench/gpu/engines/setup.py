@@ -19,7 +19,9 @@ _START_SECONDS = {Graphs.FULL: 50.0, Graphs.DEFAULT: 90.0, Graphs.NONE: 30.0}
 _MOST_DRAFTED = 8
 _STOCK_DRAFTED = 3
 """Draft tokens of a step, as in vLLM's documentation of EAGLE-3."""
-STOCK = (EngineKind.STOCK, EngineKind.STOCK_EAGLE3)
+_STOCK_NGRAM_DRAFTED = 5
+"""The same of n-gram drafts; vLLM has no default for them."""
+STOCK = (EngineKind.STOCK, EngineKind.STOCK_EAGLE3, EngineKind.STOCK_NGRAM, EngineKind.STOCK_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,18 @@ class EngineSetup:
     @property
     def start_seconds(self) -> float:
         """Estimated seconds until the engine is built."""
-        return _START_SECONDS[self.graphs]
+        return 1.0 if self.absent else _START_SECONDS[self.graphs]
+
+    @property
+    def absent(self) -> str:
+        """Package that this engine needs and this machine does not have; "" if it has all."""
+        lacks = self.kind is EngineKind.STOCK_SUFFIX and find_spec("arctic_inference") is None
+        return "arctic-inference" if lacks else ""
 
     def orders(self) -> Any:
         """Build the engine in this process, which must not have imported vLLM yet; return its orders."""
+        if self.absent:
+            return AbsentOrders(f"needs {self.absent}, which is not installed")
         if self.kind not in STOCK:
             choose_invariance(self.kind is EngineKind.INVARIANT)
             choose_runner("v2" if self.on_v2 else "v1")
@@ -64,6 +74,17 @@ class EngineSetup:
         from bench.gpu.engines.orders import EngineOrders
 
         return EngineOrders(engine, (self.kind, self.graphs))
+
+
+class AbsentOrders:
+    """Orders of an engine that cannot be built on this machine, for a known reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def replay(self, **_: Any) -> dict[str, Any]:
+        """Return the reason."""
+        return {"skipped": self._reason}
 
 
 def compilation(graphs: Graphs) -> dict[str, Any] | None:
@@ -83,12 +104,10 @@ def _stock(setup: EngineSetup) -> Any:
         "kv_cache_memory_bytes": setup.kv_bytes,
         "compilation_config": None if on_cpu() else compilation(setup.graphs),
     }
-    if setup.kind is EngineKind.STOCK_EAGLE3:
-        chosen["speculative_config"] = {
-            "method": "eagle3",
-            "model": str(_head(setup)),
-            "num_speculative_tokens": _STOCK_DRAFTED,
-        }
+    if setup.kind is not EngineKind.STOCK:
+        chosen["speculative_config"] = _speculation(setup)
+        if on_cpu():
+            _repair_verification()
     return StockVllm(
         model=str(setup.model),
         tokenizer=str(setup.model),
@@ -100,6 +119,27 @@ def _stock(setup: EngineSetup) -> Any:
         enforce_eager=on_cpu(),
         **{name: value for name, value in chosen.items() if value is not None},
     )
+
+
+def _speculation(setup: EngineSetup) -> dict[str, Any]:
+    """Return vLLM's speculative_config for a kind, with vLLM's defaults."""
+    if setup.kind is EngineKind.STOCK_SUFFIX:
+        return {"method": "suffix"}
+    if setup.kind is EngineKind.STOCK_NGRAM:
+        # Its kind for GPUs works with asynchronous scheduling.
+        method = "ngram" if on_cpu() else "ngram_gpu"
+        return {"method": method, "num_speculative_tokens": _STOCK_NGRAM_DRAFTED}
+    head = str(_head(setup))
+    return {"method": "eagle3", "model": head, "num_speculative_tokens": _STOCK_DRAFTED}
+
+
+def _repair_verification() -> None:
+    """Let stock vLLM verify with the temperatures of its requests on CPU, too (vllm#55005)."""
+    from vllm.v1.sample import rejection_sampler
+
+    from bench.rollout.told_tokens import expand_batch_to_tokens
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 def _ours(setup: EngineSetup) -> Any:

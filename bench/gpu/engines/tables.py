@@ -1,4 +1,4 @@
-"""Build the tables of the engines: tokens, plain decoding, drafts, waits.
+"""Build the tables of the engines: tokens, plain decoding, drafts, replays, waits.
 
 A missing figure is replaced by the reason.
 """
@@ -6,7 +6,7 @@ A missing figure is replaced by the reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.comparison import first_difference
 from bench.gpu.engines.setup import STOCK, EngineSetup
@@ -17,14 +17,30 @@ from bench.report import format_value, listed, markdown_table
 Column = tuple[EngineKind, str]
 """An engine and its graphs."""
 Runs = Mapping[str, Any]
+Rows = Sequence[Sequence[object]]
+
+
+class EngineTable(NamedTuple):
+    """A table: its name in kept figures, its title and its contents. Without rows nothing was measured."""
+
+    name: str
+    title: str
+    heads: Sequence[str]
+    rows: Rows
+
+
+def engine_tables(state: State, steps: Sequence[GpuStep]) -> list[EngineTable]:
+    """Return the main tables: tokens, step times, drafts, replays, draft models."""
+    return [build(state, steps) for build in (_tokens, _plain, _drafted, _replays, _passes)]
 
 
 def main_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
-    """Yield the main tables: tokens, step times, drafts."""
-    yield from _tokens(state, steps)
-    yield from _plain(state, steps)
-    yield from _drafted(state, steps)
-    yield from _passes(state, steps)
+    """Yield the kernels that are left out, and the main tables that have rows."""
+    yield from _left_out(state, steps)
+    for table in engine_tables(state, steps):
+        if table.rows:
+            yield f"\n## {table.title}\n"
+            yield from markdown_table(table.heads, table.rows)
 
 
 def other_tables(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
@@ -52,15 +68,12 @@ def differences(
     return compared, len(places), min(places, default=-1)
 
 
-def _tokens(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+def _tokens(state: State, steps: Sequence[GpuStep]) -> EngineTable:
     made = [step for step in steps if step.order == "tokens" and step.name in state.done]
-    if not made:
-        return
     first: dict[str, str] = {}
     for step in made:
         assert isinstance(step.setup, EngineSetup)
         first.setdefault(step.setup.dtype, step.name)
-    yield "\n## Tokens: samples that differ (first place)\n"
     rows = []
     for step in made:
         assert isinstance(step.setup, EngineSetup)
@@ -72,7 +85,7 @@ def _tokens(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
         name = step.name.removeprefix("tokens: ")
         rows.append((name, from_own, from_first, count, result["accepted"], result["steps"]))
     heads = ("run", "from its plain run", "from the first of its type", "tokens", "accepted drafts", "steps")
-    yield from markdown_table(heads, rows)
+    return EngineTable("tokens", "Tokens: samples that differ (first place)", heads, rows)
 
 
 def _differing(truth: Runs, found: Runs) -> str:
@@ -80,8 +93,8 @@ def _differing(truth: Runs, found: Runs) -> str:
     return f"{differing}" if place < 0 else f"{differing} ({place})"
 
 
-def _plain(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
-    """Yield plain decoding: milliseconds a step, and the device's idle time between two steps."""
+def _plain(state: State, steps: Sequence[GpuStep]) -> EngineTable:
+    """Return plain decoding: milliseconds a step, and the device's idle time between two steps."""
     columns = _columns(steps)
     found: dict[str, dict[Column, Runs | str]] = {}
     for step in steps:
@@ -89,18 +102,16 @@ def _plain(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
             cells = found.setdefault(_place(step), {})
             # The plain run of a second measurement only serves its drafts.
             cells.setdefault(_column(step), _plain_run(state, step.name))
-    if not found:
-        return
-    yield "\n## Plain decoding: ms a step (times as long as stock); ms idle between two steps; graphs\n"
     stock = next((column for column in columns if column[0] is EngineKind.STOCK), None)
     rows = [
         (place, *(_time(cells.get(column, "-"), cells.get(stock) if stock else None) for column in columns))
         for place, cells in found.items()
     ]
-    yield from markdown_table(("samples x context", *map(_head, columns)), rows)
+    title = "Plain decoding: ms a step (times as long as stock); ms idle between two steps; graphs"
+    return EngineTable("plain", title, ("samples x context", *map(_head, columns)), rows)
 
 
-def _drafted(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+def _drafted(state: State, steps: Sequence[GpuStep]) -> EngineTable:
     columns = [column for column in _columns(steps) if column[0] not in STOCK]
     found: dict[tuple[str, int, float], dict[Column, Runs]] = {}
     plain: dict[tuple[str, Column], Runs] = {}
@@ -111,9 +122,6 @@ def _drafted(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
                 found.setdefault((_place(step), run["drafts"], run["wrong"]), {})[_column(step)] = run
             else:
                 plain.setdefault((_place(step), _column(step)), run)
-    if not found:
-        return
-    yield "\n## Drafts: ms a step (times a plain one), tokens a sample and step, speed-up; ms idle; graphs\n"
     rows = [
         (
             place,
@@ -122,19 +130,62 @@ def _drafted(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
         )
         for (place, length, wrong), runs in sorted(found.items())
     ]
-    yield from markdown_table(("samples x context", "drafts", *map(_head, columns)), rows)
+    title = "Drafts: ms a step (times a plain one), tokens a sample and step, speed-up; ms idle; graphs"
+    return EngineTable("drafts", title, ("samples x context", "drafts", *map(_head, columns)), rows)
 
 
-def _passes(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+def _left_out(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:
+    """Yield the engines whose kernels failed their check. They sample on the host, which changes their times."""
+    found = [(step.name, state.result(step.name) or {}) for step in steps if step.order == "memory"]
+    lines = [
+        f"- {name.removeprefix('memory: ')}: {', '.join(result['failed_kernels'])}"
+        for name, result in found
+        if result.get("failed_kernels")
+    ]
+    if lines:
+        yield "\n## Kernels that failed their check, and are left out\n"
+        yield from lines
+
+
+def _replays(state: State, steps: Sequence[GpuStep]) -> EngineTable:
+    made = [step for step in steps if step.order == "replay" and state.over(step.name)]
+    results = {step.name: state.result(step.name) for step in made}
+    stock = {
+        found["tokens"]: found["seconds"]
+        for found in results.values()
+        if found is not None and found.get("engine", [""])[0] == EngineKind.STOCK and "seconds" in found
+    }
+    heads = (
+        "engine, samples x tokens", "s", "tokens a sample and step", "ms a step", "ms decision", "ms idle",
+        "accepted drafts", "graphs",
+    )  # fmt: skip
+    rows = [(step.name.removeprefix("replay: "), *_replay(results[step.name], stock)) for step in made]
+    return EngineTable(
+        "replays", "Replays: the same tokens by every engine (speed-up over stock)", heads, rows
+    )
+
+
+def _replay(found: Runs | None, stock: Mapping[int, float]) -> tuple[str, ...]:
+    """Return the cells of a replay; one without figures has the reason in the first."""
+    if found is None or "skipped" in found:
+        return ("failed" if found is None else found["skipped"], *["-"] * 6)
+    base, drafted = stock.get(found["tokens"]), found["drafted"]
+    speedup = f" ({base / found['seconds']:.2f})" if base is not None else ""
+    shares = f"{found['accepted'] / drafted:.0%} of {drafted}" if drafted else "-"
+    names = ("tokens_a_step", "step_ms", "decision_ms", "idle_ms")
+    figures = (format_value(found[name]) for name in names)
+    return (f"{format_value(found['seconds'])}{speedup}", *figures, shares, _graphs(found))
+
+
+def _passes(state: State, steps: Sequence[GpuStep]) -> EngineTable:
     rows = [
         (step.name.removeprefix("draft passes: "), each["rows"], each["tokens"], format_value(each["ms"]))
         for step in steps
         if step.order == "passes"
         for each in (state.result(step.name) or {}).get("passes", ())
     ]
-    if rows:
-        yield "\n## Draft models: ms for the drafts of a step, launched kernel by kernel\n"
-        yield from markdown_table(("engine", "samples", "draft tokens each", "ms"), rows)
+    title = "Draft models: ms for the drafts of a step, launched kernel by kernel"
+    return EngineTable("passes", title, ("engine", "samples", "draft tokens each", "ms"), rows)
 
 
 def _waits(state: State, steps: Sequence[GpuStep]) -> Iterator[str]:

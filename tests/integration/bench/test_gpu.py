@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ from tests.support.engine_process import EngineProcess
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[3]
-SHORT = tuple(kind for kind in TINY.kinds if kind is not EngineKind.AHEAD)
-"""Engines that one process of vLLM can be: V2 takes another, which imports vLLM anew."""
+SHORT = tuple(kind for kind in TINY.kinds if kind not in (EngineKind.AHEAD, EngineKind.STOCK_NGRAM))
+"""Engines that start soon: V2 imports vLLM anew, and vLLM compiles its n-gram drafter."""
 REPEATED = tuple(TUNED_CHECKS + name for name in ("noise", "masks", "attention", "the engine"))
 """Steps that do what others do, with parameters that were swept: one of the kind is left, that of near ties."""
 
@@ -87,10 +88,10 @@ def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(
     # The step that is under way when a call's time is over may take as long as the machine needs.
     monkeypatch.setattr(running, "GRACE_SECONDS", 600)
     out = tmp_path / "run"
-    folder, load_format = model_folder("tiny", out / "model")
+    folder, load_format = model_folder("tiny", tmp_path / "tiny")
     assert load_format == LOAD_FORMAT
     sizes = replace(TINY, kinds=kinds)
-    subject = GpuSubject(folder, load_format, "float32", "cpu", Graphs.NONE, 10_000, out, sizes)
+    subject = GpuSubject(folder, load_format, "float32", "cpu", Graphs.NONE, 10_000, out, sizes, tmp_path)
     steps, path = together(plan(subject)), out / "state.json"
     assert call(steps, path, 0) == MORE
     first = State.load(path)
@@ -117,11 +118,17 @@ def test_every_step_runs_and_a_call_goes_on_where_the_last_one_ended(
     assert left(state, steps) == 0
     assert len((out / LINES).read_text().splitlines()) == len(steps) - len(before)
     _check_engines(state, kinds)
+    _check_replays(state, kinds)
     _check_kernels(state, out)
+    # Configs and heads are not among the results.
+    files = ["gpu.json", "report.md", LINES, "state.json", "tuned"]
+    assert sorted(path.name for path in out.iterdir()) == files
+    tables = json.loads((out / report.FIGURES).read_text())["tables"]
+    assert all(tables[name]["rows"] for name in ("tokens", "plain", "drafts", "replays", "passes"))
     text = (out / "report.md").read_text()
     for heading in (
-        "Tokens: samples", "Plain decoding", "Drafts: ms", "Draft models", "A step's waits", "Attention by",
-        "Memory: ", "Kernels, tuned", "Kernels, defaults", "Sweeps", "Engine step: nothing waits",
+        "Tokens: samples", "Plain decoding", "Drafts: ms", "Replays: the same", "Draft models", "A step's waits",
+        "Attention by", "Memory: ", "Kernels, tuned", "Kernels, defaults", "Sweeps", "Engine step: nothing waits",
         "vLLM's libraries",
     ):  # fmt: skip
         assert f"## {heading}" in text
@@ -149,6 +156,29 @@ def _check_engines(state: State, kinds: Sequence[EngineKind]) -> None:
         passes = state.done[f"draft passes: {kind}"]["result"]["passes"]
         assert [(each["rows"], each["tokens"]) for each in passes] == [(1, 1), (1, 8), (2, 1), (2, 8)]
         assert all(each["ms"] > 0 for each in passes)
+
+
+def _check_replays(state: State, kinds: Sequence[EngineKind]) -> None:
+    """Every engine has sampled the text's tokens, or its step would have failed."""
+    found = {name: each["result"] for name, each in state.done.items() if name.startswith("replay: ")}
+    sizes = TINY.replay
+    batch = f"{sizes.samples} x {max(sizes.tokens)}"
+    skipped = {name: result["skipped"] for name, result in found.items() if "skipped" in result}
+    assert skipped == {
+        f"replay: {EngineKind.STOCK_SUFFIX}, {batch}": "needs arctic-inference, which is not installed"
+    }
+    for kind in set(kinds) & {EngineKind.STOCK, EngineKind.STOCK_EAGLE3, EngineKind.V1, EngineKind.AHEAD}:
+        plain = found[f"replay: {kind}, {batch}"]
+        assert plain["seconds"] > plain["prefill_seconds"] > 0
+        # A random head may be right by chance.
+        assert plain["tokens_a_step"] == 1 or kind is EngineKind.STOCK_EAGLE3
+        assert plain["drafted"] == 0
+    for kind in {EngineKind.V1, EngineKind.AHEAD} & set(kinds):
+        drafted = found[f"replay: {kind}, {batch}, {sizes.drifts[0]}"]
+        # References are right but for the places at which they leave the text.
+        assert drafted["drafted"] >= drafted["accepted"] > sizes.samples * max(sizes.tokens) / 4
+        assert drafted["tokens_a_step"] > 1.5
+        assert drafted["decision_ms"] > 0
 
 
 def _check_kernels(state: State, out: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from bench.gpu.__main__ import BRIEF_SECONDS
 from bench.gpu.engines.model import LOAD_FORMAT, PREFILL, SHAPES, model_folder, random_head
 from bench.gpu.engines.setup import EngineSetup
+from bench.gpu.engines.tables import main_tables
 from bench.gpu.plan import GpuSubject, chosen, plan
 from bench.gpu.sizes import TINY, EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
 from bench.gpu.state import CEILINGS, ENVIRONMENT, GpuStep, State, left, total
@@ -20,8 +21,9 @@ OURS = (EngineKind.V1, EngineKind.V2, EngineKind.AHEAD)
 
 def subject(model: str = "q17", **changed: object) -> GpuSubject:
     made = GpuSubject(
-        Path("model"), LOAD_FORMAT, "bfloat16", "cuda", Graphs.FULL, PREFILL[model], Path("out"), GpuSizes()
-    )
+        Path("model"), LOAD_FORMAT, "bfloat16", "cuda", Graphs.FULL, PREFILL[model], Path("out"), GpuSizes(),
+        Path("made"),
+    )  # fmt: skip
     return replace(made, **changed)  # type: ignore[arg-type]
 
 
@@ -76,7 +78,7 @@ def test_a_brief_run_ends_in_its_time_by_its_own_estimates(model: str) -> None:
     names = [step.name for step in brief]
     assert names[:3] == [ENVIRONMENT, "libraries: RMSNorm", "libraries: attention"]
     orders = list(dict.fromkeys(step.order for step in brief))
-    assert orders == ["environment", "norm", "flash_attention", "tokens", "cell", "step"]
+    assert orders == ["environment", "norm", "flash_attention", "memory", "tokens", "cell", "step"]
     kinds = list(dict.fromkeys(engine_of(step).kind for step in brief if step.order == "cell"))
     assert kinds == [EngineKind.V1, EngineKind.STOCK]
 
@@ -87,6 +89,67 @@ def test_every_kind_of_engine_has_steps_with_names_of_their_own() -> None:
     assert {engine_of(step).kind for step in steps if isinstance(step.setup, EngineSetup)} == set(EngineKind)
     dtypes = {engine_of(step).dtype for step in steps if step.order == "tokens"}
     assert dtypes == {"bfloat16", "float32"}
+
+
+def test_the_same_batches_are_replayed_by_stock_vllm_its_speculation_and_ours() -> None:
+    steps = [step for step in plan(subject()) if step.order == "replay"]
+    batches: dict[EngineKind, set[tuple[int, int, bool]]] = {}
+    for step in steps:
+        batch = (step.arguments["samples"], step.arguments["tokens"], step.arguments["drift"] is not None)
+        batches.setdefault(engine_of(step).kind, set()).add(batch)
+    plain = {(64, 512, False), (64, 4096, False)}
+    drafted = plain | {(64, 512, True), (64, 4096, True)}
+    stock = [EngineKind.STOCK, EngineKind.STOCK_NGRAM, EngineKind.STOCK_EAGLE3, EngineKind.STOCK_SUFFIX]
+    ours = [EngineKind.AHEAD, EngineKind.V1]
+    assert batches == dict.fromkeys(stock, plain) | dict.fromkeys(ours, drafted)
+    # They come when V1, stock and V2 have been measured, and before everything that is worth less.
+    kinds = [engine_of(step).kind for step in steps]
+    assert list(dict.fromkeys(kinds)) == [EngineKind.AHEAD, *stock, EngineKind.V1]
+    orders = [step.order for step in plan(subject())]
+    assert "cell" not in orders[orders.index("replay") : orders.index("passes")]
+
+
+def test_replays_of_the_small_model_are_of_the_larger_shape_and_share_the_engines_of_others() -> None:
+    larger = plan(subject(larger=Path("q8")))
+    assert {engine_of(step).model for step in larger if step.order == "replay"} == {Path("q8")}
+    assert {engine_of(step).model for step in larger if step.order == "cell"} == {Path("model")}
+    # A run of the larger model itself starts its V2 engine once for the cells and the replays.
+    own = plan(subject("q8"))
+    cell = max(i for i, step in enumerate(own[: len(own) // 2]) if step.name.startswith("steps: V2 ahead"))
+    first = next(step for step in own if step.order == "replay")
+    assert own[cell + 1] is first
+    assert own[cell].setup == first.setup
+
+
+def test_a_replay_is_compared_with_stock_and_one_without_figures_has_its_reason(tmp_path: Path) -> None:
+    steps = [step for step in plan(subject()) if step.order in ("replay", "memory")]
+    state = State(tmp_path / "state.json", {})
+    figures = {
+        "tokens": 512, "tokens_a_step": 1.0, "step_ms": 9.0, "decision_ms": None, "idle_ms": 1.0, "drafted": 0,
+        "accepted": 0, "graphs": {"FULL": 500},
+    }  # fmt: skip
+    drafted = {"tokens_a_step": 4.0, "decision_ms": 0.5, "drafted": 1000, "accepted": 750}
+    results: dict[str, dict[str, object]] = {
+        "replay: stock vLLM, 64 x 512": {"engine": ["stock vLLM", "full"], "seconds": 6.0, **figures},
+        "replay: V2 ahead, 64 x 512, references that differ every 33 tokens": {
+            "engine": ["V2 ahead", "full"], "seconds": 2.0, **figures, **drafted
+        },
+        "replay: stock vLLM with suffix, 64 x 512": {"skipped": "needs arctic-inference"},
+        "memory: V1": {"failed_kernels": ["sampler"]},
+        "memory: V2": {"failed_kernels": []},
+    }  # fmt: skip
+    assert set(results) <= {step.name for step in steps}
+    state.done = {name: {"seconds": 1.0, "result": result} for name, result in results.items()}
+    state.failed["replay: stock vLLM with n-gram, 64 x 512"] = "Traceback\nRuntimeError: no kernel image"
+    text = "\n".join(main_tables(state, steps))
+    assert "| stock vLLM, 64 x 512 | 6 (1.00) | 1 | 9 | - | 1 | - | FULL 500 |" in text
+    ahead = "| V2 ahead, 64 x 512, references that differ every 33 tokens | 2 (3.00) | 4 | 9 | 0.5 | 1 "
+    assert f"{ahead}| 75% of 1000 | FULL 500 |" in text
+    assert "| stock vLLM with suffix, 64 x 512 | needs arctic-inference | - |" in text
+    assert "| stock vLLM with n-gram, 64 x 512 | failed | - |" in text
+    # An engine that samples on the host would be measured for something else.
+    assert "are left out\n\n- V1: sampler\n" in text
+    assert "V2:" not in text
 
 
 def test_verifying_steps_have_the_graphs_of_an_instance() -> None:

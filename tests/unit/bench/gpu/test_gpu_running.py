@@ -204,8 +204,13 @@ def test_without_a_device_the_status_says_so_and_nothing_is_written(
     ],
 )
 def test_what_cannot_be_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str], said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: list[str],
+    said: str,
 ) -> None:
+    monkeypatch.setattr("bench.gpu.__main__.MADE", tmp_path / "made")
     assert main(["--device", "cpu", "--out", str(tmp_path / "run"), *option]) == running.REFUSED
     assert said in capsys.readouterr().err
 
