@@ -210,8 +210,8 @@ class AsyncRun(RunRollouts):
         """Send weights as the next version. When this returns, the fleet serves them.
 
         `in_flight` decides about samples, of any run, that are unfinished then. With REFUSE they keep their
-        version: FailedPreconditionError, reason SAMPLES_UNFINISHED. `finish_push` applies the weights later without
-        sending them again.
+        version: FailedPreconditionError, reason SAMPLES_UNFINISHED; with KEEP_KV, reason KV_NOT_KEPT if an instance
+        keeps none. `finish_push` applies the weights later without sending them again.
 
         `source` is tensors (numpy or torch), by name or as an iterator of pairs, which are sent through the run's
         `WeightStream` or written to its `WeightFolder`; the asynchronous client reads them in a separate thread. On
@@ -240,13 +240,13 @@ class AsyncRun(RunRollouts):
         return await self._push(target, lambda push: self._weights.push(self.client, push, source, in_flight))
 
     async def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
-        """Apply the weights of the last push, which was refused because samples were unfinished.
+        """Apply the weights of the last push, which was refused because of unfinished samples.
 
         They stay staged until the gateway has had no call about them for its `update_timeout_seconds`; after that,
         or after another push, `NotFoundError`. ValueError: no push of this object was refused.
         """
         if self._refused is None:
-            raise ValueError("there is no push that was refused because samples were unfinished")
+            raise ValueError("there is no push that was refused because of unfinished samples")
         finished = await self._refused.finish(in_flight)
         await self._pushed()
         return finished
@@ -254,7 +254,7 @@ class AsyncRun(RunRollouts):
     async def _push(
         self, target: t.WeightTarget, pushing: Callable[[VersionPush], Awaitable[t.UpdateFinished]]
     ) -> t.UpdateFinished:
-        """Push a version; one that was refused because samples were unfinished can be finished later."""
+        """Push a version; one that was refused because of unfinished samples can be finished later."""
         self._refused = None
         push = await VersionPush.begin(self.client, self.run_id, target)
         try:

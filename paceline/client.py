@@ -343,8 +343,8 @@ class Run(Face[AsyncRun]):
         """Send weights as the next version. When this returns, the fleet serves them.
 
         `in_flight` decides about samples, of any run, that are unfinished then. With REFUSE they keep their
-        version: FailedPreconditionError, reason SAMPLES_UNFINISHED. `finish_push` applies the weights later without
-        sending them again.
+        version: FailedPreconditionError, reason SAMPLES_UNFINISHED; with KEEP_KV, reason KV_NOT_KEPT if an instance
+        keeps none. `finish_push` applies the weights later without sending them again.
 
         `source` is tensors (numpy or torch), by name or as an iterator of pairs, which are sent through the run's
         `WeightStream` or written to its `WeightFolder`; the asynchronous client reads them in a separate thread. On
@@ -355,7 +355,7 @@ class Run(Face[AsyncRun]):
         return finish(self._core.push_weights(source, target, in_flight=in_flight))
 
     def finish_push(self, *, in_flight: t.InFlight = t.InFlight.REFUSE) -> t.UpdateFinished:
-        """Apply the weights of the last push, which was refused because samples were unfinished.
+        """Apply the weights of the last push, which was refused because of unfinished samples.
 
         They stay staged until the gateway has had no call about them for its `update_timeout_seconds`; after that,
         or after another push, `NotFoundError`. ValueError: no push of this object was refused.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -59,7 +59,9 @@ class CopyingEngine:
             for name, tensor in load_file(path).items()
         }
 
-    def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
+    def apply_weights(
+        self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False, keep: Collection[str] = ()
+    ) -> int:
         """Copy tensors into the existing ones of the same names; there is no KV to drop."""
         for name, tensor in tensors:
             self._weights[name].copy_(tensor)

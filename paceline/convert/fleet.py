@@ -118,6 +118,7 @@ def instance(message: fleet_pb2.Instance) -> t.Instance:
         registered_at=seconds_of(message.registered_at),
         metrics_address=message.metrics_address,
         refused_features=dict(message.refused_features),
+        keeps_kv=message.keeps_kv,
     )
 
 
@@ -206,6 +207,7 @@ def instance_update(message: weight_pb2.InstanceUpdate) -> t.InstanceUpdate:
         stage_seconds=seconds_of(message.stage_time),
         apply_seconds=seconds_of(message.apply_time),
         dropped_blocks=message.dropped_blocks,
+        kept_samples=message.kept_samples,
     )
 
 

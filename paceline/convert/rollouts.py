@@ -291,6 +291,11 @@ def environment_spans(messages: Iterable[sample_pb2.EnvironmentSpan]) -> tuple[t
     return tuple(t.EnvironmentSpan(each.begin, each.end) for each in messages)
 
 
+def version_spans(messages: Iterable[sample_pb2.VersionSpan]) -> tuple[t.VersionSpan, ...]:
+    """Return the policy versions of the tokens of a response."""
+    return tuple(t.VersionSpan(each.begin, each.end, each.policy_version, each.mixed_kv) for each in messages)
+
+
 def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleCall]:
     """Yield the tool calls of an event."""
     for each in answer.calls:
@@ -301,7 +306,7 @@ def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.Sampl
             begin=each.begin,
             token_ids=np.array(each.token_ids, np.int64),
             logprobs=np.array(each.logprobs, np.float32),
-            version_spans=tuple(t.VersionSpan(s.begin, s.end, s.policy_version) for s in each.version_spans),
+            version_spans=version_spans(each.version_spans),
             environment_spans=environment_spans(each.environment_spans),
         )
 
@@ -362,7 +367,7 @@ def sample(message: sample_pb2.Sample) -> t.Sample:
         logprobs=np.array(message.logprobs, np.float32),
         finish_reason=_REASON.member(message.finish_reason),
         status=_STATUS.member(message.status),
-        version_spans=tuple(t.VersionSpan(s.begin, s.end, s.policy_version) for s in message.version_spans),
+        version_spans=version_spans(message.version_spans),
         provenance=provenance(message.provenance),
         seed=message.seed,
         error=message.error,

@@ -75,6 +75,8 @@ class Instance:
     """host:port of its metrics."""
     refused_features: Mapping[str, str] = field(default_factory=dict)
     """Features that the instance does not offer for its model, such as drafts, with reasons."""
+    keeps_kv: bool = False
+    """True if it can finish an update with `InFlight.KEEP_KV`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,10 @@ class InFlight(StrEnum):
     """They end as ABORTED, with the tokens that they have."""
     CONTINUE = "continue"
     """They keep their tokens and continue under the new version; `Sample.version_spans` has both."""
+    KEEP_KV = "keep_kv"
+    """As CONTINUE, but those that decode keep their KV: their tokens come sooner, and are samples of no single
+    version (`VersionSpan.mixed_kv`). Refused if an instance keeps none (reason KV_NOT_KEPT); the weights stay
+    staged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +206,8 @@ class InstanceUpdate:
     """Seconds between two engine steps in which the weights were applied."""
     dropped_blocks: int
     """KV blocks of the old version that were dropped."""
+    kept_samples: int = 0
+    """Samples that continue with KV of earlier versions, with `InFlight.KEEP_KV`."""
 
 
 @dataclass(frozen=True, slots=True)

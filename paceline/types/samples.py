@@ -53,6 +53,9 @@ class VersionSpan:
     """Token behind the last one of the span."""
     policy_version: int
     """Version that sampled the tokens."""
+    mixed_kv: bool = False
+    """True if part of the KV that they were sampled with was computed by earlier versions (`InFlight.KEEP_KV`):
+    they are samples of no single version, and `logprobs` has the probabilities with which they were sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class Provenance:
     exactness: Exactness = field(default_factory=Exactness)
     """The exactness that the sample has."""
     lossless: bool = True
-    """False for LENIENT: not a sample of the policy."""
+    """False: not a sample of the policy, because it is LENIENT or has a span with `mixed_kv`."""
     instance_spans: tuple[InstanceSpan, ...] = ()
     """Instances that generated the sample, in order."""
     queue_seconds: float = 0.0

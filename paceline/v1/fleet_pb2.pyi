@@ -45,7 +45,7 @@ class InstanceLoad(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generated_tokens: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Instance(_message.Message):
-    __slots__ = ("instance_id", "epoch", "address", "state", "policy_version", "load", "max_running", "max_model_len", "vocab_size", "model", "device", "registered_at", "metrics_address", "refused_features")
+    __slots__ = ("instance_id", "epoch", "address", "state", "policy_version", "load", "max_running", "max_model_len", "vocab_size", "model", "device", "registered_at", "metrics_address", "refused_features", "keeps_kv")
     class RefusedFeaturesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class Instance(_message.Message):
     REGISTERED_AT_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_KV_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     epoch: int
     address: str
@@ -81,7 +82,8 @@ class Instance(_message.Message):
     registered_at: _timestamp_pb2.Timestamp
     metrics_address: str
     refused_features: _containers.ScalarMap[str, str]
-    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[InstanceState, str]] = ..., policy_version: _Optional[int] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ..., max_running: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., registered_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., metrics_address: _Optional[str] = ..., refused_features: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    keeps_kv: bool
+    def __init__(self, instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[InstanceState, str]] = ..., policy_version: _Optional[int] = ..., load: _Optional[_Union[InstanceLoad, _Mapping]] = ..., max_running: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., registered_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., metrics_address: _Optional[str] = ..., refused_features: _Optional[_Mapping[str, str]] = ..., keeps_kv: bool = ...) -> None: ...
 
 class ListInstancesRequest(_message.Message):
     __slots__ = ()

@@ -112,14 +112,16 @@ class Exactness(_message.Message):
     def __init__(self, level: _Optional[_Union[ExactnessLevel, str]] = ..., lenience: _Optional[float] = ..., reuse_delay: _Optional[int] = ..., kl_target: _Optional[float] = ..., diversity_floor: _Optional[float] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
-    __slots__ = ("begin", "end", "policy_version")
+    __slots__ = ("begin", "end", "policy_version", "mixed_kv")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MIXED_KV_FIELD_NUMBER: _ClassVar[int]
     begin: int
     end: int
     policy_version: int
-    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    mixed_kv: bool
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., policy_version: _Optional[int] = ..., mixed_kv: bool = ...) -> None: ...
 
 class DraftSource(_message.Message):
     __slots__ = ("drafter", "drafted", "accepted")

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/weight.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\"\xd4\x01\n\x12StartUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12)\n\x06target\x18\x03 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12/\n\ttransport\x18\x04 \x01(\x0e\x32\x1c.paceline.v1.WeightTransport\x12\x17\n\x0f\x64rafter_version\x18\x05 \x01(\x04\x12\x0f\n\x07push_id\x18\x07 \x01(\tJ\x04\x08\x06\x10\x07R\ncollective\"}\n\x13StartUpdateResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12)\n\x06stream\x18\x03 \x01(\x0b\x32\x19.paceline.v1.StreamTargetJ\x04\x08\x04\x10\x05R\ncollective\"D\n\x0cStreamTarget\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\t\"<\n\x0b\x44iskWeights\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\t\"3\n\x0fStreamedWeights\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\tJ\x04\x08\x02\x10\x03R\x08left_out\"f\n\x0bWeightChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0b\n\x03\x63rc\x18\x06 \x01(\x07\"\xba\x01\n\x14UpdateWeightsRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\x04\x64isk\x18\x02 \x01(\x0b\x32\x18.paceline.v1.DiskWeightsH\x00\x12)\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.WeightChunkH\x00\x12\x30\n\x08streamed\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.StreamedWeightsH\x00\x42\x08\n\x06source\"\xe5\x01\n\x0eInstanceUpdate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12-\n\nstage_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\napply_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ropped_blocks\x18\x08 \x01(\x04\"G\n\x15UpdateWeightsResponse\x12.\n\tinstances\x18\x01 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\"R\n\x13\x46inishUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\tin_flight\x18\x02 \x01(\x0e\x32\x15.paceline.v1.InFlight\"\xab\x01\n\x14\x46inishUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12.\n\tinstances\x18\x02 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\x12\x17\n\x0f\x64rafter_version\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x62orted_samples\x18\x04 \x01(\r\x12\x19\n\x11\x63ontinued_samples\x18\x05 \x01(\r\"\'\n\x12\x41\x62ortUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\"-\n\x13\x41\x62ortUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x14\n\x12GetVersionsRequest\"\xb7\x01\n\x13GetVersionsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x17\n\x0f\x64rafter_version\x18\x02 \x01(\x04\x12\x13\n\x0bpolicy_path\x18\x03 \x01(\t\x12\x17\n\x0fpolicy_checksum\x18\x04 \x01(\t\x12\x11\n\tupdate_id\x18\x05 \x01(\t\x12.\n\tinstances\x18\x06 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate*b\n\x0cWeightTarget\x12\x1d\n\x19WEIGHT_TARGET_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_TARGET_POLICY\x10\x01\x12\x19\n\x15WEIGHT_TARGET_DRAFTER\x10\x02*\x88\x01\n\x0fWeightTransport\x12 \n\x1cWEIGHT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHT_TRANSPORT_DISK\x10\x01\x12\x1b\n\x17WEIGHT_TRANSPORT_STREAM\x10\x02\x12\x1b\n\x17WEIGHT_TRANSPORT_DEVICE\x10\x03*h\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_REFUSE\x10\x01\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x02\x12\x16\n\x12IN_FLIGHT_CONTINUE\x10\x03\x32\xb4\x03\n\rWeightService\x12P\n\x0bStartUpdate\x12\x1f.paceline.v1.StartUpdateRequest\x1a .paceline.v1.StartUpdateResponse\x12X\n\rUpdateWeights\x12!.paceline.v1.UpdateWeightsRequest\x1a\".paceline.v1.UpdateWeightsResponse(\x01\x12S\n\x0c\x46inishUpdate\x12 .paceline.v1.FinishUpdateRequest\x1a!.paceline.v1.FinishUpdateResponse\x12P\n\x0b\x41\x62ortUpdate\x12\x1f.paceline.v1.AbortUpdateRequest\x1a .paceline.v1.AbortUpdateResponse\x12P\n\x0bGetVersions\x12\x1f.paceline.v1.GetVersionsRequest\x1a .paceline.v1.GetVersionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/weight.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\"\xd4\x01\n\x12StartUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12)\n\x06target\x18\x03 \x01(\x0e\x32\x19.paceline.v1.WeightTarget\x12/\n\ttransport\x18\x04 \x01(\x0e\x32\x1c.paceline.v1.WeightTransport\x12\x17\n\x0f\x64rafter_version\x18\x05 \x01(\x04\x12\x0f\n\x07push_id\x18\x07 \x01(\tJ\x04\x08\x06\x10\x07R\ncollective\"}\n\x13StartUpdateResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12)\n\x06stream\x18\x03 \x01(\x0b\x32\x19.paceline.v1.StreamTargetJ\x04\x08\x04\x10\x05R\ncollective\"D\n\x0cStreamTarget\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\t\"<\n\x0b\x44iskWeights\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\t\"3\n\x0fStreamedWeights\x12\x10\n\x08\x63hecksum\x18\x01 \x01(\tJ\x04\x08\x02\x10\x03R\x08left_out\"f\n\x0bWeightChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0b\n\x03\x63rc\x18\x06 \x01(\x07\"\xba\x01\n\x14UpdateWeightsRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\x04\x64isk\x18\x02 \x01(\x0b\x32\x18.paceline.v1.DiskWeightsH\x00\x12)\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x18.paceline.v1.WeightChunkH\x00\x12\x30\n\x08streamed\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.StreamedWeightsH\x00\x42\x08\n\x06source\"\xfb\x01\n\x0eInstanceUpdate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12-\n\nstage_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\napply_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64ropped_blocks\x18\x08 \x01(\x04\x12\x14\n\x0ckept_samples\x18\t \x01(\r\"G\n\x15UpdateWeightsResponse\x12.\n\tinstances\x18\x01 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\"R\n\x13\x46inishUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12(\n\tin_flight\x18\x02 \x01(\x0e\x32\x15.paceline.v1.InFlight\"\xab\x01\n\x14\x46inishUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12.\n\tinstances\x18\x02 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate\x12\x17\n\x0f\x64rafter_version\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x62orted_samples\x18\x04 \x01(\r\x12\x19\n\x11\x63ontinued_samples\x18\x05 \x01(\r\"\'\n\x12\x41\x62ortUpdateRequest\x12\x11\n\tupdate_id\x18\x01 \x01(\t\"-\n\x13\x41\x62ortUpdateResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x14\n\x12GetVersionsRequest\"\xb7\x01\n\x13GetVersionsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x17\n\x0f\x64rafter_version\x18\x02 \x01(\x04\x12\x13\n\x0bpolicy_path\x18\x03 \x01(\t\x12\x17\n\x0fpolicy_checksum\x18\x04 \x01(\t\x12\x11\n\tupdate_id\x18\x05 \x01(\t\x12.\n\tinstances\x18\x06 \x03(\x0b\x32\x1b.paceline.v1.InstanceUpdate*b\n\x0cWeightTarget\x12\x1d\n\x19WEIGHT_TARGET_UNSPECIFIED\x10\x00\x12\x18\n\x14WEIGHT_TARGET_POLICY\x10\x01\x12\x19\n\x15WEIGHT_TARGET_DRAFTER\x10\x02*\x88\x01\n\x0fWeightTransport\x12 \n\x1cWEIGHT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHT_TRANSPORT_DISK\x10\x01\x12\x1b\n\x17WEIGHT_TRANSPORT_STREAM\x10\x02\x12\x1b\n\x17WEIGHT_TRANSPORT_DEVICE\x10\x03*\x7f\n\x08InFlight\x12\x19\n\x15IN_FLIGHT_UNSPECIFIED\x10\x00\x12\x14\n\x10IN_FLIGHT_REFUSE\x10\x01\x12\x13\n\x0fIN_FLIGHT_ABORT\x10\x02\x12\x16\n\x12IN_FLIGHT_CONTINUE\x10\x03\x12\x15\n\x11IN_FLIGHT_KEEP_KV\x10\x04\x32\xb4\x03\n\rWeightService\x12P\n\x0bStartUpdate\x12\x1f.paceline.v1.StartUpdateRequest\x1a .paceline.v1.StartUpdateResponse\x12X\n\rUpdateWeights\x12!.paceline.v1.UpdateWeightsRequest\x1a\".paceline.v1.UpdateWeightsResponse(\x01\x12S\n\x0c\x46inishUpdate\x12 .paceline.v1.FinishUpdateRequest\x1a!.paceline.v1.FinishUpdateResponse\x12P\n\x0b\x41\x62ortUpdate\x12\x1f.paceline.v1.AbortUpdateRequest\x1a .paceline.v1.AbortUpdateResponse\x12P\n\x0bGetVersions\x12\x1f.paceline.v1.GetVersionsRequest\x1a .paceline.v1.GetVersionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.weight_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTTARGET']._serialized_start=1752
-  _globals['_WEIGHTTARGET']._serialized_end=1850
-  _globals['_WEIGHTTRANSPORT']._serialized_start=1853
-  _globals['_WEIGHTTRANSPORT']._serialized_end=1989
-  _globals['_INFLIGHT']._serialized_start=1991
-  _globals['_INFLIGHT']._serialized_end=2095
+  _globals['_WEIGHTTARGET']._serialized_start=1774
+  _globals['_WEIGHTTARGET']._serialized_end=1872
+  _globals['_WEIGHTTRANSPORT']._serialized_start=1875
+  _globals['_WEIGHTTRANSPORT']._serialized_end=2011
+  _globals['_INFLIGHT']._serialized_start=2013
+  _globals['_INFLIGHT']._serialized_end=2140
   _globals['_STARTUPDATEREQUEST']._serialized_start=74
   _globals['_STARTUPDATEREQUEST']._serialized_end=286
   _globals['_STARTUPDATERESPONSE']._serialized_start=288
@@ -53,21 +53,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=705
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=891
   _globals['_INSTANCEUPDATE']._serialized_start=894
-  _globals['_INSTANCEUPDATE']._serialized_end=1123
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1125
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1196
-  _globals['_FINISHUPDATEREQUEST']._serialized_start=1198
-  _globals['_FINISHUPDATEREQUEST']._serialized_end=1280
-  _globals['_FINISHUPDATERESPONSE']._serialized_start=1283
-  _globals['_FINISHUPDATERESPONSE']._serialized_end=1454
-  _globals['_ABORTUPDATEREQUEST']._serialized_start=1456
-  _globals['_ABORTUPDATEREQUEST']._serialized_end=1495
-  _globals['_ABORTUPDATERESPONSE']._serialized_start=1497
-  _globals['_ABORTUPDATERESPONSE']._serialized_end=1542
-  _globals['_GETVERSIONSREQUEST']._serialized_start=1544
-  _globals['_GETVERSIONSREQUEST']._serialized_end=1564
-  _globals['_GETVERSIONSRESPONSE']._serialized_start=1567
-  _globals['_GETVERSIONSRESPONSE']._serialized_end=1750
-  _globals['_WEIGHTSERVICE']._serialized_start=2098
-  _globals['_WEIGHTSERVICE']._serialized_end=2534
+  _globals['_INSTANCEUPDATE']._serialized_end=1145
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1147
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1218
+  _globals['_FINISHUPDATEREQUEST']._serialized_start=1220
+  _globals['_FINISHUPDATEREQUEST']._serialized_end=1302
+  _globals['_FINISHUPDATERESPONSE']._serialized_start=1305
+  _globals['_FINISHUPDATERESPONSE']._serialized_end=1476
+  _globals['_ABORTUPDATEREQUEST']._serialized_start=1478
+  _globals['_ABORTUPDATEREQUEST']._serialized_end=1517
+  _globals['_ABORTUPDATERESPONSE']._serialized_start=1519
+  _globals['_ABORTUPDATERESPONSE']._serialized_end=1564
+  _globals['_GETVERSIONSREQUEST']._serialized_start=1566
+  _globals['_GETVERSIONSREQUEST']._serialized_end=1586
+  _globals['_GETVERSIONSRESPONSE']._serialized_start=1589
+  _globals['_GETVERSIONSRESPONSE']._serialized_end=1772
+  _globals['_WEIGHTSERVICE']._serialized_start=2143
+  _globals['_WEIGHTSERVICE']._serialized_end=2579
 # @@protoc_insertion_point(module_scope)

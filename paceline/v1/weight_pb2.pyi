@@ -29,6 +29,7 @@ class InFlight(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     IN_FLIGHT_REFUSE: _ClassVar[InFlight]
     IN_FLIGHT_ABORT: _ClassVar[InFlight]
     IN_FLIGHT_CONTINUE: _ClassVar[InFlight]
+    IN_FLIGHT_KEEP_KV: _ClassVar[InFlight]
 WEIGHT_TARGET_UNSPECIFIED: WeightTarget
 WEIGHT_TARGET_POLICY: WeightTarget
 WEIGHT_TARGET_DRAFTER: WeightTarget
@@ -40,6 +41,7 @@ IN_FLIGHT_UNSPECIFIED: InFlight
 IN_FLIGHT_REFUSE: InFlight
 IN_FLIGHT_ABORT: InFlight
 IN_FLIGHT_CONTINUE: InFlight
+IN_FLIGHT_KEEP_KV: InFlight
 
 class StartUpdateRequest(_message.Message):
     __slots__ = ("run_id", "policy_version", "target", "transport", "drafter_version", "push_id")
@@ -122,7 +124,7 @@ class UpdateWeightsRequest(_message.Message):
     def __init__(self, update_id: _Optional[str] = ..., disk: _Optional[_Union[DiskWeights, _Mapping]] = ..., chunk: _Optional[_Union[WeightChunk, _Mapping]] = ..., streamed: _Optional[_Union[StreamedWeights, _Mapping]] = ...) -> None: ...
 
 class InstanceUpdate(_message.Message):
-    __slots__ = ("instance_id", "applied", "policy_version", "checksum", "error", "stage_time", "apply_time", "dropped_blocks")
+    __slots__ = ("instance_id", "applied", "policy_version", "checksum", "error", "stage_time", "apply_time", "dropped_blocks", "kept_samples")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +133,7 @@ class InstanceUpdate(_message.Message):
     STAGE_TIME_FIELD_NUMBER: _ClassVar[int]
     APPLY_TIME_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     applied: bool
     policy_version: int
@@ -139,7 +142,8 @@ class InstanceUpdate(_message.Message):
     stage_time: _duration_pb2.Duration
     apply_time: _duration_pb2.Duration
     dropped_blocks: int
-    def __init__(self, instance_id: _Optional[str] = ..., applied: bool = ..., policy_version: _Optional[int] = ..., checksum: _Optional[str] = ..., error: _Optional[str] = ..., stage_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ...) -> None: ...
+    kept_samples: int
+    def __init__(self, instance_id: _Optional[str] = ..., applied: bool = ..., policy_version: _Optional[int] = ..., checksum: _Optional[str] = ..., error: _Optional[str] = ..., stage_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ..., kept_samples: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("instances",)

@@ -83,7 +83,8 @@ class WeightServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishUpdate(self, request, context):
-        """Applies the weights between two engine steps, drops all KV of the old version, and publishes the new one.
+        """Applies the weights between two engine steps, drops the KV of the old version (IN_FLIGHT_KEEP_KV: all that no running
+        sample holds), and publishes the new one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -125,8 +125,8 @@ class VersionPush:
     async def finish(self, in_flight: t.InFlight) -> t.UpdateFinished:
         """Apply the staged weights on the shards that do not serve them yet; return the outcome on all shards.
 
-        If several shards fail, the error of one that failed for another reason than unfinished samples is raised
-        first. Its `shard` names all of them.
+        If several shards fail, the error of one whose weights do not stay staged is raised first. Its `shard` names
+        all of them.
         """
         left = [member for member in self.shards.members if member.name in self._updates]
         outcomes = await self.shards.each(lambda member: self._finish_on(member, in_flight), left)
@@ -226,8 +226,11 @@ class WeightTransport(ABC):
 
 
 def keeps_staged(error: BaseException) -> bool:
-    """Return True for the refusal because of unfinished samples, after which the weights stay staged."""
-    return isinstance(error, FailedPreconditionError) and error.reason == "SAMPLES_UNFINISHED"
+    """Return True for a refusal because of unfinished samples or of their KV: the weights stay staged."""
+    return isinstance(error, FailedPreconditionError) and error.reason in (
+        "SAMPLES_UNFINISHED",
+        "KV_NOT_KEPT",
+    )
 
 
 def version_of(versions: t.Versions, target: t.WeightTarget) -> int:

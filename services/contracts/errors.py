@@ -29,6 +29,8 @@ MAX_TEXT = 512
 """Longest description of one violation and longest metadata value, in encoded bytes."""
 RESUMING = "RESUMING"
 """Reason of a FailedPrecondition: the model of an instance cannot resume from the tokens that a sample has."""
+KEEPING_KV = "keep_kv"
+"""Feature of an instance, as `refused_features` names it: samples can keep their KV over an update."""
 
 
 class ServiceError(Exception):
@@ -160,6 +162,23 @@ class PermissionDenied(ServiceError):
     def __init__(self, message: str, reason: str = "PERMISSION_DENIED", **metadata: str) -> None:
         self.reason = reason
         super().__init__(message, _info(reason, metadata))
+
+
+def kv_not_kept(instance_id: str, why: str) -> FailedPrecondition:
+    """Return the refusal of an update whose samples would keep their KV, which an instance does not allow.
+
+    Args:
+        instance_id: the instance.
+        why: its reason, which completes the message.
+    """
+    return FailedPrecondition(
+        "KV_NOT_KEPT",
+        f"in_flight: KEEP_KV cannot be used, because instance {instance_id} keeps no KV: {why}. "
+        "The weights stay staged: finish the update with in_flight CONTINUE or ABORT",
+        instance_id=instance_id,
+        in_flight=KEEPING_KV,
+        why=why,
+    )
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:

@@ -224,8 +224,7 @@ def _finish(output: SampleOutput, sample: t.Sample, known: int, losses: int) -> 
     if sample.status is t.SampleStatus.FAILED:
         raise error_of(sample)
     output.version_spans = tuple(
-        t.VersionSpan(span.begin + known, span.end + known, span.policy_version)
-        for span in sample.version_spans
+        replace(span, begin=span.begin + known, end=span.end + known) for span in sample.version_spans
     )
     resubmissions = sample.provenance.resubmissions + losses
     output.provenance = replace(sample.provenance, resubmissions=resubmissions)

@@ -314,6 +314,7 @@ def _record(config: GenerationConfig, engine: Any) -> InstanceRecord:
         model=config.model,
         device=engine.device,
         refused_features=engine.support.by_name(),
+        keeps_kv=engine.support.allows(Feature.KEEP_KV),
         registered_at=time.time(),
     )
 

@@ -120,6 +120,8 @@ class _Sample:
     new_verified: list[float] = field(default_factory=list)
     prompt_told: bool = False
     steps: int = 0
+    # It has kept its KV over an update.
+    mixed_kv: bool = False
 
     def reused(self) -> int:
         """Return the response tokens that are the cached rollout's, before the first that is not."""
@@ -227,6 +229,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
             has_text=True,
             model="fake",
             device="none",
+            keeps_kv=True,
         )
         self.registration = Registration(self._redis, Keys(self.config.namespace), record)
         await self.registration.register()
@@ -374,19 +377,25 @@ class FakeInstance(rpc.GenerationServiceServicer):
         await self.apply_gate.wait()
         if self.fail_apply is not None:
             raise self.fail_apply
-        goes_on = request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
+        keeps_kv = request.in_flight == weight_pb2.IN_FLIGHT_KEEP_KV
+        goes_on = keeps_kv or request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
         if self.running() and not goes_on:
             raise FailedPrecondition("SAMPLES_RUNNING", f"{len(self.running())} samples are running")
         if self.staged is None or self.staged[0] != request.policy_version:
             raise FailedPrecondition("NOT_STAGED", f"version {request.policy_version} is not staged")
         for stream in self.streams:
             self._flush(stream)
+        for sample in self.running():
+            sample.mixed_kv = keeps_kv and sample.steps > 0
         self.version, self.staged = request.policy_version, None
         self.applied.append(request.policy_version)
         assert self.registration is not None
         await self.registration.update(policy_version=self.version)
         return pb.ApplyWeightsResponse(
-            apply_time=duration(0.02), dropped_blocks=7, continued_samples=len(self.running())
+            apply_time=duration(0.02),
+            dropped_blocks=7,
+            continued_samples=len(self.running()),
+            kept_samples=sum(sample.mixed_kv for sample in self.running()),
         )
 
     async def DiscardWeights(
@@ -535,6 +544,7 @@ class FakeInstance(rpc.GenerationServiceServicer):
                 logprobs=sample.new_logprobs,
                 verified_logprobs=sample.new_verified + self.surplus_verified,
                 policy_version=self.version,
+                mixed_kv=sample.mixed_kv,
                 prompt_logprobs=None if sample.prompt_told else told_of_prompt(sample.item),
             )
             sample.prompt_told = True

@@ -180,6 +180,8 @@ class Outcome:
     logprobs: list[float] = field(default_factory=list)
     # The policy version that sampled each token.
     versions: list[int] = field(default_factory=list)
+    # Whether each was sampled with KV of several versions.
+    mixed: list[bool] = field(default_factory=list)
     finished: pb.Finished | None = None
     refused: pb.Refused | None = None
 
@@ -252,6 +254,7 @@ class Caller:
             outcome.tokens += delta.token_ids
             outcome.logprobs += delta.logprobs
             outcome.versions += [delta.policy_version] * len(delta.token_ids)
+            outcome.mixed += [delta.mixed_kv] * len(delta.token_ids)
         for finished in response.finished:
             outcome = self.of(finished.handle)
             assert not outcome.over, f"{finished.handle} ended twice"

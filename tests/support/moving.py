@@ -37,6 +37,8 @@ class Journey:
     logprobs: list[float] = field(default_factory=list)
     # The policy version that sampled each token.
     versions: list[int] = field(default_factory=list)
+    # Whether each was sampled with KV of several versions.
+    mixed: list[bool] = field(default_factory=list)
     finished: pb.Finished | None = None
     refused: pb.Refused | None = None
     moves: int = 0
@@ -215,6 +217,7 @@ class Movers:
             journey.tokens += delta.token_ids
             journey.logprobs += delta.logprobs
             journey.versions += [delta.policy_version] * len(delta.token_ids)
+            journey.mixed += [delta.mixed_kv] * len(delta.token_ids)
         for moved in response.moved:
             journey = self._here(place, moved.handle)
             assert moved.response_tokens == len(journey.item.prefix_token_ids) + len(journey.tokens)

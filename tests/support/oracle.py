@@ -85,6 +85,21 @@ class Oracle:
         rows = [self._judge_row(request, response, i, row) for i, row in enumerate(logits)]
         return Judgement(*(list(column) for column in zip(*rows, strict=True)))
 
+    def judge_on_kv(
+        self, before: Oracle, request: EngineRequest, response: Sequence[int], begin: int
+    ) -> Judgement:
+        """Judge a response from token `begin` on, which this model continued with KV that another one had computed.
+
+        Only the tokens before the last one of these had KV then.
+        """
+        known, news = [*request.prompt, *response[: begin - 1]], response[begin - 1 : -1]
+        with torch.inference_mode():
+            cache = before._model(torch.tensor([known]), use_cache=True).past_key_values
+            found = self._model(torch.tensor([list(news)]), past_key_values=cache, use_cache=True)
+        logits = found.logits[0].double().numpy()
+        rows = [self._judge_row(request, response, begin + i, row) for i, row in enumerate(logits)]
+        return Judgement(*(list(column) for column in zip(*rows, strict=True)))
+
     def _judge_row(
         self, request: EngineRequest, response: Sequence[int], position: int, row: FloatArray
     ) -> tuple[int, float, float, float]:

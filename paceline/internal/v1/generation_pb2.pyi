@@ -68,7 +68,7 @@ class Claim(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., migration_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs", "policy_version", "top_token_ids", "top_logprobs", "prompt_logprobs")
+    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs", "policy_version", "top_token_ids", "top_logprobs", "prompt_logprobs", "mixed_kv")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class Delta(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_KV_FIELD_NUMBER: _ClassVar[int]
     handle: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -85,7 +86,8 @@ class Delta(_message.Message):
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     prompt_logprobs: _sample_pb2.PromptLogprobs
-    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[_sample_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    mixed_kv: bool
+    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[_sample_pb2.PromptLogprobs, _Mapping]] = ..., mixed_kv: bool = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on", "stop_string", "cached_context_tokens", "prefill_time", "verify_time", "plain_time")
@@ -234,16 +236,18 @@ class ApplyWeightsRequest(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ..., in_flight: _Optional[_Union[_weight_pb2.InFlight, str]] = ...) -> None: ...
 
 class ApplyWeightsResponse(_message.Message):
-    __slots__ = ("apply_time", "dropped_blocks", "halt_time", "continued_samples")
+    __slots__ = ("apply_time", "dropped_blocks", "halt_time", "continued_samples", "kept_samples")
     APPLY_TIME_FIELD_NUMBER: _ClassVar[int]
     DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HALT_TIME_FIELD_NUMBER: _ClassVar[int]
     CONTINUED_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     apply_time: _duration_pb2.Duration
     dropped_blocks: int
     halt_time: _duration_pb2.Duration
     continued_samples: int
-    def __init__(self, apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ..., halt_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., continued_samples: _Optional[int] = ...) -> None: ...
+    kept_samples: int
+    def __init__(self, apply_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dropped_blocks: _Optional[int] = ..., halt_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., continued_samples: _Optional[int] = ..., kept_samples: _Optional[int] = ...) -> None: ...
 
 class DiscardWeightsRequest(_message.Message):
     __slots__ = ("policy_version",)

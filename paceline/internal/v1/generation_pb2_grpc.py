@@ -124,7 +124,8 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ApplyWeights(self, request, context):
-        """Applies staged weights between two steps. FAILED_PRECONDITION while samples are running, unless they are to go on.
+        """Applies staged weights between two steps. FAILED_PRECONDITION while samples are running, unless they are to go on,
+        and where they are to keep KV that this engine does not keep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -241,7 +241,7 @@ class KvGeometry(_message.Message):
     def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("migration_id", "donor_id", "geometry", "item", "rollout", "cached_token_ids", "capacity_tokens", "timeout", "migrations")
+    __slots__ = ("migration_id", "donor_id", "geometry", "item", "rollout", "cached_token_ids", "capacity_tokens", "timeout", "migrations", "mixed_kv")
     MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
     DONOR_ID_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,7 @@ class ReserveRequest(_message.Message):
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_KV_FIELD_NUMBER: _ClassVar[int]
     migration_id: str
     donor_id: str
     geometry: KvGeometry
@@ -260,7 +261,8 @@ class ReserveRequest(_message.Message):
     capacity_tokens: int
     timeout: _duration_pb2.Duration
     migrations: int
-    def __init__(self, migration_id: _Optional[str] = ..., donor_id: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., item: _Optional[_Union[_generation_pb2.WorkItem, _Mapping]] = ..., rollout: _Optional[_Union[_draft_pb2.Rollout, _Mapping]] = ..., cached_token_ids: _Optional[_Iterable[int]] = ..., capacity_tokens: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., migrations: _Optional[int] = ...) -> None: ...
+    mixed_kv: bool
+    def __init__(self, migration_id: _Optional[str] = ..., donor_id: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., item: _Optional[_Union[_generation_pb2.WorkItem, _Mapping]] = ..., rollout: _Optional[_Union[_draft_pb2.Rollout, _Mapping]] = ..., cached_token_ids: _Optional[_Iterable[int]] = ..., capacity_tokens: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., migrations: _Optional[int] = ..., mixed_kv: bool = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reserved", "refused")
@@ -279,14 +281,16 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[_Union[MoveReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("data_addresses", "token", "shared_blocks")
+    __slots__ = ("data_addresses", "token", "shared_blocks", "mixed_kv")
     DATA_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_KV_FIELD_NUMBER: _ClassVar[int]
     data_addresses: _containers.RepeatedScalarFieldContainer[str]
     token: bytes
     shared_blocks: int
-    def __init__(self, data_addresses: _Optional[_Iterable[str]] = ..., token: _Optional[bytes] = ..., shared_blocks: _Optional[int] = ...) -> None: ...
+    mixed_kv: bool
+    def __init__(self, data_addresses: _Optional[_Iterable[str]] = ..., token: _Optional[bytes] = ..., shared_blocks: _Optional[int] = ..., mixed_kv: bool = ...) -> None: ...
 
 class DrafterState(_message.Message):
     __slots__ = ("drafter", "state")

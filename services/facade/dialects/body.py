@@ -283,7 +283,11 @@ def identity_of(request: t.SampleRequest) -> dict[str, Any]:
 
 def weight_versions(spans: Iterable[t.VersionSpan]) -> list[dict[str, Any]]:
     """Return the weight versions that sampled the tokens of a sample, in vLLM's form."""
-    return [{"version": str(span.policy_version), "start": span.begin, "end": span.end} for span in spans]
+    return [
+        {"version": str(span.policy_version), "start": span.begin, "end": span.end}
+        | ({"mixed_kv": True} if span.mixed_kv else {})
+        for span in spans
+    ]
 
 
 class ModelNotServed(InvalidArgument):

@@ -87,6 +87,8 @@ class VersionRange(AnswerForm):
     """Index of the first token."""
     end: int
     """Index after the last token."""
+    mixed_kv: bool | None = None
+    """True: they were sampled with KV of earlier versions, too."""
 
 
 class UsageForm(AnswerForm):

@@ -87,13 +87,20 @@ class Connection:
             stage_time=reply.stage_time,
         )
 
-    async def apply(self, version: int, *, in_flight: bool = False) -> weight_pb2.InstanceUpdate:
-        """Have an instance apply the staged weights: once it has no samples, or with samples `in_flight`."""
+    async def apply(
+        self, version: int, in_flight: weight_pb2.InFlight = weight_pb2.IN_FLIGHT_REFUSE
+    ) -> weight_pb2.InstanceUpdate:
+        """Have an instance apply the staged weights: once it has no samples, or with samples `in_flight`.
+
+        Args:
+            version: version of the weights.
+            in_flight: REFUSE, CONTINUE or KEEP_KV.
+        """
         settled = time.monotonic() + _SETTLE_SECONDS
         async with self.weights:
             while True:
                 try:
-                    reply = await self._apply(version, in_flight=in_flight)
+                    reply = await self._apply(version, in_flight)
                     break
                 except grpc.aio.AioRpcError as error:
                     busy = error.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -106,6 +113,7 @@ class Connection:
             policy_version=version,
             apply_time=reply.apply_time,
             dropped_blocks=reply.dropped_blocks,
+            kept_samples=reply.kept_samples,
         )
 
     async def load(self, version: int, source: WeightSource, peers: Sequence[str] = ()) -> None:
@@ -151,10 +159,11 @@ class Connection:
         getattr(request, field).CopyFrom(source)
         return await self.stub.StageWeights(request, timeout=seconds or self.config.stage_timeout_seconds)
 
-    async def _apply(self, version: int, *, in_flight: bool = False) -> pb.ApplyWeightsResponse:
-        treatment = weight_pb2.IN_FLIGHT_CONTINUE if in_flight else weight_pb2.IN_FLIGHT_REFUSE
+    async def _apply(
+        self, version: int, in_flight: weight_pb2.InFlight = weight_pb2.IN_FLIGHT_REFUSE
+    ) -> pb.ApplyWeightsResponse:
         return await self.stub.ApplyWeights(
-            pb.ApplyWeightsRequest(policy_version=version, in_flight=treatment),
+            pb.ApplyWeightsRequest(policy_version=version, in_flight=in_flight),
             timeout=self.config.apply_timeout_seconds,
         )
 

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from paceline.v1 import weight_pb2 as pb
-from services.contracts.errors import FailedPrecondition, Unavailable
+from services.contracts.errors import KEEPING_KV, FailedPrecondition, Unavailable, kv_not_kept
 from services.gateway.instances.connection import Connection, InstanceResult, on_all
 from services.gateway.instances.roster import Roster
 from services.gateway.instances.staging import InstanceStaging, UpdateStaging
@@ -30,6 +30,7 @@ from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.state.fleet_health import FleetHealth, MemberState
 from services.gateway.state.update_book import InFlightTreatment, UpdateBook, UpdatePhase, WeightUpdate
 from services.platform.redis.decision_log import DecisionRecord
+from services.platform.redis.registry import InstanceRecord
 from services.platform.tasks import to_the_end
 
 log = structlog.get_logger(__name__)
@@ -201,6 +202,8 @@ class Updater:
                     update_id=update_id,
                     version=str(update.version),
                 )
+            if in_flight is InFlightTreatment.KEEP_KV:
+                check_keeps_kv(each.member.record for each in staged)
             # No await between this check and the phase that keeps new samples out.
             self.book.applying(update_id, self.samples.unfinished, time.time(), in_flight)
             self._times["applying"] = time.time()
@@ -356,10 +359,8 @@ async def apply_on_all(
 ) -> list[InstanceResult]:
     """Have instances replace their weights by the staged ones; quarantine those that fail."""
     begin = time.perf_counter()
-    in_flight = update.in_flight is InFlightTreatment.CONTINUE
-    results = await on_all(
-        connections, lambda each: each.apply(update.version, in_flight=in_flight), roster.pace
-    )
+    order = order_of(update)
+    results = await on_all(connections, lambda each: each.apply(update.version, order), roster.pace)
     staging.metrics.update_seconds.labels("apply").observe(time.perf_counter() - begin)
     for result in results:
         connection = result.connection
@@ -369,6 +370,21 @@ async def apply_on_all(
         else:
             staging.describe(result)
     return results
+
+
+def order_of(update: WeightUpdate) -> pb.InFlight:
+    """Return the treatment of running samples that the instances are asked for."""
+    if update.in_flight is not InFlightTreatment.CONTINUE:
+        return pb.IN_FLIGHT_REFUSE
+    return pb.IN_FLIGHT_KEEP_KV if update.keeps_kv else pb.IN_FLIGHT_CONTINUE
+
+
+def check_keeps_kv(records: Iterable[InstanceRecord]) -> None:
+    """Raise FailedPrecondition for the first instance whose samples cannot keep their KV over an update."""
+    for record in records:
+        if not record.keeps_kv:
+            why = record.refused_features.get(KEEPING_KV, "its release does not know KEEP_KV")
+            raise kv_not_kept(record.instance_id, why)
 
 
 def update_record(times: Mapping[str, float], version: int, run_id: str, now: float) -> DecisionRecord:

@@ -137,18 +137,18 @@ def join_spans(sample: sample_pb2.Sample | SerializedSpans) -> bool:
 
     A span that begins at 0 starts a new list and replaces all earlier spans.
     """
-    spans = [(span.begin, span.end, span.policy_version) for span in sample.version_spans]
-    joined: list[tuple[int, int, int]] = []
-    for begin, end, version in spans:
+    spans = [(span.begin, span.end, span.policy_version, span.mixed_kv) for span in sample.version_spans]
+    joined: list[tuple[int, int, int, bool]] = []
+    for begin, end, version, mixed in spans:
         if begin == 0:
             joined.clear()
-        if joined and joined[-1][1:] == (begin, version):
-            joined[-1] = (joined[-1][0], end, version)
+        if joined and joined[-1][1:] == (begin, version, mixed):
+            joined[-1] = (joined[-1][0], end, version, mixed)
         else:
-            joined.append((begin, end, version))
+            joined.append((begin, end, version, mixed))
     if joined == spans:
         return False
     del sample.version_spans[:]
-    for begin, end, version in joined:
-        sample.version_spans.add(begin=begin, end=end, policy_version=version)
+    for begin, end, version, mixed in joined:
+        sample.version_spans.add(begin=begin, end=end, policy_version=version, mixed_kv=mixed)
     return True

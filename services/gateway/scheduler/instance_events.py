@@ -147,7 +147,15 @@ class InstanceEvents:
                 raise ValueError(f"{count} tokens with {found}; {each} for each token were requested")
             top = TopTokens(delta.top_token_ids, delta.top_logprobs) if each else None
             if attempt.batch.extend(
-                attempt.index, attempt.number, delta.token_ids, delta.logprobs, now, verified, version, top
+                attempt.index,
+                attempt.number,
+                delta.token_ids,
+                delta.logprobs,
+                now,
+                verified,
+                version,
+                top,
+                mixed_kv=delta.mixed_kv,
             ):
                 tokens += count
                 running = self.batches.by_key.get(attempt.batch.key)

@@ -55,7 +55,7 @@ _LEADERS: dict[str, tuple[Callable[[grpc.aio.Channel], Any], str]] = {
 # Fields of an instance, and counts of its load, that are shown as registered.
 _RECORDED = (
     *("instance_id", "epoch", "address", "max_running", "max_model_len", "vocab_size", "model", "device"),
-    *("metrics_address", "refused_features"),
+    *("metrics_address", "refused_features", "keeps_kv"),
 )
 _COUNTS = ("running", "waiting", "generated_tokens", "steps")
 # Fields of the learner that have the same name in the response.

@@ -22,6 +22,7 @@ _TREATMENTS = {
     weight_pb2.IN_FLIGHT_REFUSE: InFlightTreatment.REFUSE,
     weight_pb2.IN_FLIGHT_ABORT: InFlightTreatment.ABORT,
     weight_pb2.IN_FLIGHT_CONTINUE: InFlightTreatment.CONTINUE,
+    weight_pb2.IN_FLIGHT_KEEP_KV: InFlightTreatment.KEEP_KV,
 }
 
 
@@ -191,7 +192,7 @@ class WeightServicer(weight_pb2_grpc.WeightServiceServicer):
 def _treatment(in_flight: weight_pb2.InFlight) -> InFlightTreatment:
     treatment = _TREATMENTS.get(in_flight)
     if treatment is None:
-        found = f"is {in_flight}; must be REFUSE, ABORT or CONTINUE"
+        found = f"is {in_flight}; must be REFUSE, ABORT, CONTINUE or KEEP_KV"
         raise InvalidArgument([Violation("in_flight", found)])
     return treatment
 

@@ -252,7 +252,8 @@ def _fill(
     provenance.verify_steps = state.verify_steps
     provenance.resubmissions = state.resubmissions
     provenance.exactness.CopyFrom(batch.exactness)
-    provenance.lossless = batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_LENIENT
+    lenient = batch.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
+    provenance.lossless = not (lenient or state.mixed_kv)
     for span in state.spans:
         if span.end_token > span.begin_token:
             provenance.instance_spans.add(

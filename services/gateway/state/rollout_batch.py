@@ -179,9 +179,9 @@ class RolloutBatch:
         """Restore the tokens of a waiting sample from its chunks in the journal."""
         sample, count = self.samples[index], len(journaled.token_ids)
         for span in journaled.version_spans:
-            sample.stamp(span.begin, span.policy_version)
-        top = TopTokens(journaled.top_token_ids, journaled.top_logprobs)
-        sample.append(journaled.token_ids, journaled.logprobs, sample.versions[-1][1], top)
+            sample.stamp(span.begin, span.policy_version, mixed_kv=span.mixed_kv)
+        top, last = TopTokens(journaled.top_token_ids, journaled.top_logprobs), sample.versions[-1]
+        sample.append(journaled.token_ids, journaled.logprobs, last.version, top, mixed_kv=last.mixed_kv)
         sample.calls.extend(journaled.calls)
         sample.environment.extend((span.begin, span.end) for span in journaled.environment_spans)
         if sample.calls and sample.calls[-1] == count:
@@ -226,12 +226,15 @@ class RolloutBatch:
         verified: Sequence[float] = (),
         version: int | None = None,
         top: TopTokens | None = None,
+        *,
+        mixed_kv: bool = False,
     ) -> bool:
         """Append tokens from the instance; return False if the attempt is not the current one.
 
-        `version` sampled them, according to the instance; None: the batch's current version. `verified` are the
-        log-probabilities of the first of these tokens, if they were taken from a cached rollout. They are ignored
-        unless all earlier tokens of the sample were as well, and the level is LENIENT.
+        `version` sampled them, according to the instance, with KV of earlier versions if `mixed_kv`; None: the
+        batch's current version. `verified` are the log-probabilities of the first of these tokens, if they were
+        taken from a cached rollout. They are ignored unless all earlier tokens of the sample were as well, and the
+        level is LENIENT.
         """
         sample = self.samples[index]
         if not sample.is_running(attempt):
@@ -240,7 +243,8 @@ class RolloutBatch:
         if verified and lenient and len(sample.verified) == len(sample.tokens):
             sample.verified.extend(verified)
         before = sample.entries
-        sample.append(tokens, logprobs, self.current_version if version is None else version, top)
+        sampled_by = self.current_version if version is None else version
+        sample.append(tokens, logprobs, sampled_by, top, mixed_kv=mixed_kv)
         self.held_tokens += sample.entries - before
         span = sample.spans[-1]
         span.end_token, span.end = len(sample.tokens), now
@@ -287,7 +291,8 @@ class RolloutBatch:
         begin, each = len(sample.tokens), self.group_of(index).sampling.top_logprobs
         top = TopTokens(*environment_top_tokens(tokens, each))
         # They were not sampled: their log-probability is 0.
-        sample.append(tokens, [0.0] * len(tokens), sample.versions[-1][1], top)
+        last = sample.versions[-1]
+        sample.append(tokens, [0.0] * len(tokens), last.version, top, mixed_kv=last.mixed_kv)
         sample.environment.append((begin, len(sample.tokens)))
         self.held_tokens += sample.entries - before
         sample.phase, sample.fruitless = SamplePhase.WAITING, 0

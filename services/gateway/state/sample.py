@@ -105,6 +105,14 @@ class TopTokens(NamedTuple):
     logprobs: Sequence[float]
 
 
+class VersionMark(NamedTuple):
+    """Tokens from `begin` on were sampled by this policy version, with KV of earlier ones if `mixed_kv`."""
+
+    begin: int
+    version: int
+    mixed_kv: bool = False
+
+
 class TokenColumns(NamedTuple):
     """Tokens of a sample, their log-probabilities, and the top tokens of each position with theirs."""
 
@@ -138,8 +146,8 @@ class GatewaySample:
     # Log-probabilities of the prompt, if requested and reported.
     prompt_logprobs: sample_pb2.PromptLogprobs | None = None
     spans: list[GenerationSpan] = field(default_factory=list)
-    # (first token, policy version) of the versions that sampled the tokens, in order.
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    # The versions that sampled the tokens, in order.
+    versions: list[VersionMark] = field(default_factory=list)
     # Lengths of the response at which it called a tool, and [begin, end) of the tokens of its environment.
     calls: list[int] = field(default_factory=list)
     environment: list[tuple[int, int]] = field(default_factory=list)
@@ -189,11 +197,17 @@ class GatewaySample:
         return self.attempt
 
     def append(
-        self, tokens: Sequence[int], logprobs: Sequence[float], version: int, top: TopTokens | None = None
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        top: TopTokens | None = None,
+        *,
+        mixed_kv: bool = False,
     ) -> None:
         """Append tokens that this policy version sampled, their log-probabilities, and the top tokens."""
         if len(tokens):
-            self.stamp(len(self.tokens), version)
+            self.stamp(len(self.tokens), version, mixed_kv=mixed_kv)
         # As arrays: copying a message's values one by one takes ten times as long.
         self.tokens.frombytes(np.asarray(tokens, np.uint32).tobytes())
         self.logprobs.frombytes(np.asarray(logprobs, np.float32).tobytes())
@@ -250,18 +264,25 @@ class GatewaySample:
         reused = min(max(self.reused_prefix, len(self.verified)), len(self.tokens))
         return max(self.cached_tokens, reused), reused
 
-    def stamp(self, begin: int, version: int) -> None:
-        """Record that tokens from `begin` on are of this policy version."""
-        if not self.versions or self.versions[-1][1] != version:
-            self.versions.append((begin, version))
+    def stamp(self, begin: int, version: int, *, mixed_kv: bool = False) -> None:
+        """Record that tokens from `begin` on are of this policy version, with KV of earlier ones if `mixed_kv`."""
+        mark = VersionMark(begin, version, mixed_kv)
+        if not self.versions or self.versions[-1][1:] != mark[1:]:
+            self.versions.append(mark)
+
+    @property
+    def mixed_kv(self) -> bool:
+        """True if some tokens were sampled with KV of several versions."""
+        return any(mark.mixed_kv for mark in self.versions)
 
     def version_spans(self, begin: int = 0, end: int | None = None) -> list[sample_pb2.VersionSpan]:
         """Return the policy versions of the tokens [begin, end), as spans."""
         spans, last = list[sample_pb2.VersionSpan](), len(self.tokens) if end is None else end
-        for first, version in reversed(self.versions):
-            if max(first, begin) < last:
+        for first, version, mixed in reversed(self.versions):
+            first_here = max(first, begin)
+            if first_here < last:
                 spans.append(
-                    sample_pb2.VersionSpan(begin=max(first, begin), end=last, policy_version=version)
+                    sample_pb2.VersionSpan(begin=first_here, end=last, policy_version=version, mixed_kv=mixed)
                 )
             last = min(first, last)
         return spans[::-1]
@@ -282,7 +303,7 @@ class GatewaySample:
         have = len(self.tokens)
         del self.top_tokens[each * have :], self.top_logprobs[each * have :]
         del self.verified[have:]
-        self.versions = [(first, version) for first, version in self.versions if first < have]
+        self.versions = [mark for mark in self.versions if mark.begin < have]
         self.reused_prefix = min(self.reused_prefix, have)
         self.spans = [span for span in self.spans if span.begin_token < have]
         for span in self.spans:

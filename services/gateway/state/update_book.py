@@ -51,13 +51,15 @@ class InFlightTreatment(enum.StrEnum):
     REFUSE = "refuse"
     ABORT = "abort"
     CONTINUE = "continue"
+    KEEP_KV = "keep_kv"
 
 
 @dataclass(slots=True)
 class WeightUpdate(JsonRecord):
     """Update that is not finished. `touched_at`: time of the last call of its trainer.
 
-    With a `ticket` its weights are pushed to the instances; otherwise they are in a folder.
+    With a `ticket` its weights are pushed to the instances; otherwise they are in a folder. An update that keeps KV
+    is one with CONTINUE that `keeps_kv`, so that a gateway of an earlier release can finish it.
     """
 
     update_id: str
@@ -69,6 +71,7 @@ class WeightUpdate(JsonRecord):
     checksum: str = ""
     in_flight: InFlightTreatment = InFlightTreatment.REFUSE
     ticket: str = field(default="", repr=False)
+    keeps_kv: bool = False
 
     def __post_init__(self) -> None:
         self.phase = UpdatePhase(self.phase)
@@ -229,13 +232,15 @@ class UpdateBook:
             raise FailedPrecondition(
                 "SAMPLES_UNFINISHED",
                 f"{unfinished} samples of version {self.version} are running or queued. The weights stay staged: "
-                "finish the update when they have ended, or with in_flight ABORT or CONTINUE",
+                "finish the update when they have ended, or with in_flight ABORT, CONTINUE or KEEP_KV",
                 unfinished=str(unfinished),
                 current=str(self.version),
                 update_id=update_id,
                 version=str(update.version),
             )
-        update.phase, update.in_flight = UpdatePhase.APPLYING, in_flight
+        update.keeps_kv = in_flight is InFlightTreatment.KEEP_KV
+        update.phase = UpdatePhase.APPLYING
+        update.in_flight = InFlightTreatment.CONTINUE if update.keeps_kv else in_flight
         return update
 
     def publish(self) -> PublishedVersion:

@@ -10,7 +10,7 @@ Not thread-safe: one thread builds and calls it. One engine per process, because
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from services.generation.engine.arguments import end_tokens, engine_config, refu
 from services.generation.engine.core_steps import MOST_REPLAYED, NO_BRANCHES, CoreSteps
 from services.generation.engine.draft_models.interface import DraftModelClient
 from services.generation.engine.draft_models.kinds import wanted
+from services.generation.engine.kept_kv import drop_other_kv, held_blocks, keepable
 from services.generation.engine.kernel_choice import SAMPLER
 from services.generation.engine.migration import EngineMigration
 from services.generation.engine.model_support import Feature, ModelSupport
@@ -282,35 +283,54 @@ class Engine:
 
     # -- weights and sleep --------------------------------------------------------------------------------
 
-    def apply_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], *, preempt: bool = False) -> int:
-        """Load weights in place, and drop all KV of the old ones; returns the number of blocks dropped.
+    def keepable(self) -> list[str]:
+        """Return the samples whose KV `apply_weights` can keep; none if that is refused for this model."""
+        return keepable(self._scheduler) if self.support.allows(Feature.KEEP_KV) else []
+
+    def apply_weights(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        preempt: bool = False,
+        keep: Collection[str] = (),
+    ) -> int:
+        """Load weights in place, and drop KV of the old ones; returns the number of blocks dropped.
 
         Args:
             tensors: (checkpoint name, tensor) pairs, complete and checked. A failed load leaves vLLM unusable.
             preempt: running samples keep their tokens, and compute their KV again with these weights.
+            keep: samples among `keepable` that continue with the KV that they have. No other sample ever reads it.
 
         Raises:
-            StaleKVError: KV of the old weights is still referenced.
+            StaleKVError: KV of the old weights is still referenced, by other samples than `keep`.
         """
         self.wake()
-        cached = self._cached_blocks()
+        held = held_blocks(self._scheduler.kv_cache_manager, keep)
+        cached = self._cached_blocks() - sum(held.values())
         for drafts in self.model_drafts.values():
             drafts.forget()
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        self.forget_kv(preempt=preempt)
+        self.forget_kv(preempt=preempt, keep=keep)
         for drafts in self.model_drafts.values():
             drafts.begin()
         return cached
 
-    def forget_kv(self, *, preempt: bool = False) -> None:
-        """Drop every KV block, and all reservations. StaleKVError if a sample holds KV, without `preempt`."""
+    def forget_kv(self, *, preempt: bool = False, keep: Collection[str] = ()) -> None:
+        """Drop every KV block, and all reservations. StaleKVError if a sample holds KV, without `preempt`.
+
+        Samples of `keep` keep theirs, which is in no prefix cache from then on.
+        """
         if self.in_flight:
             raise StaleKVError("a step is in flight: settle first")
         self.migration.withdraw_all(preempt=preempt)
-        if not self._core.reset_prefix_cache(preempt):
+        manager = self._scheduler.kv_cache_manager
+        if keep:
+            drop_other_kv(self._scheduler, keep)
+        elif not self._core.reset_prefix_cache(preempt):
             raise StaleKVError("vLLM refused to reset its prefix cache: KV blocks are still in use")
-        pool = self._scheduler.kv_cache_manager.block_pool  # vLLM's null block in it is never free.
-        if self._cached_blocks() or pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
+        pool = manager.block_pool  # vLLM's null block in it is never free.
+        left = pool.num_gpu_blocks - 1 - len(held_blocks(manager, keep))
+        if self._cached_blocks() or pool.get_num_free_blocks() != left:
             raise StaleKVError("KV blocks survived the reset")
 
     def sleep(self) -> None:

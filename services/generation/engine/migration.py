@@ -14,6 +14,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
+from services.generation.engine.kept_kv import keep_apart
 from services.generation.engine.text import StopStrings
 from services.generation.engine.types import EngineRequest, Exported, KvSpace, Reserved
 from services.generation.kv_transfer.block_store import Geometry, UnsupportedCaches
@@ -55,6 +56,8 @@ class EngineMigration:
         # Requests that have blocks and are unknown to the scheduler, and samples that are paused.
         self._reserved: dict[str, Request] = {}
         self._paused: set[str] = set()
+        # Reserved samples whose KV is of several versions of the weights.
+        self._mixed: set[str] = set()
         # Called for each reservation that the engine drops. Nothing may write to its blocks after it has returned.
         self.on_withdrawn: Callable[[str], None] = lambda sample_id: None
 
@@ -171,6 +174,8 @@ class EngineMigration:
     def reserve(self, request: EngineRequest, capacity: int) -> Reserved:
         """Allocate blocks for `capacity` tokens of an arriving sample; its prefix is the response so far.
 
+        It shares no blocks if its KV is of several versions: those in the prefix cache are of the present one.
+
         Raises:
             NotMoved: there are not enough blocks, or no seat is free. Nothing has changed then.
         """
@@ -180,7 +185,9 @@ class EngineMigration:
         sample = self._make_request(request)
         # As for a resumed sample: more than its prompt may be in the prefix cache.
         sample.status, sample.num_preemptions = RequestStatus.PREEMPTED, 1
-        found, hit, _ = manager.get_computed_blocks(sample)
+        found, hit = manager.empty_kv_cache_blocks, 0
+        if not request.mixed_kv:
+            found, hit, _ = manager.get_computed_blocks(sample)
         shared = hit // size
         needed = -(-capacity // size) - shared
         # Every running sample will soon need another block.
@@ -197,6 +204,8 @@ class EngineMigration:
         if slots is None:
             raise NotMoved(Reason.NO_KV, f"{needed} blocks could not be allocated")
         self._reserved[request.sample_id] = sample
+        if request.mixed_kv:
+            self._mixed.add(request.sample_id)
         self._stops.begin(request.sample_id, request.sampling, request.prefix)
         return Reserved(request.sample_id, tuple(manager.get_block_ids(request.sample_id)[0]), shared)
 
@@ -227,7 +236,11 @@ class EngineMigration:
         self._stops.skip(sample_id, new_tokens)
         manager = self._scheduler.kv_cache_manager
         sample.num_computed_tokens = sample.num_tokens - 1
-        manager.cache_blocks(sample, sample.num_computed_tokens)
+        if sample_id in self._mixed:
+            self._mixed.discard(sample_id)
+            keep_apart(manager, sample_id)
+        else:
+            manager.cache_blocks(sample, sample.num_computed_tokens)
         if not self._slots:
             prompt, output = list(sample.prompt_token_ids or ()), list(sample.output_token_ids)
             args = (sample_id, prompt, output, sample.sampling_params, manager.get_block_ids(sample_id))
@@ -238,6 +251,7 @@ class EngineMigration:
     def cancel(self, sample_id: str) -> None:
         """Free a reservation; nothing may write to its blocks any more. Unknown ones are ignored."""
         sample = self._reserved.pop(sample_id, None)
+        self._mixed.discard(sample_id)
         if sample is not None:
             self._stops.end(sample_id)
             self._scheduler.kv_cache_manager.free(sample)

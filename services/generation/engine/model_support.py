@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from services.contracts.errors import KEEPING_KV
+
 
 class Feature(StrEnum):
     """Feature of an engine that a model may not allow."""
@@ -22,6 +24,8 @@ class Feature(StrEnum):
     MOVES = "moves"
     RESUMING = "resuming"
     PREFIX_CACHE = "prefix_cache"
+    KEEP_KV = KEEPING_KV
+    """Samples can keep their KV while the weights change (kept_kv.py)."""
     SLEEP = "sleep"
     """Allowed for every model: an engine sleeps only when it is empty, and drops all KV."""
 
@@ -37,6 +41,8 @@ MOVABLE_KINDS = frozenset({"FullAttentionSpec"})
 RESUMABLE_KINDS = EXACT_KINDS | COPIED_KINDS
 """Kinds that are the same after a prefill of prompt and response as after decoding. Of recurrent states, only
 Mamba-2's is known to be."""
+KEPT_KINDS = EXACT_KINDS
+"""Kinds whose KV samples keep while weights change: each position has its own KV, which is computed once."""
 _ATTENTION_DTYPES = frozenset({"auto", "float16", "bfloat16", "float32"})
 _DRAFTED_DTYPES = _ATTENTION_DTYPES | {"fp8", "fp8_e4m3", "fp8_e5m2"}
 _NEED_DRAFTS = (Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.PREGENERATION)
@@ -77,6 +83,8 @@ class EngineTraits:
     lookahead: bool = False
     """Some tokens see later ones."""
     experts: bool = False
+    partial_hits: bool = False
+    """Prefixes are found in parts of blocks, because kinds of KV have blocks of several sizes."""
     kv_dtype: str = "auto"
     pipeline: int = 1
     context_parallel: int = 1
@@ -121,6 +129,7 @@ def model_support(engine: EngineTraits) -> ModelSupport:
         Feature.DRAFTS: _first(_of_drafts(engine)),
         Feature.MOVES: _first(_of_moves(engine)),
         Feature.RESUMING: _first(_of_resuming(engine)),
+        Feature.KEEP_KV: _first(_of_kept_kv(engine)),
         Feature.SLEEP: "",
         Feature.PREFIX_CACHE: _first([(engine.recurrent, "no test shows that cached states are exact")]),
     }
@@ -242,4 +251,24 @@ def _of_resuming(engine: EngineTraits) -> Iterable[_Rule]:
         (engine.positions, "the positions of a resumed sample have several dimensions"),
         (engine.latent, "no test shows that latent KV of a prefill is that of decoding"),
         (bool(others), f"no test shows that KV of the kind {others} is after a prefill as after decoding"),
+    )
+
+
+def _of_kept_kv(engine: EngineTraits) -> Iterable[_Rule]:
+    others = _others(engine.kinds, KEPT_KINDS)
+    return (
+        (not engine.coupled, "vLLM's own sampler does not mark samples whose KV is of several versions"),
+        (_recurrent(engine), "no test shows what a recurrent state of several versions gives"),
+        (engine.latent, "no test shows that latent KV outlives its weights"),
+        (bool(others), f"no test shows that KV of the kind {others} outlives its weights"),
+        (engine.kinds == frozenset(), "no layer has KV"),
+        (engine.encoder, "the model has an encoder"),
+        (engine.positions, "positions have several dimensions"),
+        (engine.partial_hits, "prefixes are found in parts of blocks"),
+        (
+            engine.kv_dtype not in _ATTENTION_DTYPES,
+            f"KV is {engine.kv_dtype}, whose scales change with the weights",
+        ),
+        (engine.pipeline > 1, "layers are divided into stages"),
+        (engine.context_parallel > 1, "contexts are divided among devices"),
     )

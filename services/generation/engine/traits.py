@@ -55,7 +55,12 @@ def support_of(core: Any, config: VllmConfig, reports: Sequence[KernelReport], *
         reports: reports of our workers; vLLM's own workers have none.
         v2: True if its runner is V2.
     """
-    known: dict[str, Any] = {"groups": len(core.scheduler.kv_cache_config.kv_cache_groups)}
+    manager = core.scheduler.kv_cache_manager
+    sizes = {each.block_size for each in manager.coordinator.single_type_managers}
+    known: dict[str, Any] = {
+        "groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
+        "partial_hits": manager.enable_caching and sizes != {manager.block_pool.hash_block_size},
+    }
     for report in reports:
         known |= {"kinds": report.kinds, "hidden_states": report.hidden_states}
     support = model_support(engine_traits(config, v2=v2, coupled=bool(reports), **known))

@@ -132,7 +132,8 @@ class EngineRequest:
     under its policy, of the kind that `sampling` requests; a sample with a prefix reuses nothing. With REJECTION,
     a draft token that is in `recorded` is accepted with probability min(1, lenience * p_now / p_then), which is
     lossy. With `near_ties`, if no likeliest tokens are requested, each token comes with its runner-up
-    (`SampleStep`).
+    (`SampleStep`). With `mixed_kv` its KV, which arrives with it, is of several versions of the weights, so that no
+    other sample may find it.
     """
 
     sample_id: str
@@ -150,6 +151,7 @@ class EngineRequest:
     # The last prefix token came from the sample's environment, so it cannot end the response.
     environment_last: bool = False
     near_ties: bool = False
+    mixed_kv: bool = False
 
     @property
     def follows(self) -> bool:

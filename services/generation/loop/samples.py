@@ -113,6 +113,8 @@ class RunningSample:
     resumed: Callable[[], None] | None = None
     # Version of the weights that sampled `tokens`; all tokens are reported before new weights are applied.
     policy_version: int | None = None
+    # True if part of the KV that `tokens` were sampled with was computed by earlier versions.
+    mixed_kv: bool = False
     # Stop string that ended it.
     stop_string: str = ""
     response: list[int] = field(init=False)
@@ -199,6 +201,7 @@ class RunningSample:
             logprobs=self.logprobs,
             verified_logprobs=self.verified_logprobs,
             policy_version=self.policy_version,
+            mixed_kv=self.mixed_kv,
             top_token_ids=self.top_token_ids,
             top_logprobs=self.top_logprobs,
             prompt_logprobs=None if self.prompt_scores is None else _prompt_logprobs(self.prompt_scores),

@@ -119,6 +119,7 @@ class ArrivingSample:
             raise NotMoved(Reason.INVALID, error.message) from error
         if message.cached_token_ids:
             request = replace(request, cached=tuple(message.cached_token_ids))
+        request = replace(request, mixed_kv=message.mixed_kv)
         origin, trace = Origin.of(message.item), message.item.trace_parent
         return cls(request, origin, rollout, message.migrations, trace, message.item.streamed)
 
@@ -212,6 +213,7 @@ class Arrivals:
             self._loop.now,
             arriving.streamed,
             origin=arriving.origin,
+            mixed_kv=arriving.request.mixed_kv,
         )
         if arriving.rollout is not None:
             sample.follow(arriving.rollout)

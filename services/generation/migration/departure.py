@@ -151,6 +151,9 @@ class Departure:
         answer = await self._receiver.Reserve(reserve, timeout=seconds_of(reserve.timeout))
         if answer.WhichOneof("result") != "reserved":
             raise ReceiverRefused(Reason.of(answer.refused.reason), answer.refused.message)
+        if reserve.mixed_kv and not answer.reserved.mixed_kv:
+            # Its prefix cache would serve this KV to samples of the present version.
+            raise NotMoved(Reason.GEOMETRY, "the receiver's release does not take KV of several versions")
         self._reserved = answer.reserved
         self._sent_blocks = report.message.shared_blocks = answer.reserved.shared_blocks
 

@@ -296,7 +296,9 @@ class Migration(rpc.MigrationServiceServicer):
         if self._fetcher is not None:
             # Rollouts for its drafters are fetched while its KV arrives.
             self._fetcher.want(Origin.of(request.item))
-        reservation = pb.Reservation(data_addresses=self._addresses, token=token, shared_blocks=shared)
+        reservation = pb.Reservation(
+            data_addresses=self._addresses, token=token, shared_blocks=shared, mixed_kv=request.mixed_kv
+        )
         return pb.ReserveResponse(reserved=reservation)
 
     async def Commit(self, request: pb.CommitRequest, context: _Context) -> pb.CommitResponse:

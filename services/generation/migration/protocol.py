@@ -282,6 +282,7 @@ def reserve_request(sample: RunningSample, migration_id: str, policy_version: in
         rollout=None if rollout is None else convert.to_proto(rollout),
         cached_token_ids=sample.request.cached,
         migrations=sample.migrations,
+        mixed_kv=sample.mixed_kv,
     )
 
 

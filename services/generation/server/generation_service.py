@@ -39,6 +39,7 @@ _STATES = {
 _DESCRIBED = (
     *("instance_id", "epoch", "address", "policy_version", "max_running"),
     *("max_model_len", "vocab_size", "model", "device", "metrics_address", "refused_features"),
+    "keeps_kv",
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -244,13 +245,15 @@ class GenerationService(rpc.GenerationServiceServicer):
     ) -> pb.ApplyWeightsResponse:
         """Put staged weights into the engine, between two steps."""
         began = time.monotonic()
-        in_flight = request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
-        applied = await self._weights.apply(request.policy_version, in_flight=in_flight)
+        keep_kv = request.in_flight == weight_pb2.IN_FLIGHT_KEEP_KV
+        in_flight = keep_kv or request.in_flight == weight_pb2.IN_FLIGHT_CONTINUE
+        applied = await self._weights.apply(request.policy_version, in_flight=in_flight, keep_kv=keep_kv)
         return pb.ApplyWeightsResponse(
             apply_time=duration(time.monotonic() - began),
             dropped_blocks=applied.dropped_blocks,
             halt_time=duration(applied.halt_seconds),
             continued_samples=applied.continued,
+            kept_samples=applied.kept,
         )
 
     async def DiscardWeights(

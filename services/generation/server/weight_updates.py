@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
 from paceline.internal.v1.weight_peer_pb2 import PeerWeights
 from paceline.v1.weight_pb2 import DiskWeights
-from services.contracts.errors import Aborted, FailedPrecondition
+from services.contracts.errors import KEEPING_KV, Aborted, FailedPrecondition, kv_not_kept
 from services.generation.config import GenerationConfig
 from services.generation.loop.engine_loop import EngineLoop
 from services.generation.loop.metrics import EngineMetrics
@@ -39,12 +39,13 @@ _log = structlog.get_logger(__name__)
 class AppliedWeights:
     """Cost of applying weights: KV blocks that were dropped, and seconds until pre-generation had stopped.
 
-    `continued` samples continue under them.
+    `continued` samples continue under them, `kept` of these with the KV that they have.
     """
 
     dropped_blocks: int = 0
     halt_seconds: float = 0.0
     continued: int = 0
+    kept: int = 0
 
 
 class WeightUpdates:
@@ -71,6 +72,7 @@ class WeightUpdates:
             stream_metrics: of weights that are received and served.
         """
         self.staged: StagedWeights | None = None
+        self._instance_id = config.instance_id
         self._loop = loop
         self._adopted = AdoptedWeights(config.adopted_weights) if config.adopted_weights else None
         model = Path(config.model)
@@ -118,23 +120,24 @@ class WeightUpdates:
         _log.info("weights_staged", version=version, checksum=staged.checksum)
         return staged
 
-    async def apply(self, version: int, *, in_flight: bool = False) -> AppliedWeights:
+    async def apply(self, version: int, *, in_flight: bool = False, keep_kv: bool = False) -> AppliedWeights:
         """Serve the staged weights from the next step on. Background samples end, and are stored.
 
         With `in_flight` the other samples keep their tokens and continue under these weights; samples that are
-        being moved are handed back.
+        being moved are handed back. With `keep_kv`, those that decode also keep their KV.
 
         Raises:
-            FailedPrecondition: these weights are not staged, or samples are running without `in_flight`.
+            FailedPrecondition: these weights are not staged, samples are running without `in_flight`, or the
+                engine cannot keep KV (KV_NOT_KEPT).
         """
         # The engine continues if the caller disconnects, and so does the rest of the update.
-        return await to_the_end(self._apply_staged(version, in_flight), self._tasks)
+        return await to_the_end(self._apply_staged(version, in_flight, keep_kv), self._tasks)
 
     async def discard(self, version: int) -> None:
         """Forget staged weights of a version, and give up receiving the rest."""
         await to_the_end(self._discard(version), self._tasks)
 
-    async def _apply_staged(self, version: int, in_flight: bool) -> AppliedWeights:
+    async def _apply_staged(self, version: int, in_flight: bool, keep_kv: bool) -> AppliedWeights:
         async with self._updating:
             if self._loop.policy_version == version:
                 return AppliedWeights()
@@ -144,17 +147,19 @@ class WeightUpdates:
                 raise FailedPrecondition(
                     "NOT_STAGED", f"version {version} is not staged", requested=str(version), staged=have
                 )
+            if keep_kv:
+                self._check_keeps_kv()
             with self._metrics.weight_seconds.labels("apply").time():
                 halt_seconds = await self._halt()
-                dropped, continued = await self._loop.execute(lambda: self._apply(staged, in_flight))
+                replaced = await self._loop.execute(lambda: self._apply(staged, in_flight, keep_kv))
             self.staged = None
             if self._adopted is not None:
                 await asyncio.to_thread(self._adopted.prune, version, staged.checksum)
             if self._pregenerator is not None:
                 # Uploaded since the halt, so that the instances of the next step find them.
                 await self._pregenerator.stored()
-        _log.info("weights_applied", version=version, dropped_blocks=dropped, continued=continued)
-        return AppliedWeights(dropped, halt_seconds, continued)
+        _log.info("weights_applied", version=version, **replaced._asdict())
+        return AppliedWeights(halt_seconds=halt_seconds, **replaced._asdict())
 
     async def _discard(self, version: int) -> None:
         await self.streams.end(version)
@@ -162,6 +167,11 @@ class WeightUpdates:
             self.staged = None
         if self._adopted is not None and version != self._loop.policy_version:
             self._adopted.hide(version)
+
+    def _check_keeps_kv(self) -> None:
+        refused: Mapping[str, str] = self._loop.ready.result().support.by_name()
+        if why := refused.get(KEEPING_KV):
+            raise kv_not_kept(self._instance_id, why)
 
     def _supersede(self, version: int) -> None:
         """Forget the staged weights of another version, before the new ones need memory."""
@@ -178,7 +188,7 @@ class WeightUpdates:
             self._pregenerator.metrics.update_halt_seconds.observe(seconds)
         return seconds
 
-    def _apply(self, staged: StagedWeights, in_flight: bool) -> tuple[int, int]:
+    def _apply(self, staged: StagedWeights, in_flight: bool, keep_kv: bool) -> ReplacedWeights:
         """Apply weights in the engine thread; see `replace_weights`."""
 
         def tensors() -> Iterable[tuple[str, torch.Tensor]]:
@@ -186,11 +196,11 @@ class WeightUpdates:
             staged.tensors.check_unchanged()
             return staged.tensors.items()
 
-        counts = replace_weights(
-            self._loop, staged.version, tensors, self._end_unclaimed, in_flight=in_flight
+        replaced = replace_weights(
+            self._loop, staged.version, tensors, self._end_unclaimed, in_flight=in_flight, keep_kv=keep_kv
         )
         self._metrics.policy_version.set(staged.version)
-        return counts
+        return replaced
 
 
 def _given(disk: DiskWeights) -> GivenWeights:
@@ -211,6 +221,14 @@ async def read_in_thread(read: Callable[[Proceed], StagedWeights]) -> StagedWeig
     return await uninterrupted(asyncio.to_thread(read, proceed), hasten=given_up.set)
 
 
+class ReplacedWeights(NamedTuple):
+    """KV blocks that were dropped, samples that continue, and how many of them keep their KV."""
+
+    dropped_blocks: int
+    continued: int
+    kept: int
+
+
 def replace_weights(
     loop: EngineLoop,
     version: int,
@@ -218,10 +236,13 @@ def replace_weights(
     end_unclaimed: Callable[[], None],
     *,
     in_flight: bool,
-) -> tuple[int, int]:
-    """Replace the weights between two steps; return the numbers of dropped KV blocks and of samples that continue.
+    keep_kv: bool = False,
+) -> ReplacedWeights:
+    """Replace the weights between two steps.
 
-    Called in the engine thread. `tensors` returns the weights, or raises if they cannot be applied any more.
+    Called in the engine thread. `tensors` returns the weights, or raises if they cannot be applied any more. With
+    `in_flight` samples continue, and with `keep_kv` those that have sampled a token do so with the KV that they
+    have. Others are still reading their prompt: they begin again, and are of the new version alone.
 
     Raises:
         FailedPrecondition: samples are running without `in_flight`.
@@ -241,13 +262,18 @@ def replace_weights(
     loop.abort_samples([loop.samples[key] for key in list(loop.watchers) if key in loop.samples])
     # Tokens sampled under the old weights are reported with the old version.
     loop.flush(everything=True)
+    engine, samples = loop.ready.result(), loop.samples
+    kept = set[str]()
+    if in_flight and keep_kv:
+        decoding = (key for key in engine.keepable() if key in samples)
+        kept = {key for key in decoding if samples[key].started is not None}
     try:
-        dropped: int = loop.ready.result().apply_weights(checked, preempt=in_flight)
+        dropped: int = engine.apply_weights(checked, preempt=in_flight, keep=kept)
     except Exception as error:
         # The weights may be half loaded, or old KV may survive, so the engine cannot be trusted any more.
         loop.fail(error)
         raise
     loop.policy_version = version
-    for sample in loop.samples.values():
-        sample.policy_version = version
-    return dropped, loop.samples.real_count
+    for key, sample in samples.items():
+        sample.policy_version, sample.mixed_kv = version, key in kept
+    return ReplacedWeights(dropped, samples.real_count, len(kept))

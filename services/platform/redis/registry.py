@@ -105,6 +105,8 @@ class InstanceRecord:
     model: str = ""
     device: str = ""
     refused_features: dict[str, str] = field(default_factory=dict)
+    # Samples can keep their KV over an update. Earlier releases do not write it.
+    keeps_kv: bool = False
     registered_at: float = 0.0
 
     @property

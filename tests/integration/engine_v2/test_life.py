@@ -16,12 +16,15 @@ from tests.integration.migration import test_engine as moves
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.engine_actor import EngineActor
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.oracle import Oracle
 from tests.support.v2_slots import known_samples
 
 pytestmark = pytest.mark.timeout(400)
 
 SEATS = 2
 TOKENS = 40
+# Scores that are closer than this are a tie in float32.
+TIE = 1e-4
 MODES = (IN_TURN := "in turn", AHEAD := "ahead")
 # Of what does not depend on whether a step is in flight.
 only_ahead = pytest.mark.parametrize("engines", [AHEAD], indirect=True)
@@ -30,18 +33,32 @@ Guessed = dict[str, list[tuple[int, int, list[int]]]]
 """Drafted and accepted tokens, and the emitted ones, by step and sample."""
 
 
-def steps(engine: Any, count: int, drafts: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-    """Tokens by sample of so many steps, as `moves.steps`; nothing is in flight afterwards."""
-    found = {sample_id: tokens for sample_id, (tokens, _) in moves.steps(engine, count, drafts).items()}
+def scored(
+    engine: Any, count: int, drafts: dict[str, list[int]] | None = None
+) -> dict[str, tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities by sample, as `moves.steps`; nothing is in flight afterwards."""
+    found: dict[str, tuple[list[int], list[float]]] = dict(moves.steps(engine, count, drafts))  # type: ignore[arg-type]
     for step in engine.settle():
-        found.setdefault(step.sample_id, []).extend(step.token_ids)
+        tokens, logprobs = found.setdefault(step.sample_id, ([], []))
+        tokens += step.token_ids
+        logprobs += step.logprobs
     return found
 
 
-def update(engine: Any, folder: str, preempt: bool) -> None:
+def steps(engine: Any, count: int, drafts: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    """Tokens by sample of so many steps; nothing is in flight afterwards."""
+    return {sample_id: tokens for sample_id, (tokens, _) in scored(engine, count, drafts).items()}
+
+
+def update(engine: Any, folder: str, preempt: bool, *keep: str) -> None:
     from safetensors.torch import load_file
 
-    engine.apply_weights(load_file(Path(folder) / "model.safetensors").items(), preempt=preempt)
+    weights = load_file(Path(folder) / "model.safetensors").items()
+    engine.apply_weights(weights, preempt=preempt, keep=keep)
+
+
+def keepable(engine: Any) -> list[str]:
+    return list(engine.keepable())
 
 
 def refusal(engine: Any, folder: str) -> str:
@@ -71,6 +88,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "qwen3"
     byte_tokenizer(folder, VOCAB_SIZE)
     return tiny_model(folder)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another policy of the same shape."""
+    return tiny_model(tmp_path_factory.mktemp("model") / "other", seed=5)
+
+
+@pytest.fixture(scope="module")
+def oracles(model: Path, other: Path) -> tuple[Oracle, Oracle]:
+    """What transformers makes of the two policies."""
+    return Oracle(model), Oracle(other)
 
 
 @pytest.fixture(scope="module")
@@ -218,10 +247,9 @@ def test_an_abort_frees_what_is_in_flight(engines: Engines, name: str) -> None:
     assert engine.call(steps, 0).keys() == {f"{name}-other"}
 
 
-def test_new_weights_find_no_step_in_flight(engines: Engines, name: str, model: Path, tmp_path: Path) -> None:
+def test_new_weights_find_no_step_in_flight(engines: Engines, name: str, model: Path, other: Path) -> None:
     """Sampled tokens stay; the rest is what V1 samples behind them with the new weights."""
     v2, v1 = engines
-    other = tiny_model(tmp_path / "other", seed=5)
     v2.call(moves.add, request(name))
     tokens = v2.call(moves.steps, 9)[name][0]
     if v2.call(in_flight):
@@ -234,6 +262,101 @@ def test_new_weights_find_no_step_in_flight(engines: Engines, name: str, model: 
     assert v1.call(steps, 0)[f"{name}-again"] == rest
     for engine in engines:
         engine.call(update, str(model), False)
+
+
+@pytest.mark.parametrize(("engines", "place"), [(IN_TURN, 0), (AHEAD, 0), (AHEAD, 1)], indirect=["engines"])
+def test_a_sample_keeps_its_kv_over_an_update(
+    engines: Engines,
+    address_of: Callable[[EngineActor], str],
+    name: str,
+    model: Path,
+    other: Path,
+    oracles: tuple[Oracle, Oracle],
+    place: int,
+) -> None:
+    """The same weights change nothing. Others continue with the KV of the first, and no other sample does."""
+    engine, pure = engines[place], engines[1 - place]
+    # Its steps are counted from here on.
+    address_of(engine)
+    engine.call(moves.add, request(f"{name}-stayed"))
+    stayed = engine.call(steps, 0)[f"{name}-stayed"]
+    engine.call(moves.add, request(name))
+    tokens, logprobs = engine.call(scored, 9)[name]
+    assert engine.call(keepable) == [name]
+    engine.call(update, str(model), True, name)
+    engine.call(moves.scheduled)
+    draft = stayed[len(tokens) : len(tokens) + 5]
+    draft[3] = (draft[3] + 1) % VOCAB_SIZE
+    more, more_logprobs = engine.call(scored, 1, {name: draft})[name]
+    # Nothing is computed again, and three drafts are accepted.
+    assert engine.call(moves.scheduled)[0] == {name: 1 + len(draft)}
+    assert len(more) >= 4
+    assert [*tokens, *more] == stayed[: len(tokens) + len(more)]
+    cut = len(tokens) + len(more)
+    engine.call(update, str(other), True, name)
+    # This one begins while the first still has its blocks.
+    engine.call(moves.add, request(f"{name}-new"))
+    found = engine.call(scored, 0)
+    rest, rest_logprobs = found[name]
+    response = [*tokens, *more, *rest]
+    judged = oracles[1].judge_on_kv(oracles[0], request(name), response, cut)
+    assert max(judged.gap) < TIE
+    assert rest_logprobs == pytest.approx(judged.raw, abs=1e-4)
+    before = oracles[0].judge(request(name), response[:cut])
+    assert [*logprobs, *more_logprobs] == pytest.approx(before.raw, abs=1e-4)
+    # An engine that never had the old weights' KV of these tokens.
+    pure.call(update, str(other), False)
+    pure.call(moves.add, request(f"{name}-pure"), request(f"{name}-resumed", response[:cut]))
+    wanted = pure.call(steps, 0)
+    assert found[f"{name}-new"][0] == wanted[f"{name}-pure"]
+    assert rest != wanted[f"{name}-resumed"], "its KV was computed again"
+    # Its blocks are free now, and found by nobody.
+    engine.call(moves.add, request(f"{name}-again", response[:cut]))
+    assert engine.call(steps, 0)[f"{name}-again"] == wanted[f"{name}-resumed"]
+    for each in engines:
+        each.call(update, str(model), False)
+
+
+@only_ahead
+def test_kept_kv_moves_and_goes_with_the_next_update(
+    engines: Engines, address_of: Callable[[EngineActor], str], name: str, model: Path, other: Path
+) -> None:
+    donor, receiver = engines
+    twin = f"{name}-twin"
+    address_of(donor)
+    way = (donor, receiver, address_of(receiver))
+    donor.call(moves.add, request(name), request(twin))
+    tokens = donor.call(steps, 9)[name]
+    donor.call(update, str(other), True, name, twin)
+    tokens += donor.call(steps, 4)[name]
+    receiver.call(update, str(other), False)
+    # Its prefix cache has the prompt, as the new weights compute it.
+    receiver.call(moves.add, request(f"{name}-prompt", max_tokens=1))
+    receiver.call(steps, 0)
+    exported, reserved = moves.stage_one(way, name, tokens, max_tokens=TOKENS, mixed_kv=True)
+    assert reserved.shared_blocks == 0
+    receiver.call(moves.scheduled)
+    moves.stage_two(way, name, exported, [])
+    moved = receiver.call(steps, 2)[f"{name}'"]
+    assert receiver.call(moves.scheduled)[0] == {f"{name}'": 1}
+    # A sample beside it finds the prompt that was there, and none of its KV.
+    beside = request(f"{name}-beside", tokens)
+    receiver.call(moves.add, beside)
+    found = receiver.call(steps, 0)
+    moved += found[f"{name}'"]
+    receiver.call(moves.withdrawn_by_reset)
+    receiver.call(moves.add, replace(beside, sample_id=f"{name}-alone"))
+    alone = receiver.call(steps, 0)[f"{name}-alone"]
+    assert found[f"{name}-beside"] == alone
+    stayed = donor.call(steps, 4)[twin]
+    assert stayed == moved[: len(stayed)]
+    assert moved != alone[: len(moved)]
+    # An update that keeps none lets the twin compute its KV again.
+    donor.call(update, str(other), True)
+    receiver.call(moves.add, request(f"{name}-resumed", [*tokens, *stayed]))
+    assert donor.call(steps, 0)[twin] == receiver.call(steps, 0)[f"{name}-resumed"]
+    for each in engines:
+        each.call(update, str(model), False)
 
 
 @only_ahead

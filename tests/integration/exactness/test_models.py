@@ -113,7 +113,7 @@ def test_kv_of_the_whole_context_moves(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize("policy", ["adversarial", PLANNED])
 def test_a_recurrent_state_is_exact_with_wrong_drafts(granite: EngineActor, policy: str) -> None:
     refused = granite.call(listed)
-    assert refused.keys() == {"trees", "quantized", "eagle3", "moves", "prefix_cache"}
+    assert refused.keys() == {"trees", "quantized", "eagle3", "moves", "prefix_cache", "keep_kv"}
     assert granite.call(refused_moves) == refused["moves"]
     requests = requests_of()
     plain = plain_of(granite, requests)

@@ -40,7 +40,7 @@ def test_what_a_model_goes_without_is_known_before(tmp_path: Path) -> None:
     told = outlook_of("granite4-hybrid", tmp_path / "granite")
     assert (told.refusal, told.unknown, told.dtype) == ("", "", "float32")
     assert told.kinds == ("FullAttentionSpec", "MambaSpec")
-    assert told.refused.keys() == {"trees", "quantized", "eagle3", "moves", "prefix_cache"}
+    assert told.refused.keys() == {"trees", "quantized", "eagle3", "moves", "prefix_cache", "keep_kv"}
 
 
 def test_a_model_that_vllm_does_not_know_is_refused_with_its_message(tmp_path: Path) -> None:

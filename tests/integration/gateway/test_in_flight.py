@@ -92,6 +92,35 @@ async def test_samples_go_on_under_the_new_version_and_say_so(cluster: Cluster) 
     assert gateway.metric("in_flight_samples_total", outcome="continued") == 12
 
 
+async def test_samples_that_keep_their_kv_say_so_after_their_gateway_and_instance_are_lost(
+    cluster: Cluster,
+) -> None:
+    """The marks are in the journal; what is resumed from it computes its KV again."""
+    gateway, (fake,) = await held(cluster, "i0")
+    request = make_batch(samples=1, ignore_eos=True)
+    await halfway(gateway, request, 3)
+    finished = await finish(gateway.trainer, await staged(gateway), weight_pb2.IN_FLIGHT_KEEP_KV)
+    assert (finished.continued_samples, [each.kept_samples for each in finished.instances]) == (3, [3])
+    fake.hold_at = 2 * HELD
+    redis = connect(GatewayConfig(redis_url=cluster.redis_url, namespace=cluster.namespace))
+    await until(
+        lambda: _journaled(redis, cluster.namespace, request, 3 * (2 * HELD - 1)),
+        "the journal has their tokens",
+    )
+    await redis.aclose()
+    await gateway.kill()
+    fake.hold_at = None
+    successor = await cluster.gateway()
+    samples = [event.sample for event in await successor.trainer.collect(request)]
+    # The last token of a lost sample is sampled again.
+    begin, cut, end = 0, HELD, 2 * HELD - 1
+    want = [(begin, cut, 0), (cut, end, 1), (end, 40, 1)]
+    assert [check_versions(request, sample) for sample in samples] == [want] * 3
+    marked = [[span.mixed_kv for span in sample.version_spans] for sample in samples]
+    assert marked == [[False, True, False]] * 3
+    assert not any(sample.provenance.lossless for sample in samples)
+
+
 async def test_an_instance_that_dies_while_samples_go_on(cluster: Cluster) -> None:
     gateway, (first, second) = await held(cluster, "i0", "i1", room_factor=1.0)
     request = make_batch(ignore_eos=True)

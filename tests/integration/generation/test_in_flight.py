@@ -32,6 +32,35 @@ def check(outcome: Outcome, old: Outcome, served: int) -> int:
     return cut
 
 
+async def test_samples_keep_their_kv_and_no_other_sample_finds_it(
+    updated: Policy, fresh: Policy, models: tuple[Path, Path]
+) -> None:
+    old = await updated.ask(*[updated.item(handle, **LONG) for handle in HANDLES])
+    served = updated.version
+    async with updated.midway(HANDLES, **LONG) as (caller,):
+        await updated.stage(served + 1, models[1])
+        applied = await updated.apply(served + 1, weight_pb2.IN_FLIGHT_KEEP_KV)
+        assert (applied.continued_samples, applied.kept_samples) == (len(HANDLES), len(HANDLES))
+        # While they are in the engine, too.
+        await updated.resume()
+        beside = await updated.tokens(HANDLES)
+        outcomes = await caller.ended(*HANDLES)
+    cuts = {handle: check(outcomes[handle], old[handle], served) for handle in HANDLES}
+    for handle, cut in cuts.items():
+        assert outcomes[handle].mixed == [False] * cut + [True] * (LONG["max_tokens"] - cut)
+    # What samples that compute their KV again are from there on.
+    prefixes = {handle: outcomes[handle].tokens[:cut] for handle, cut in cuts.items()}
+    resumed, wanted = [
+        await each.ask(*[each.item(handle, prefix_token_ids=prefixes[handle], **LONG) for handle in HANDLES])
+        for each in (updated, fresh)
+    ]
+    assert beside == await fresh.tokens(HANDLES)
+    for handle, cut in cuts.items():
+        assert resumed[handle].tokens == wanted[handle].tokens
+        assert not any(resumed[handle].mixed)
+        assert outcomes[handle].tokens[cut:] != wanted[handle].tokens
+
+
 async def test_samples_go_on_under_new_weights_token_for_token(
     updated: Policy, fresh: Policy, models: tuple[Path, Path]
 ) -> None:

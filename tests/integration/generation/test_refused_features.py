@@ -18,7 +18,7 @@ from tests.support.instances import CALL, InstanceProcess, stub_of
 
 INFO = "paceline_generation_engine_info"
 STATEFUL, LATENT = "granite4-hybrid", "deepseek-mla"
-NEVER = {"trees", "quantized", "eagle3", "moves"}
+NEVER = {"trees", "quantized", "eagle3", "moves", "keep_kv"}
 REFUSED = {STATEFUL: NEVER | {"prefix_cache"}, LATENT: NEVER | {"drafts", "pregeneration", "resuming"}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,11 @@ def request(name: str, response: list[int] | None = None, **fields: Any) -> Engi
 def stage_one(
     engines: tuple[EngineActor, EngineActor, str], name: str, response: list[int], **fields: Any
 ) -> tuple[Exported, Reserved]:
-    """Reserve, and send the whole blocks."""
+    """Reserve, and send the whole blocks; with `mixed_kv` as those of a sample that kept its KV over an update."""
     donor, receiver, address = engines
     exported = donor.call(migration, "export", name)
-    asked = request(f"{name}'", response, **fields)
+    mixed_kv = fields.pop("mixed_kv", False)
+    asked = replace(request(f"{name}'", response, **fields), mixed_kv=mixed_kv)
     reserved = receiver.call(migration, "reserve", asked, len(PROMPT) + len(response) + 40)
     receiver.call(port, "expect", "m", TOKEN, reserved.blocks, reserved.shared_blocks * BLOCK, WAIT)
     shared, whole = reserved.shared_blocks, exported.tokens // BLOCK

@@ -13,6 +13,7 @@ import pytest
 from paceline import types as t
 from paceline.errors import PacelineError, UnavailableError
 from services.contracts.errors import ResourceExhausted
+from services.facade.dialects.body import weight_versions
 from services.facade.http_errors import http_error
 from services.facade.samples import SamplesInWork
 
@@ -64,7 +65,7 @@ class Scripted:
                 whole.logprobs,
                 t.FinishReason.LENGTH,
                 t.SampleStatus.TRUNCATED if failure is None else t.SampleStatus.FAILED,
-                (t.VersionSpan(0, LENGTH - begin, 4),),
+                (t.VersionSpan(0, LENGTH - begin, 4, mixed_kv=True),),
                 t.Provenance(),
                 seed=1,
                 error="" if failure is None else failure.reason,
@@ -88,7 +89,11 @@ async def test_a_lost_gateway_costs_nothing_and_the_last_token_is_sampled_again(
     assert output.logprobs == [-100.0, -101.0, -102.0, -103.0, -104.0, -105.0]
     assert client.prefixes == [[], [100], [100, 101, 102, 103]]
     # The last gateway counted from its own first token, and did not know of the losses.
-    assert output.version_spans == (t.VersionSpan(4, LENGTH, 4),)
+    assert output.version_spans == (t.VersionSpan(4, LENGTH, 4, mixed_kv=True),)
+    (told,) = weight_versions(output.version_spans)
+    assert told == {"version": "4", "start": 4, "end": LENGTH, "mixed_kv": True}
+    # Where there is nothing to mark, answers have vLLM's fields only.
+    assert weight_versions([t.VersionSpan(0, 1, 4)]) == [{"version": "4", "start": 0, "end": 1}]
     assert output.provenance.resubmissions == 2
 
 

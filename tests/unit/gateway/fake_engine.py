@@ -106,7 +106,7 @@ class FakeEngine:
         assert self.staged == request.policy_version, "applied what was not staged"
         self.version, self.staged = self.staged, 0
         self.in_flight.append(request.in_flight)
-        return pb.ApplyWeightsResponse()
+        return pb.ApplyWeightsResponse(kept_samples=4)
 
     def DiscardWeights(self, request: pb.DiscardWeightsRequest) -> pb.DiscardWeightsResponse:
         self.staged = 0

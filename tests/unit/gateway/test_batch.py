@@ -385,18 +385,18 @@ class SampleMachine(RuleBasedStateMachine):
         self.version += 1
         self.batch.current_version = self.version
 
-    @rule(wanted=st.integers(1, 6), behind=st.integers(0, 1))
-    def progress(self, wanted: int, behind: int) -> None:
+    @rule(wanted=st.integers(1, 6), behind=st.integers(0, 1), mixed=st.booleans())
+    def progress(self, wanted: int, behind: int, mixed: bool) -> None:
         if self.sample.phase is SamplePhase.WAITING:
             self.batch.assign(0, f"i{self.sample.attempt % 3}", self.now)
         if self.sample.phase is SamplePhase.ASSIGNED:
             have = len(self.sample.tokens)
             tokens = self.truth[have : have + wanted]
             version = self.version - behind
-            logprobs = [-float(version)] * len(tokens)
-            top = TopTokens(*likeliest_of(tokens))
+            logprobs = [-(version + mixed / 2)] * len(tokens)
+            top, attempt = TopTokens(*likeliest_of(tokens)), self.sample.attempt
             assert self.batch.extend(
-                0, self.sample.attempt, tokens, logprobs, self.now, version=version, top=top
+                0, attempt, tokens, logprobs, self.now, version=version, top=top, mixed_kv=mixed
             )
             if have + len(tokens) == len(self.truth):
                 self.batch.finish(0, self.sample.attempt, finished(STOP), self.now)
@@ -475,7 +475,9 @@ class SampleMachine(RuleBasedStateMachine):
             assert covered == list(range(len(sample.token_ids)))
             join_spans(sample)
             assert versions_of(sample) == [-logprob for logprob in sample.logprobs]
-            assert all(a.policy_version != b.policy_version for a, b in pairwise(sample.version_spans))
+            marks = [(span.policy_version, span.mixed_kv) for span in sample.version_spans]
+            assert all(before != after for before, after in pairwise(marks))
+            assert sample.provenance.lossless == (not any(mixed for _, mixed in marks))
 
 
 def likeliest_of(tokens: list[int]) -> tuple[list[int], list[float]]:
@@ -483,12 +485,12 @@ def likeliest_of(tokens: list[int]) -> tuple[list[int], list[float]]:
     return [each for token in tokens for each in (token + 1, token + 2)], [-0.5, -1.5] * len(tokens)
 
 
-def versions_of(sample: sample_pb2.Sample) -> list[int]:
-    """Return the version of each token, whose spans must follow one another."""
-    found: list[int] = []
+def versions_of(sample: sample_pb2.Sample) -> list[float]:
+    """Return the version of each token, half more with KV of several; the spans must follow one another."""
+    found: list[float] = []
     for span in sample.version_spans:
         assert span.begin == len(found) < span.end
-        found += [span.policy_version] * (span.end - span.begin)
+        found += [span.policy_version + span.mixed_kv / 2] * (span.end - span.begin)
     return found
 
 

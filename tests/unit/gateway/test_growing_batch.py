@@ -15,7 +15,7 @@ from services.gateway.api.validation import as_submission, check_groups, check_s
 from services.gateway.journal.journal import merged
 from services.gateway.journal.record import BatchHead, BatchRecord
 from services.gateway.state.messages import BatchBuilder, build_groups
-from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
+from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase, VersionMark
 from services.gateway.state.update_book import PublishedVersion, UpdateBook
 from tests.unit.gateway.scheduler_parts import SchedulerParts, a_batch
 
@@ -162,7 +162,7 @@ def test_a_sample_that_is_renewed_begins_without_tokens_and_its_last_attempt_is_
     assert batch.extend(0, attempt, [8], [-1.0], 5.0)
     assert batch.finish(0, attempt, STOPPED, 6.0) is EventEffect.ENDED
     assert list(batch.samples[0].tokens) == [8]
-    assert batch.samples[0].versions == [(0, batch.current_version)]
+    assert batch.samples[0].versions == [VersionMark(0, batch.current_version)]
     assert not batch.is_stale(0)
 
 

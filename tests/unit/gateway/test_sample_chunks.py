@@ -43,18 +43,18 @@ def test_usual_tokens_take_three_bytes_and_their_log_probabilities_four() -> Non
     assert len(pack(columns)) == 700 + 2 * 3
 
 
-VERSIONS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=5)
+VERSIONS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3), st.booleans()), max_size=5)
 
 
 @given(VERSIONS, VERSIONS, st.booleans())
 def test_only_the_spans_of_a_serialised_sample_are_joined(
-    first: list[tuple[int, int]], rest: list[tuple[int, int]], chunked: bool
+    first: list[tuple[int, int, bool]], rest: list[tuple[int, int, bool]], chunked: bool
 ) -> None:
     sample = sample_pb2.Sample(prompt_id="p", token_ids=[7] * 300, logprobs=[-0.5] * 300, seed=5, error="e")
     sample.provenance.queue_time.nanos = 9
     at = 0
-    for length, version in (*first, *rest):
-        sample.version_spans.add(begin=at, end=at + length, policy_version=version)
+    for length, version, mixed in (*first, *rest):
+        sample.version_spans.add(begin=at, end=at + length, policy_version=version, mixed_kv=mixed)
         at += length
     head = (
         sample_pb2.Sample(version_spans=sample.version_spans[: len(first)])

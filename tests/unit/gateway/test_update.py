@@ -9,7 +9,9 @@ import pytest
 from google.rpc import error_details_pb2
 from hypothesis import given
 
+from paceline.v1 import weight_pb2
 from services.contracts.errors import FailedPrecondition, NotFound
+from services.gateway.instances.updater import order_of
 from services.gateway.state.update_book import (
     InFlightTreatment,
     PublishedVersion,
@@ -17,6 +19,8 @@ from services.gateway.state.update_book import (
     UpdatePhase,
     WeightUpdate,
 )
+
+KEEP_KV = weight_pb2.IN_FLIGHT_KEEP_KV
 
 
 def test_the_phases_follow_each_other() -> None:
@@ -113,12 +117,28 @@ def test_a_gateway_takes_over_from_one_that_wrote_more_fields() -> None:
 
 
 def test_samples_that_are_aborted_or_go_on_do_not_keep_the_old_version() -> None:
-    for treatment in (InFlightTreatment.ABORT, InFlightTreatment.CONTINUE):
+    for treatment in (InFlightTreatment.ABORT, InFlightTreatment.CONTINUE, InFlightTreatment.KEEP_KV):
         book = UpdateBook(10.0, PublishedVersion(3))
         book.start("u", "run", 4, 0.0)
         book.staged("u", "/w", "", 1.0)
         update = book.applying("u", 12, 2.0, treatment)
         assert WeightUpdate.from_json(update.to_json()) == update
+
+
+def test_an_update_that_keeps_kv_can_be_finished_by_an_earlier_release() -> None:
+    """It knows CONTINUE only, under which samples compute their KV again."""
+    book = UpdateBook(10.0, PublishedVersion(3))
+    book.start("u", "run", 4, 0.0)
+    book.staged("u", "/w", "", 1.0)
+    update = book.applying("u", 12, 2.0, InFlightTreatment.KEEP_KV)
+    assert (order_of(update), order_of(WeightUpdate.from_json(update.to_json()))) == (KEEP_KV, KEEP_KV)
+    written = json.loads(update.to_json())
+    assert written["in_flight"] == "continue"
+    del written["keeps_kv"]
+    assert order_of(WeightUpdate.from_json(json.dumps(written))) == weight_pb2.IN_FLIGHT_CONTINUE
+    # An attempt that could not be recorded may be repeated with another treatment.
+    update.phase = UpdatePhase.STAGED
+    assert order_of(book.applying("u", 12, 2.0, InFlightTreatment.ABORT)) == weight_pb2.IN_FLIGHT_REFUSE
 
 
 def test_a_refusal_names_the_update_and_keeps_it_alive() -> None:
@@ -147,7 +167,8 @@ def test_samples_go_on_through_updates_that_let_them_and_no_other(
         book.applying(f"u{number}", 0, 0.0, treatment)
         published = book.publish()
         assert PublishedVersion.from_json(published.to_json()) == published
-        alive = {*alive, version} if treatment is InFlightTreatment.CONTINUE else {version}
+        go_on = treatment in (InFlightTreatment.CONTINUE, InFlightTreatment.KEEP_KV)
+        alive = {*alive, version} if go_on else {version}
         for asked in range(3, version + 1):
             # Between two that go on there may be versions that never were.
             goes_on = min(alive) <= asked

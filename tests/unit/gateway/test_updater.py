@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ from redis.exceptions import ConnectionError as RedisDown
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
 from paceline.v1 import sample_pb2, weight_pb2
 from services.contracts.errors import (
+    KEEPING_KV,
     Aborted,
     DataLoss,
     FailedPrecondition,
@@ -27,6 +29,7 @@ from services.gateway.journal import fenced_records
 from services.gateway.scheduler.turns import Pace
 from services.gateway.state.fleet_health import MemberState
 from services.gateway.state.messages import final_sample
+from services.gateway.state.sample import VersionMark
 from services.gateway.state.update_book import (
     InFlightTreatment,
     PublishedVersion,
@@ -147,6 +150,12 @@ class Updating:
         link.slots.policy_version = NEW
         self.parts.placer.pump_soon()
         await turn()
+
+    def keeps_kv(self, name: str, why: str | None = None) -> None:
+        """Say of an instance that it keeps KV over an update, or why not; "": it is of an earlier release."""
+        member = self.parts.fleet.members[name]
+        refused = {KEEPING_KV: why} if why else {}
+        member.record = replace(member.record, keeps_kv=why is None, refused_features=refused)
 
     def versions(self) -> list[int]:
         return [engine.version for engine in self.engines.values()]
@@ -368,7 +377,8 @@ async def test_samples_go_on_under_the_new_version_wherever_they_are() -> None:
     assert updating.engines["a"].in_flight == [weight_pb2.IN_FLIGHT_CONTINUE]
     assert updating.book.published == PublishedVersion(NEW, "/weights/8", "sum", update_id, VERSION)
     batch = running.batch
-    assert [each.versions for each in batch.samples if each.tokens] == [[(0, VERSION), (2, NEW)]]
+    marks = [VersionMark(0, VERSION), VersionMark(2, NEW)]
+    assert [each.versions for each in batch.samples if each.tokens] == [marks]
     # What waits is for instances with the new version, and so is what is lost.
     await turn()
     assert len(link.items) == 1, "it has the old version"
@@ -380,6 +390,52 @@ async def test_samples_go_on_under_the_new_version_wherever_they_are() -> None:
     assert sorted(list(each.prefix_token_ids) for each in other.items) == [[], [], [5, 6, 7, 8]]
     assert {each.policy_version for each in other.items} == {NEW}
     assert updating.parts.metric("in_flight_samples_total", outcome="continued") == 3
+
+
+async def test_samples_that_keep_their_kv_are_marked_until_another_instance_resumes_them() -> None:
+    updating = Updating("a")
+    link, other = updating.parts.link("b", room=1), updating.parts.link("c", room=0)
+    updating.keeps_kv("a")
+    update_id = await updating.staged()
+    running = updating.parts.scheduler.add(a_batch(1))
+    await turn()
+    (item,) = link.items
+    updating.parts.events.responded(link, versioned(item.handle, VERSION, 5, 6))
+    finished_update = await updating.updater.finish(update_id, InFlightTreatment.KEEP_KV)
+    assert (finished_update.continued, finished_update.instances[0].kept_samples) == (1, 4)
+    assert updating.engines["a"].in_flight == [weight_pb2.IN_FLIGHT_KEEP_KV]
+    kept = versioned(item.handle, NEW, 7, 8)
+    kept.deltas[0].mixed_kv = True
+    updating.parts.events.responded(link, kept)
+    updating.parts.events.link_lost(link, "gone")
+    other.slots.room = 8
+    await updating.serves_new(other)
+    updating.parts.events.responded(other, versioned(other.items[0].handle, NEW, 9))
+    updating.parts.events.responded(other, finished(other.items[0].handle, sample_pb2.FINISH_REASON_STOP))
+    sample = final_sample(running.batch, running.batch.endings[0])
+    # The last token of a lost sample is sampled again.
+    assert [(s.begin, s.end, s.policy_version, s.mixed_kv) for s in sample.version_spans] == [
+        (0, 2, VERSION, False), (2, 3, NEW, True), (3, 4, NEW, False)
+    ]  # fmt: skip
+    assert not sample.provenance.lossless
+
+
+@pytest.mark.parametrize("why", ["KV is fp8", ""])
+async def test_an_update_does_not_keep_kv_where_an_instance_cannot(why: str) -> None:
+    updating = Updating("a", "b")
+    updating.keeps_kv("a")
+    updating.keeps_kv("b", why=why)
+    update_id = await updating.staged()
+    updating.parts.scheduler.add(a_batch(2))
+    with pytest.raises(FailedPrecondition) as refused:
+        await updating.updater.finish(update_id, InFlightTreatment.KEEP_KV)
+    assert refused.value.reason == "KV_NOT_KEPT"
+    for part in ("in_flight: KEEP_KV", "instance b", why or "release", "CONTINUE or ABORT"):
+        assert part in refused.value.message
+    # Nothing was applied, and the weights are still staged.
+    assert updating.versions() == [VERSION, VERSION]
+    assert (await updating.updater.finish(update_id, InFlightTreatment.CONTINUE)).continued == 2
+    assert updating.versions() == [NEW, NEW]
 
 
 async def test_samples_that_are_aborted_end_with_the_tokens_they_have() -> None:

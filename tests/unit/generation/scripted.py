@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +72,8 @@ class ScriptedEngine:
     drafts: dict[str, list[int]] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     applied: list[dict[str, Any]] = field(default_factory=list)
+    kept: list[set[str]] = field(default_factory=list)
+    """Samples that kept their KV, by update."""
     threads: set[int] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
     asleep: bool = False
@@ -155,8 +157,15 @@ class ScriptedEngine:
         self.drafts = {sample_id: list(tokens) for sample_id, tokens in drafts.items()}
         return drafts
 
-    def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
+    def keepable(self) -> list[str]:
+        return [sample_id for sample_id in self._running if self.responses[sample_id]]
+
+    def apply_weights(
+        self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False, keep: Collection[str] = ()
+    ) -> int:
         self.wake()
+        assert set(keep) <= set(self.keepable())
+        self.kept.append(set(keep))
         assert preempt or not self.requests, "samples hold KV of the old weights"
         self.applied.append(dict(tensors))
         if self.apply_fault is not None:

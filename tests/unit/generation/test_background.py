@@ -591,7 +591,7 @@ async def test_weights_that_are_never_through_are_a_hung_engine(
     rig = instance_rig
     begun, over = threading.Event(), threading.Event()
 
-    def never_through(engine: WatchedEngine, tensors: Any, *, preempt: bool) -> int:
+    def never_through(engine: WatchedEngine, tensors: Any, **how: Any) -> int:
         begun.set()
         over.wait()
         return 0

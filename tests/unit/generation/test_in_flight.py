@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.errors import Aborted, DataLoss, FailedPrecondition, ServiceError, Unavailable
 from services.generation.config import GenerationConfig
+from services.generation.engine.model_support import Feature, ModelSupport
 from services.generation.server.weight_updates import WeightUpdates
 from services.generation.weights.expansion import GivenWeights, WeightReader
 from services.generation.weights.files import Proceed
@@ -41,10 +43,10 @@ class UpdatedRig(Rig):
     def _end_unclaimed(self) -> None:
         self.unclaimed += 1
 
-    async def update(self, version: int, *, in_flight: bool = True) -> int:
+    async def update(self, version: int, *, in_flight: bool = True, keep_kv: bool = False) -> int:
         """Stage and apply a version; returns the samples that go on."""
         await self.weights.stage(version, GivenWeights(self.model))
-        return (await self.weights.apply(version, in_flight=in_flight)).continued
+        return (await self.weights.apply(version, in_flight=in_flight, keep_kv=keep_kv)).continued
 
 
 @pytest.fixture
@@ -82,6 +84,46 @@ async def test_samples_go_on_and_their_tokens_are_of_the_version_that_sampled_th
     await caller.start(4, max_tokens=2)
     await rig.step(2)
     assert versioned(caller, 4) == [(2, [0, 1])]
+
+
+def marks(caller: Caller, handle: int) -> list[tuple[int, bool]]:
+    """Return the versions of a sample's tokens, and whether they are marked as of mixed KV, in order."""
+    deltas = (delta for told in caller.stream.told for delta in told.deltas if delta.handle == handle)
+    return [each for each, _ in groupby((delta.policy_version, delta.mixed_kv) for delta in deltas)]
+
+
+async def test_samples_that_keep_their_kv_are_marked_until_an_update_takes_it(rig: UpdatedRig) -> None:
+    caller = await rig.open()
+    decoding = [await caller.start(handle, max_tokens=6) for handle in (1, 2)]
+    waiting = await caller.start(3, max_tokens=6)
+    await rig.step(2)
+    assert await rig.update(1, keep_kv=True) == 3
+    await rig.step(1)
+    assert await rig.update(2, keep_kv=True) == 3
+    await rig.step(1)
+    assert await rig.update(3) == 3
+    await rig.step(10)
+    assert rig.engine.kept == [{*decoding}, {*decoding}, set()]
+    assert waiting not in rig.engine.kept[0], "it has sampled nothing"
+    assert marks(caller, 1) == marks(caller, 2) == [(0, False), (1, True), (2, True), (3, False)]
+    assert versioned(caller, 1) == [(0, [0, 1]), (1, [2]), (2, [3]), (3, [4, 5])]
+    assert marks(caller, 3) == [(3, False)]
+
+
+async def test_kv_is_not_kept_for_a_model_that_refuses_it(rig: UpdatedRig) -> None:
+    rig.engine.support = ModelSupport({Feature.KEEP_KV: "a layer keeps a state"})
+    caller = await rig.open()
+    await caller.start(1, max_tokens=4)
+    await rig.step(2)
+    with pytest.raises(
+        FailedPrecondition, match="instance unit keeps no KV: a layer keeps a state"
+    ) as refused:
+        await rig.update(1, keep_kv=True)
+    assert (refused.value.reason, rig.engine.applied, rig.loop.policy_version) == ("KV_NOT_KEPT", [], 0)
+    # They are still staged.
+    assert (await rig.weights.apply(1, in_flight=True)).continued == 1
+    await rig.step(2)
+    assert marks(caller, 1) == [(0, False), (1, False)]
 
 
 async def test_tokens_that_a_slow_caller_has_not_taken_keep_their_version(rig: UpdatedRig) -> None:

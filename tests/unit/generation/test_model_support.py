@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.generation.engine.model_support import (
     COPIED_KINDS,
     EXACT_KINDS,
+    KEPT_KINDS,
     MOVABLE_KINDS,
     RESUMABLE_KINDS,
     EngineTraits,
@@ -26,6 +27,8 @@ FULL, WINDOW = "FullAttentionSpec", "SlidingWindowSpec"
 DRAFTED = {Feature.DRAFTS, Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.PREGENERATION}
 KNOWN = EngineTraits("cpu", kinds=frozenset({FULL}), groups=1, hidden_states=True)
 STATE = "a state of all tokens so far"
+# Of a model with recurrent states, beside what its drafts and moves are refused.
+STATEFUL = {Feature.PREFIX_CACHE, Feature.KEEP_KV}
 # Every class of KV cache spec that vLLM 0.32 has, but those that are exact with drafts.
 OTHER_KINDS = [
     "MambaSpec/gdn_attn", "MambaSpec/short_conv",
@@ -50,7 +53,7 @@ def test_a_plain_decoder_is_refused_nothing(device: str) -> None:
 def test_kv_that_is_not_known_to_be_exact_decodes_plainly_where_it_is(kind: str) -> None:
     for kinds in ({kind}, {kind, FULL}, {kind, FULL, WINDOW}):
         found = refused(kinds=frozenset(kinds))
-        assert {*DRAFTED, Feature.MOVES, Feature.RESUMING} == found.keys()
+        assert {*DRAFTED, Feature.MOVES, Feature.RESUMING, Feature.KEEP_KV} == found.keys()
         assert (STATE if "MambaSpec" in kind else kind) in found[Feature.DRAFTS]
 
 
@@ -62,7 +65,7 @@ def test_windows_are_exact_with_chains_and_stay_where_they_are() -> None:
 
 def test_states_that_are_copied_are_exact_with_chains_on_v1() -> None:
     hybrid = {"recurrent": True, "kinds": frozenset({FULL, "MambaSpec"}), "groups": 2}
-    own = {Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.MOVES, Feature.PREFIX_CACHE}
+    own = {Feature.TREES, Feature.QUANTIZED, Feature.EAGLE3, Feature.MOVES, *STATEFUL}
     assert refused(**hybrid).keys() == own
     for changed in ({"v2": True}, {"short_states": True}):
         assert refused(**hybrid | changed).keys() == own | DRAFTED
@@ -71,18 +74,18 @@ def test_states_that_are_copied_are_exact_with_chains_on_v1() -> None:
 @pytest.mark.parametrize(
     ("changes", "features"),
     [
-        ({"recurrent": True}, {Feature.TREES, Feature.QUANTIZED, Feature.MOVES, Feature.PREFIX_CACHE}),
+        ({"recurrent": True}, {Feature.TREES, Feature.QUANTIZED, Feature.MOVES, *STATEFUL}),
         ({"short_states": True}, DRAFTED),
-        ({"coupled": False}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
-        ({"encoder": True}, {*DRAFTED, Feature.RESUMING}),
-        ({"positions": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
-        ({"latent": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING}),
-        ({"kinds": frozenset()}, {*DRAFTED, Feature.MOVES}),
-        ({"kv_dtype": "nvfp4"}, DRAFTED),
-        ({"pipeline": 2}, {*DRAFTED, Feature.MOVES}),
-        ({"context_parallel": 2}, DRAFTED),
+        ({"coupled": False}, {*DRAFTED, Feature.MOVES, Feature.RESUMING, Feature.KEEP_KV}),
+        ({"encoder": True}, {*DRAFTED, Feature.RESUMING, Feature.KEEP_KV}),
+        ({"positions": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING, Feature.KEEP_KV}),
+        ({"latent": True}, {*DRAFTED, Feature.MOVES, Feature.RESUMING, Feature.KEEP_KV}),
+        ({"kinds": frozenset()}, {*DRAFTED, Feature.MOVES, Feature.KEEP_KV}),
+        ({"kv_dtype": "nvfp4"}, {*DRAFTED, Feature.KEEP_KV}),
+        ({"pipeline": 2}, {*DRAFTED, Feature.MOVES, Feature.KEEP_KV}),
+        ({"context_parallel": 2}, {*DRAFTED, Feature.KEEP_KV}),
         ({"device": "xpu"}, {Feature.TREES}),
-        ({"kv_dtype": "fp8"}, {Feature.TREES}),
+        ({"kv_dtype": "fp8"}, {Feature.TREES, Feature.KEEP_KV}),
         ({"eagle3": True}, {Feature.TREES}),
         ({"window": True}, {Feature.TREES}),
         ({"window": True, "kinds": None}, {Feature.TREES, Feature.MOVES}),
@@ -91,6 +94,7 @@ def test_states_that_are_copied_are_exact_with_chains_on_v1() -> None:
         ({"experts": True}, {Feature.QUANTIZED}),
         ({"hidden_states": False}, {Feature.EAGLE3}),
         ({"groups": 2}, {Feature.MOVES}),
+        ({"partial_hits": True}, {Feature.KEEP_KV}),
     ],
 )
 def test_each_trait_refuses_alone_what_it_must(changes: dict[str, Any], features: set[Feature]) -> None:
@@ -118,6 +122,7 @@ traits = st.builds(
             "short_states",
             "encoder",
             "positions",
+            "partial_hits",
         )
     },
 )
@@ -137,6 +142,12 @@ def test_no_combination_allows_what_is_not_known(engine: EngineTraits) -> None:
         assert engine.kinds is None or engine.kinds <= RESUMABLE_KINDS
     if support.allows(Feature.MOVES):
         assert engine.kinds is None or engine.kinds <= MOVABLE_KINDS
+    if support.allows(Feature.KEEP_KV):
+        assert not engine.recurrent
+        assert not engine.latent
+        assert not engine.partial_hits
+        assert engine.kv_dtype == "auto"
+        assert engine.kinds is None or (engine.kinds and engine.kinds <= KEPT_KINDS)
     # What is known later refuses more, never less.
     before = model_support(replace(engine, kinds=None, groups=None, hidden_states=None)).refused.keys()
     assert before - {Feature.MOVES} <= support.refused.keys()

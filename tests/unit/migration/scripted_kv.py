@@ -10,7 +10,7 @@ import asyncio
 import pickle
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.migration import Migration
 from services.generation.server.generation_service import GenerationService
 from services.generation.server.sample_intake import SampleIntake
-from services.generation.server.weight_updates import replace_weights
+from services.generation.server.weight_updates import ReplacedWeights, replace_weights
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation
 from tests.unit.generation.scripted import ScriptedEngine
@@ -95,14 +95,19 @@ class KvEngine(ScriptedEngine):
         known = self.migration.known
         return [state for state in super().decoding() if state.sample_id in known]
 
-    def apply_weights(self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False) -> int:
+    def keepable(self) -> list[str]:
+        return [each for each in self.migration.known if each not in self.migration.paused]
+
+    def apply_weights(
+        self, tensors: Iterable[tuple[str, Any]], *, preempt: bool = False, keep: Collection[str] = ()
+    ) -> int:
         self.migration.withdraw_all()
         if preempt:
-            for sample_id in list(self.migration.known):
+            for sample_id in self.migration.known.keys() - keep:
                 self.migration.preempt(sample_id)
-        space = self.migration.space
-        assert space.free_blocks == space.total_blocks, "blocks are still in use"
-        return super().apply_weights(tensors, preempt=preempt)
+        space, held = self.migration.space, sum(self.migration.blocks_of(each) for each in keep)
+        assert space.free_blocks == space.total_blocks - held, "blocks are still in use"
+        return super().apply_weights(tensors, preempt=preempt, keep=keep)
 
     @property
     def has_work(self) -> bool:
@@ -252,9 +257,8 @@ class ScriptedMigration:
         self.reserved[request.sample_id] = request
         self._allocate(request.sample_id, capacity)
         tokens = [*request.prompt, *request.prefix]
-        shared = (
-            min(len(self.shared), len(tokens) - 1) // SIZE if tokens[: len(self.shared)] == self.shared else 0
-        )
+        known = tokens[: len(self.shared)] == self.shared and not request.mixed_kv
+        shared = min(len(self.shared), len(tokens) - 1) // SIZE if known else 0
         self._fill(request.sample_id, tokens[: shared * SIZE], 0)
         return Reserved(request.sample_id, tuple(self.tables[request.sample_id]), shared)
 
@@ -358,12 +362,13 @@ class ScriptedInstance:
     async def between_steps(self, act: Any) -> Any:
         return await asyncio.wrap_future(self.loop.call(act))
 
-    async def apply_weights(self, version: int, *, goes_on: bool = False) -> None:
-        """Apply weights as `WeightUpdates` does."""
-        end_unclaimed = self.migration.arrivals.end_unclaimed
-        await self.between_steps(
-            lambda: replace_weights(self.loop, version, lambda: (), end_unclaimed, in_flight=goes_on)
+    async def apply_weights(self, version: int, *, goes_on: bool = False, keep_kv: bool = False) -> int:
+        """Apply weights as `WeightUpdates` does; return how many samples keep their KV."""
+        end_unclaimed, how = self.migration.arrivals.end_unclaimed, {"in_flight": goes_on, "keep_kv": keep_kv}
+        replaced: ReplacedWeights = await self.between_steps(
+            lambda: replace_weights(self.loop, version, lambda: (), end_unclaimed, **how)
         )
+        return replaced.kept
 
     def pass_deadlines(self) -> None:
         """Let the deadlines of the samples that have been reserved or not been claimed be over."""

@@ -9,7 +9,7 @@ from paceline import types as t
 from paceline.blocking import finish
 from paceline.calls import GatewayCalls
 from paceline.convert import rollouts
-from paceline.v1 import rollout_pb2, sample_pb2
+from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
@@ -69,6 +69,19 @@ def test_provenance_tells_of_the_cached_rollout() -> None:
     message = sample_pb2.Provenance(reused_prefix=3, cached_tokens=9, lossless=False)
     provenance = convert.provenance(message)
     assert (provenance.reused_prefix, provenance.cached_tokens, provenance.lossless) == (3, 9, False)
+
+
+def test_spans_and_updates_tell_of_kept_kv() -> None:
+    spans = [
+        sample_pb2.VersionSpan(begin=0, end=3, policy_version=4),
+        sample_pb2.VersionSpan(begin=3, end=5, policy_version=5, mixed_kv=True),
+    ]
+    wanted = (t.VersionSpan(0, 3, 4), t.VersionSpan(3, 5, 5, mixed_kv=True))
+    assert convert.sample(sample_pb2.Sample(version_spans=spans)).version_spans == wanted
+    call = rollout_pb2.StreamRolloutsResponse(calls=[rollout_pb2.SampleCall(version_spans=spans)])
+    assert [each.version_spans for each in convert.sample_calls(call)] == [wanted]
+    answer = weight_pb2.FinishUpdateResponse(instances=[weight_pb2.InstanceUpdate(kept_samples=6)])
+    assert [each.kept_samples for each in convert.update_finished(answer).instances] == [6]
 
 
 def test_a_report_has_only_measured_values() -> None:

@@ -142,9 +142,9 @@ def test_whatever_ends_the_update_aborts_it(folder: Path, error: BaseException) 
     assert result is error, "the first error is the one to report"
 
 
-def refusal() -> FailedPreconditionError:
+def refusal(reason: str = "SAMPLES_UNFINISHED") -> FailedPreconditionError:
     info = error_details_pb2.ErrorInfo(
-        reason="SAMPLES_UNFINISHED", metadata={"update_id": "u1", "version": "5", "unfinished": "12"}
+        reason=reason, metadata={"update_id": "u1", "version": "5", "unfinished": "12"}
     )
     return FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, "12 samples", [info])
 
@@ -154,7 +154,7 @@ def test_weights_that_samples_keep_waiting_stay_staged_and_are_finished_later(fo
         {
             **ACCEPTED,
             "FinishUpdate": [
-                refusal(),
+                refusal("KV_NOT_KEPT"),
                 refusal(),
                 pb.FinishUpdateResponse(policy_version=5, continued_samples=3),
             ],
@@ -163,7 +163,7 @@ def test_weights_that_samples_keep_waiting_stay_staged_and_are_finished_later(fo
     run = AsyncRun(GatewayCalls(transport), "run", 7, None)
     with pytest.raises(ValueError, match="no push that was refused"):
         finish(run.finish_push())
-    for attempt in (run.push_weights(folder), run.finish_push()):
+    for attempt in (run.push_weights(folder, in_flight=t.InFlight.KEEP_KV), run.finish_push()):
         with pytest.raises(FailedPreconditionError) as refused:
             finish(attempt)
         assert refused.value.metadata["unfinished"] == "12"
