@@ -56,8 +56,8 @@ def show(title: str, figures: Figures) -> None:
     show_rows(title, ("figure", "value"), [(name, format_value(value)) for name, value in figures.items()])
 
 
-def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is text, the others are numbers."""
+def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Figures:
+    """Print a table, and return it as documents show it; the first column is text, the others are numbers."""
     from rich.table import Table
 
     table = Table(title=title)
@@ -66,13 +66,14 @@ def show_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]])
     for row in rows:
         table.add_row(*row)
     console().print(table)
+    return {"columns": columns, "rows": rows}
 
 
-def show_table(title: str, columns: Sequence[tuple[str, str]], table: Mapping[str, Figures]) -> None:
-    """Print a row for each name in `table`; `columns` are pairs of header and key."""
+def show_table(title: str, columns: Sequence[tuple[str, str]], table: Mapping[str, Figures]) -> Figures:
+    """Print and return a table with a row for each name in `table`; `columns` are pairs of header and key."""
     heads = ("", *(head for head, _ in columns))
     rows = [(name, *(format_value(figures[key]) for _, key in columns)) for name, figures in table.items()]
-    show_rows(title, heads, rows)
+    return show_rows(title, heads, rows)
 
 
 def format_value(value: Any) -> str:

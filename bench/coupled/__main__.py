@@ -62,13 +62,14 @@ def main() -> None:
     finally:
         for engine in engines.values():
             engine.close()
-    show_rows(
+    runs = show_rows(
         "coupled: medians of rounds, batch 8", ("run", "steps", "tokens/step", "tokens/s", "accepted"), rows
     )
     goals = [(name, format_value(figures.get(name)), goal) for name, goal in _GOALS.items()]
     show_rows("coupled: ratios", ("figure", "value", "goal"), goals)
     print(_NOTE, *(f"{name} is absent: {why}" for name, why in absent.items()), sep="\n")
-    write("coupled", {**figures, "runs": rows, "note": _NOTE, "absent": absent, "rounds": arguments.rounds})
+    about = {"goals": _GOALS, "tables": {"runs": runs}, "note": _NOTE, "absent": absent}
+    write("coupled", {**figures, **about, "rounds": arguments.rounds})
 
 
 def _start(options: EngineOptions) -> tuple[dict[str, EngineProcess], dict[str, str]]:

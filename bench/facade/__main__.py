@@ -46,9 +46,9 @@ def main() -> None:
     work = FacadeWorkload([*prompts(given.prompts).values()], given.samples, given.max_tokens)
     with Platform(options, report=say) as platform:
         figures = asyncio.run(_measure(platform, work, given.rounds))
-    show_table("facade: the same samples, seconds a round", _COLUMNS, figures["ways"])
+    ways = show_table("facade: the same samples, seconds a round", _COLUMNS, figures["ways"])
     show("facade", {name: value for name, value in figures.items() if name != "ways"})
-    write("facade", figures)
+    write("facade", {**figures, "tables": {"ways": ways}})
 
 
 async def _measure(platform: Platform, work: FacadeWorkload, rounds: int) -> Figures:

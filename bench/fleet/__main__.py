@@ -27,7 +27,7 @@ from bench.fleet.control_plane import ControlPlane, Usage
 from bench.fleet.trainer import FleetTrainer, StepResult
 from bench.fleet.workload import MAX_TOKENS, MEDIAN, SimulatedPolicy
 from bench.progress import PartsProgress
-from bench.report import format_value, numbers, option_parser, show, show_rows, write
+from bench.report import Figures, numbers, option_parser, show, show_table, write
 from paceline.shards import Shard
 
 FOLDER = Path("runs/bench/fleet")
@@ -41,10 +41,9 @@ def main() -> None:
     given, baseline = arguments(), json.loads(_BASELINE.read_text())
 
     def keep(rows: list[Row]) -> None:
-        write("fleet", {**summary(rows, baseline), "fleets": rows})
+        write("fleet", {**summary(rows, baseline), "fleets": rows, "tables": {"fleets": table_of(rows)}})
 
     rows = asyncio.run(measure(given, keep))
-    _show(rows)
     show("fleet: cost of the control plane", summary(rows, baseline))
 
 
@@ -82,7 +81,7 @@ def summary(rows: Sequence[Row], baseline: Row) -> Row:
         "journal_writes_reduction": baseline["partial_writes_per_token"]
         * large["tokens"]
         / max(large["partial_writes"], 1),
-        "journal_bytes_vs_results": large["journal_bytes"] / large["result_bytes"],
+        "journal_bytes_vs_results": large["journal_bytes_vs_results"],
     }
 
 
@@ -139,6 +138,8 @@ def _row(
     partial_writes = sum(found["paceline_gateway_journal_chunks_total"] for found in metrics)
     submits = sorted(step.submit_seconds)
     cores = [usage.gateway_seconds / step.seconds for usage in each]
+    # Without the gateway's constant traffic for reading the registry.
+    journal_bytes = used.redis_bytes - resting.redis_bytes / given.idle_seconds * step.seconds
     return {
         "instances": instances,
         "samples": step.samples,
@@ -158,10 +159,8 @@ def _row(
         "submissions": len(submits),
         "gateway_peak_mib": max(plane.peak_memory() for plane in planes) / (1 << 20),
         "redis_bytes": used.redis_bytes,
-        # Without the gateway's constant traffic for reading the registry.
-        "journal_bytes": used.redis_bytes - resting.redis_bytes / given.idle_seconds * step.seconds,
         "result_bytes": step.result_bytes,
-        "redis_bytes_per_sample": used.redis_bytes / samples,
+        "journal_bytes_vs_results": journal_bytes / step.result_bytes,
         "partial_writes": partial_writes,
         "partial_writes_per_sample": partial_writes / samples,
         "write_calls": {name: calls for name, calls in sorted(used.calls.items()) if calls},
@@ -205,21 +204,19 @@ def _planned(instances: int, given: argparse.Namespace) -> float:
     return 6 + given.idle_seconds + 0.02 * instances + 1.2 * given.longest / given.speed / given.compression
 
 
-def _show(rows: Sequence[Row]) -> None:
-    columns = {
-        "samples": "samples",
-        "gateway ms/sample": "gateway_ms_per_sample",
-        "cores of a gateway": "largest_gateway_cores",
-        "Redis s/1,000": "redis_seconds_per_1000",
-        "longest turn ms": "longest_turn_cpu_ms",
-        "submit p99 ms": "submit_p99_ms",
-        "peak MiB": "gateway_peak_mib",
-        "Redis bytes/sample": "redis_bytes_per_sample",
-        "partial writes/sample": "partial_writes_per_sample",
-        "leases lost": "leases_lost",
-    }
-    table = [(str(row["instances"]), *(format_value(row[key]) for key in columns.values())) for row in rows]
-    show_rows("fleet", ("instances", *columns), table)
+def table_of(rows: Sequence[Row]) -> Figures:
+    """Print and return the table of the fleets."""
+    columns = (
+        ("samples", "samples"),
+        ("gateway, ms of processor time a sample", "gateway_ms_per_sample"),
+        ("share of a core", "largest_gateway_cores"),
+        ("Redis, s a thousand samples", "redis_seconds_per_1000"),
+        ("longest turn, ms", "longest_turn_cpu_ms"),
+        ("p99 of submit, ms", "submit_p99_ms"),
+        ("peak memory, MiB", "gateway_peak_mib"),
+        ("journal bytes / results", "journal_bytes_vs_results"),
+    )
+    return show_table("fleet, by instances", columns, {str(row["instances"]): row for row in rows})
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

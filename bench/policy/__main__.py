@@ -17,12 +17,12 @@ runs/bench/policy.json.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from bench.intervals import MedianInterval
 from bench.policy.cells import MOST, GivenCells, MeasuredModel, measure_model
-from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, MeasuredCell, figures_of, verdict
+from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, TOGGLE, MeasuredCell, figures_of, verdict
 from bench.progress import BenchProgress
 from bench.random_model import make_random_experts
 from bench.report import Figures, format_value, numbers, option_parser, show_rows, write
@@ -38,6 +38,10 @@ _EXPERTS_SAMPLES, _EXPERTS_WRONG = (32,), (0.02, 0.4, 0.95)
 _LEAST_ROUNDS = 6
 _AT_LEAST = {"planner_vs_best_fixed_min": 0.97, "worst_ratio_vs_plain": 0.98, "planner_worst_vs_plain": 0.98}
 _AT_MOST = {"step_time_error_median": 0.08, "step_time_error_p90": 0.25, "planner_us_256": 150}
+_COLUMNS = (
+    *("model", "samples", "wrong tokens", "plain, tokens/s", "best fixed length"),
+    *(TOGGLE, ADAPTIVE, SOLVER, PLANNER, "planner, of the best"),
+)
 _NOTE = (
     "Ratios are medians over paired rounds with 95 % intervals from order statistics; a goal is missed where the"
     " whole interval of a cell lies below it: where ..._upper, the least upper end of all cells, does."
@@ -59,8 +63,8 @@ def main() -> None:
         # vLLM allows one engine in a process.
         models.append(apart(measure_model, each, progress))
         progress = models[-1].progress
-        _show(each, models[-1].cells)
     cells = [cell for model in models for cell in model.cells]
+    shown = show_rows("policy: times as fast as plain decoding", _COLUMNS, [*map(_row, cells)])
     figures = {**figures_of(cells), "planner_us_256": models[0].decision_us}
     rows = [(name, format_value(value), *_goal(name, figures)) for name, value in figures.items()]
     show_rows("policy", ("figure", "value", "goal", ""), rows)
@@ -69,6 +73,8 @@ def main() -> None:
         "policy",
         {
             **figures,
+            "goals": {name: goal for name, _, goal, _ in rows if goal},
+            "tables": {"cells": shown},
             "cells": [cell.row() for cell in cells],
             "sweep": {
                 each.name: [step.model_dump() for step in model.sweep]
@@ -95,26 +101,18 @@ def _given(arguments: argparse.Namespace) -> list[GivenCells]:
     ]
 
 
-def _show(given: GivenCells, cells: Sequence[MeasuredCell]) -> None:
-    """Print a table for each batch size: a row for each mode, a column for each share of wrong tokens."""
-    heads = ("over plain decoding", *(f"{wrong:.0%} wrong" for wrong in given.wrong))
-    for samples in given.samples:
-        columns = [_column(cell) for cell in cells if cell.samples == samples]
-        rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-        show_rows(f"{given.name}: {samples} samples", heads, rows)
-
-
-def _column(cell: MeasuredCell) -> dict[str, str]:
-    best = cell.best_fixed
-    return {
-        "plain, tokens/s": format_value(cell.row()["plain_rate"]),
-        "fixed, best": f"{best.split()[1]}: {_shown(cell.ratio(best, PLAIN))}",
-        **{mode: _shown(ratio) for mode, ratio in cell.toggles.items()},
-        ADAPTIVE: _shown(cell.ratio(ADAPTIVE, PLAIN)),
-        SOLVER: _shown(cell.ratio(SOLVER, PLAIN)),
-        PLANNER: _shown(cell.ratio(PLANNER, PLAIN)),
-        "planner, of best": _shown(cell.ratio_to_best(PLANNER)),
-    }
+def _row(cell: MeasuredCell) -> tuple[str, ...]:
+    """Return the cell's row of the table, in the order of `_COLUMNS`."""
+    best, ratios = cell.best_fixed, cell.intervals
+    return (
+        cell.model,
+        str(cell.samples),
+        f"{cell.wrong:.0%}",
+        format_value(cell.tokens / median(cell.seconds[PLAIN])),
+        f"{best.split()[1]}: {_shown(ratios['best_fixed_vs_plain'])}",
+        *(_shown(ratios[f"{mode}_vs_plain"]) for mode in (TOGGLE, ADAPTIVE, SOLVER, PLANNER)),
+        _shown(ratios["planner_vs_best_fixed"]),
+    )
 
 
 def _shown(ratio: MedianInterval) -> str:

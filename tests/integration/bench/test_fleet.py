@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.fleet.__main__ import arguments, measure, summary
+from bench.fleet.__main__ import arguments, measure, summary, table_of
 from bench.fleet.reallocator import poll_seconds
 
 _SMALL = (
@@ -42,6 +42,8 @@ async def test_every_sample_of_a_small_fleet_ends_whole_and_its_cost_is_measured
     # Samples are reported before they end, their tokens cost 7 to 9 bytes, and each comes back once.
     assert row["partial_writes"] > 0
     assert 5 * row["tokens"] < row["result_bytes"] < row["redis_bytes"]
+    table = table_of([row])
+    assert [(cells[:2], len(cells)) for cells in table["rows"]] == [(("3", "18"), len(table["columns"]))]
     figures = summary([row], {"partial_writes_per_token": 1.0})
     assert figures["samples"] == 18
     assert figures["journal_writes_reduction"] == row["tokens"] / row["partial_writes"]
