@@ -31,12 +31,13 @@ test-fast: setup ## The tests that start no engine, in under three minutes (TEST
 soak: setup     ## Tests that take minutes, figures in runs/soak (SOAK_ARGS="--chaos-seed 5 ...")
 	$(PYTHON) -m pytest --soak -m soak -s $(SOAK_ARGS)
 
-lint: setup     ## Format, style, types, imports, protocol, the blocking client
+lint: setup     ## Format, style, types, imports, the blocking client, stale figures, protocol
 	$(PYTHON) -m ruff check $(SOURCES)
 	$(PYTHON) -m ruff format --check $(SOURCES)
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
 	scripts/blocking-client --check
+	$(PYTHON) -m bench.nightly --check
 	.venv/bin/buf lint
 	.venv/bin/buf breaking --against protos/baseline.binpb
 

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.measured_code import snapshot
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -20,12 +22,13 @@ _WIDTH = 160
 
 
 def write(name: str, figures: Figures) -> Path:
-    """Write runs/bench/NAME.json: the figures, the machine and the time."""
+    """Write runs/bench/NAME.json: the figures, the machine, the time, and the code that is measured."""
     path = Path("runs/bench") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {"cpus": len(cores()), "processor": _processor(), "python": platform.python_version()}
     stamp = datetime.now(UTC).isoformat(timespec="seconds")
-    path.write_text(json.dumps({**figures, "machine": machine, "measured_at": stamp}, indent=2) + "\n")
+    origin = {"machine": machine, "measured_at": stamp, "code": snapshot(name)}
+    path.write_text(json.dumps({**figures, **origin}, indent=2) + "\n")
     console().print(f"written to {path}")
     return path
 

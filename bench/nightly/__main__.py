@@ -2,30 +2,31 @@
 
 Each benchmark has a time limit (bench/nightly/jobs.py); all together take 65 minutes on two cores. A benchmark that
 fails or exceeds its limit is ended and keeps its earlier figures. bench/results keeps the figures that the
-documents show, in a small file for each benchmark, which is committed with them. A test fails if a table differs
-from these files.
+documents show, in a small file for each benchmark, which is committed with them. `make lint` fails if a table
+differs from these files, or is not marked although the code that it measures has changed by more than its share
+(bench/measured_code.py).
 
     python -m bench.nightly [--only gateway rollout]
     python -m bench.nightly --publish rollout         # keep a longer run's figures, from runs/bench; run nothing
-    python -m bench.nightly --publish                 # only rewrite the documents
-    python -m bench.nightly --transcribe              # keep the tables that no benchmark writes, unchanged
+    python -m bench.nightly --publish                 # only rewrite the documents, and mark stale figures
+    python -m bench.nightly --check                   # write nothing; list what is not up to date
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.nightly.documents import rewritten, written_by_hand
+from bench.measured_code import MEASURED, lines_of, measured_by
+from bench.nightly.documents import Published, outdated, rewritten, written_by_hand
 from bench.nightly.jobs import JOBS, LONGER, NightlyJob
-from bench.nightly.published import EARLIER, RESULTS, publish, published
+from bench.nightly.published import RESULTS, publish, published
 from bench.report import console
 from bench.rollout.registry import ARCTIC
 
@@ -41,13 +42,12 @@ _NAMES = [job.name for job in JOBS]
 
 
 def main() -> None:
-    """Run the command; the exit status is 1 if a benchmark has no new figures."""
+    """Run the command; the exit status is 1 if a benchmark has no new figures, or if a check fails."""
     given = arguments()
     failed = list[str]()
-    if given.transcribe:
-        tables = {str(path): written_by_hand(path.read_text()) for path in DOCUMENTS}
-        (RESULTS / f"{EARLIER}.json").write_text(json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
-    elif given.publish is not None:
+    if given.check:
+        sys.exit("\n".join(complaints()) or None)
+    if given.publish is not None:
         for name in given.publish:
             publish(name)
     else:
@@ -127,6 +127,38 @@ def write_documents() -> None:
             console().print(f"nightly: {path} is rewritten", highlight=False)
 
 
+def complaints() -> Iterator[str]:
+    """Yield each table that differs from its figures or is stale and not marked, and how to mend it."""
+    figures = published()
+    for name, measured in MEASURED.items():
+        for path in measured.paths:
+            if not lines_of([path]):
+                yield f"bench/measured_code.py: {path}, which {name} measures, has no code; name where it is now"
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for part in outdated(text, figures):
+            fault = _fault(part["name"], part["body"], figures)
+            yield f"{document}: table `{part['name']} {part['what']}` {fault}"
+        for head in written_by_hand(text):
+            yield (
+                f"{document}: no result is behind the table {head}; let its benchmark write it (`tables` of a"
+                " result), or say in a sentence what matters, with its commit"
+            )
+
+
+def _fault(name: str, shown: str, figures: Published) -> str:
+    """Return what is wrong with a table that is not as `write_documents` writes it."""
+    result, code = figures.get(name, {}), measured_by(name)
+    mark = result.get("mark", "")
+    if code is None or result.get("changed") is None or not mark or mark in shown:
+        return f"differs from {RESULTS / name}.json; `python -m bench.nightly --publish` rewrites it"
+    return (
+        f"is stale and not marked so: {result['changed']:.0%} of the lines of {', '.join(code.paths)} have changed"
+        f" since {result['measured_at'][:10]}, at most {code.share:.0%} may. Measure anew (`{result['command']}`,"
+        f" then `python -m bench.nightly --publish {name}`), or mark it (`python -m bench.nightly --publish`)"
+    )
+
+
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -138,7 +170,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="run nothing; keep these figures of runs/bench",
     )
     parser.add_argument(
-        "--transcribe", action="store_true", help="run nothing; keep the tables written by hand"
+        "--check", action="store_true", help="run nothing; list tables that are not up to date"
     )
     return parser.parse_args(given)
 

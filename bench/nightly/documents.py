@@ -1,4 +1,4 @@
-"""Render the generated tables of documents from figures, and find the other tables. Pure.
+"""Render the generated tables of documents from figures, and find tables of figures that are not generated. Pure.
 
 A generated part stands between two comments, which are not displayed:
 
@@ -6,13 +6,15 @@ A generated part stands between two comments, which are not displayed:
     ...
     <!-- /figures -->
 
-The first word names the benchmark, the second the view of its figures.
+The first word names the benchmark, the second the view of its figures. The last line of a part is their origin:
+command, day and machine, and a mark if the measured code has changed since.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from bench.report import format_value, markdown_table
@@ -22,8 +24,8 @@ Published = Mapping[str, Any]
 _BLOCK = re.compile(
     r"<!-- figures: (?P<name>\S+) (?P<what>\S+) -->\n(?P<body>.*?)<!-- /figures -->", re.DOTALL
 )
-_FIGURE = re.compile(r"\d")
-_LINK_TARGET = re.compile(r"\]\([^)\n]*\)")
+_NUMBERS = re.compile(r"\|[-:| ]*-:[-:| ]*")
+"""The line below the head of a table with a column of numbers, which is aligned to the right."""
 
 
 class DocumentError(ValueError):
@@ -36,31 +38,23 @@ def rewritten(text: str, published: Published) -> str:
         raise DocumentError(
             "a part that begins with <!-- figures: NAME WHAT --> does not end with <!-- /figures -->"
         )
-
-    def fresh(found: re.Match[str]) -> str:
-        head = f"<!-- figures: {found['name']} {found['what']} -->"
-        lines = _rendered(found["name"], found["what"], published)
-        return "\n".join((head, *lines, "<!-- /figures -->"))
-
-    return _BLOCK.sub(fresh, text)
+    return _BLOCK.sub(lambda part: _fresh(part, published), text)
 
 
-def written_by_hand(text: str) -> list[list[str]]:
-    """Return the tables with figures outside generated parts, as lines."""
-    # Targets of links may have digits.
-    plain = _LINK_TARGET.sub("]", _BLOCK.sub("", text))
-    kinds = zip(_tables(_BLOCK.sub("", text)), _tables(plain), strict=True)
-    return [table for table, words in kinds if any(map(_FIGURE.search, words))]
+def outdated(text: str, published: Published) -> list[re.Match[str]]:
+    """Return the generated parts that `rewritten` would change; groups are the `name`, `what` and the `body`."""
+    return [part for part in _BLOCK.finditer(text) if part[0] != _fresh(part, published)]
 
 
-def _tables(text: str) -> Iterator[list[str]]:
-    table: list[str] = []
-    for line in [*text.splitlines(), ""]:
-        if line.startswith("|"):
-            table.append(line)
-        elif table:
-            yield table
-            table = []
+def written_by_hand(text: str) -> list[str]:
+    """Return the head of each table outside generated parts that has a column of numbers."""
+    lines = _BLOCK.sub("", text).splitlines()
+    return [head for head, rule in pairwise(lines) if head.startswith("|") and _NUMBERS.fullmatch(rule)]
+
+
+def _fresh(part: re.Match[str], published: Published) -> str:
+    head = f"<!-- figures: {part['name']} {part['what']} -->"
+    return "\n".join((head, *_rendered(part["name"], part["what"], published), "<!-- /figures -->"))
 
 
 def _rendered(name: str, what: str, published: Published) -> Sequence[str]:
@@ -71,28 +65,27 @@ def _rendered(name: str, what: str, published: Published) -> Sequence[str]:
         return [
             f"No results are kept yet: `make bench NAME={name}`, then `python -m bench.nightly --publish {name}`."
         ]
+    result = published[name]
     # A table that the benchmark has rendered itself, or one of its figures.
-    return (
-        markdown_table(own[what]["columns"], own[what]["rows"])
-        if what in own
-        else _RENDERERS[what](published[name])
+    lines = (
+        markdown_table(own[what]["columns"], own[what]["rows"]) if what in own else _RENDERERS[what](result)
     )
+    return [*lines, "", _origin(result)]
 
 
 def _figures(result: Mapping[str, Any]) -> list[str]:
-    goals = result.get("goals", {})
-    rows = [
-        (f"`{figure}`", format_value(value), format_value(goals[figure]) if figure in goals else "")
-        for figure, value in result["figures"].items()
-    ]
-    return [_origin(result), "", *markdown_table(("figure", "value", "goal"), rows)]
+    goals, figures = result.get("goals", {}), result["figures"]
+    heads = ("figure", "value", "goal") if goals else ("figure", "value")
+    rows = [(f"`{name}`", format_value(figures[name]), format_value(goals.get(name, ""))) for name in figures]
+    return markdown_table(heads, [row[: len(heads)] for row in rows])
 
 
 def _origin(result: Mapping[str, Any]) -> str:
-    """Return the command of a result, its day and its machine."""
+    """Return the command of a result, its day, its machine, and the mark of stale figures."""
     machine = result.get("machine", {})
     day = result.get("measured_at", "")[:10]
-    return f"`{result['command']}`, {day}, {machine.get('cpus')} cores of {machine.get('processor')}"
+    where = f"`{result['command']}`, {day}, {machine.get('cpus')} cores of {machine.get('processor')}"
+    return f"{where}; **{result['mark']}**" if result.get("mark") else where
 
 
 def _first_subject(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,16 +114,16 @@ def _overview(result: Mapping[str, Any]) -> list[str]:
     subject = _first_subject(result)
     goals = goal_table(subject["figures"], subject["goals"])
     table = overview(subject["rows"], _marks(result, subject))
-    return [*table, *_listed(result, subject), "", *goals, "", _origin(result)]
+    return [*table, *_listed(result, subject), "", *goals]
 
 
 def _brief(result: Mapping[str, Any]) -> list[str]:
     subject = _first_subject(result)
-    return [*overview(subject["rows"], _marks(result, subject)), "", _origin(result)]
+    return overview(subject["rows"], _marks(result, subject))
 
 
 def _modelled(result: Mapping[str, Any]) -> list[str]:
-    return [*modelled_table(_first_subject(result)["rows"], {}), "", _origin(result)]
+    return modelled_table(_first_subject(result)["rows"], {})
 
 
 def _of_all_rounds(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,9 +150,9 @@ def _regimes(result: Mapping[str, Any]) -> list[str]:
         marks = _marks(result, subject)
         for regime, systems in subject["rows"].items():
             about = result["regimes"][regime]
-            lines += [f"{name}, {regime} ({about}):", "", *regime_table(systems, marks), ""]
-        lines += _listed(result, subject)[1:]
-    return lines
+            lines += ["", f"{name}, {regime} ({about}):", "", *regime_table(systems, marks)]
+        lines += _listed(result, subject)
+    return lines[1:]
 
 
 _RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], Sequence[str]]] = {

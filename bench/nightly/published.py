@@ -1,8 +1,4 @@
-"""Keep committed figures: of each benchmark those that the documents show, without the raw measurements.
-
-bench/results/NAME.json       figures of the benchmark NAME
-bench/results/earlier.json    tables of runs whose results were not kept, as in the documents
-"""
+"""Keep committed figures in bench/results/NAME.json: what the documents show, without the raw measurements."""
 
 from __future__ import annotations
 
@@ -11,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.measured_code import changed_share, mark
+
 RESULTS = Path("bench/results")
-EARLIER = "earlier"
-_KEPT = ("goals", "machine", "measured_at", "systems", "regimes", "options", "tables")
+_KEPT = ("goals", "machine", "measured_at", "code", "systems", "regimes", "options", "tables")
 """Keys that are kept in addition to single figures."""
 _SUBJECT = ("figures", "goals", "rows", "absent")
 """Keys that are kept of a subject of the rollout benchmark."""
@@ -58,5 +55,10 @@ def command_of(name: str, result: Mapping[str, Any]) -> str:
 
 
 def published(results: Path = RESULTS) -> dict[str, Any]:
-    """Return all committed figures, by benchmark."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    """Return all committed figures, by benchmark, with the changed share of their code and its mark."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    changed = {name: changed_share(name, result.get("code")) for name, result in found.items()}
+    return {
+        name: {**result, "changed": changed[name], "mark": mark(name, changed[name])}
+        for name, result in found.items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 
@@ -100,13 +101,12 @@ def test_steps_take_what_their_samples_and_tokens_say() -> None:
 
 
 def test_the_measured_figures_are_those_of_the_benchmark() -> None:
-    performance = (ROOT / "docs/performance.md").read_text()
-    (row,) = re.findall(r"^\| 1,000 \| (.*) \|$", performance, re.MULTILINE)
-    samples, milliseconds, _, redis, _, _, memory, _ = row.split(" | ")
-    assert samples == "100,000"
-    assert f"about {float(milliseconds):.1f} ms a sample" in TEXT
-    assert f"{redis} s for a thousand samples" in TEXT
-    assert f"{memory} MiB" in TEXT
+    table = json.loads((ROOT / "bench/results/fleet.json").read_text())["tables"]["fleets"]
+    (row,) = [row for row in map(_numbers, table["rows"]) if row[0] == 1000]
+    found = dict(zip(table["columns"], row, strict=True))
+    assert f"about {found['gateway, ms of processor time a sample']:.1f} ms a sample" in TEXT
+    assert f"{found['Redis, s a thousand samples']:.2f} s for a thousand samples" in TEXT
+    assert f"{found['peak memory, MiB']:.0f} MiB" in TEXT
 
 
 def test_an_index_takes_what_its_texts_say() -> None:
