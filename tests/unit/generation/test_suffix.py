@@ -260,7 +260,7 @@ def test_of_rollouts_without_end_the_oldest_are_left_out() -> None:
     assert (rig.refused_texts, rig.refused_tokens) == ({"rollout": 1}, {"rollout": 6})
 
 
-def test_what_has_no_room_is_counted_and_the_step_is_told_of_its_samples() -> None:
+def test_what_has_no_room_is_counted_and_the_samples_of_a_step_are_reported() -> None:
     rig = Rig(PlainIndex(most_tokens=5))
     rig.begin("long", prompt=[1] * 6)
     rig.begin("s")

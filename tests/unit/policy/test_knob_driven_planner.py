@@ -341,9 +341,9 @@ def test_a_step_in_which_a_drafter_lacked_room_is_counted_once_and_for_its_run()
             account.lacked(lacking)
         account.begin(key)
         account.planned(decision, "planner")
-    told = dict(tallies(tally_message(key, totals) for key, totals in account.steps()))
-    assert [totals.lacking_steps for totals in told.values()] == [1, 1]
-    first, second = told.values()
+    reported = dict(tallies(tally_message(key, totals) for key, totals in account.steps()))
+    assert [totals.lacking_steps for totals in reported.values()] == [1, 1]
+    first, second = reported.values()
     assert first.plus(second).lacking_steps == 2
     assert first.plus(second).plus(first, -1).lacking_steps == 1
 
