@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 class Gateway:
     """Server and leadership of one gateway.
 
-    Its health is SERVING while it leads or forwards calls to the leader. It is ready while any gateway leads.
+    Its health is SERVING while it leads or forwards calls to the leader. A standby is ready while another gateway
+    leads and it could succeed it: it reaches Redis, and can read the journal.
 
     Usage: `start`, then `run` until cancelled, then `stop`.
     """
@@ -70,12 +71,13 @@ class Gateway:
             self.server.guard.warn_of_shared_runs()
         self.leadership = Leadership(
             *("gateway", config, key, self._open, self._changed),
-            store=self._store_changed,
+            unfit=self._unfit_changed,
             followed=self.follow,
             address=self._leader_address,
+            check=self._check,
         )
-        # Redis accepts writes; work is paused because too many finished samples wait for Redis.
-        self._usable, self._paused = True, False
+        # Work is paused because too many finished samples wait for Redis.
+        self._paused = False
         server, term = self.server.server, self.leadership.leading
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutServicer(term, self._metrics), server)
         weight_pb2_grpc.add_WeightServiceServicer_to_server(WeightServicer(term, config.weights_root), server)
@@ -115,12 +117,17 @@ class Gateway:
 
     async def _show(self) -> None:
         leading = self.leadership.term is not None
-        # A leader of an older version gives no address. It still hands over once this gateway is ready.
-        ready = leading or self.forwarder.leader is not None
-        await self.server.set_serving(leading or bool(self.forwarder.address), ready)
+        problem = ""
+        if not leading:
+            # A leader of an older version gives no address. It still hands over once this gateway is ready.
+            problem = self.leadership.unfit or ("" if self.forwarder.leader else "no gateway leads")
+        await self.server.set_serving(leading or bool(self.forwarder.address), problem)
 
     async def _open(self, term: int) -> LeadershipTerm:
         return await LeadershipTerm.open(self._config, self._redis, term, self._metrics, self._pause_changed)
+
+    async def _check(self) -> None:
+        await LeadershipTerm.check(self._config, self._redis)
 
     async def _changed(self, leading: bool) -> None:
         self._metrics.leader.set(leading)
@@ -134,13 +141,16 @@ class Gateway:
         host = self._config.leader_host
         return self.address if host is None else f"{bracketed(host)}:{self.server.port}"
 
-    async def _store_changed(self, usable: bool) -> None:
-        self._usable = usable
-        await self.server.set_store(self._usable and not self._paused)
+    async def _unfit_changed(self, _: str) -> None:
+        await self._show_store()
+        await self._show()
 
     async def _pause_changed(self, paused: bool) -> None:
         self._paused = paused
-        await self.server.set_store(self._usable and not self._paused)
+        await self._show_store()
+
+    async def _show_store(self) -> None:
+        await self.server.set_store(not self.leadership.unfit and not self._paused)
 
 
 class Forwarder(grpc.aio.ServerInterceptor):

@@ -230,6 +230,14 @@ class LeadershipTerm:
         await opened.recovery.recover()
         return opened
 
+    @staticmethod
+    async def check(config: GatewayConfig, redis: Redis) -> None:
+        """Read what `open` reads first, and raise its errors. It changes nothing, so that a standby may call it."""
+        await VersionStore(redis, config.namespace, "").load(config.update_timeout_seconds)
+        journal = Journal(redis, config.namespace, 0, config.retention_seconds, config.acknowledged_seconds)
+        await journal.check_format(record=False)
+        await journal.unfinished()
+
     async def run(self) -> None:
         """Work until cancelled, or until another gateway has taken over."""
         tasks = [

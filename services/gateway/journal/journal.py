@@ -71,9 +71,13 @@ class Journal:
         self._acked = max(1, int(acked_seconds))
         self._keys = GatewayKeys(namespace)
 
-    async def check_format(self) -> None:
-        """Check the format of the journal. For another format, FailedPrecondition names the command to run."""
-        known = text(await self._eval(scripts.FORMAT, (self._keys.format, self._keys.batches), FORMAT))
+    async def check_format(self, *, record: bool = True) -> None:
+        """Check the format of the journal. For another format, FailedPrecondition names the command to run.
+
+        With `record` an empty journal gets this format.
+        """
+        keys = (self._keys.format, self._keys.batches)
+        known = text(await self._eval(scripts.FORMAT, keys, FORMAT, _flag(record)))
         if known != FORMAT:
             command = f"python -m services.gateway.drain --namespace {self._namespace}"
             raise FailedPrecondition(

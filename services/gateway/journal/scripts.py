@@ -249,12 +249,13 @@ return redis.call('UNLINK', unpack(KEYS))
 """
 )
 
-# KEYS: format, batches. ARGV: format version. Returns the version of the journal; an empty one gets this version.
+# KEYS: format, batches. ARGV: format version, "1" to give an empty journal this version. Returns the version of the
+# journal, or the given one if it is empty.
 FORMAT = """
 local known = redis.call('GET', KEYS[1])
 if known then return known end
 if redis.call('SCARD', KEYS[2]) > 0 then return '1' end
-redis.call('SET', KEYS[1], ARGV[1])
+if ARGV[2] == '1' then redis.call('SET', KEYS[1], ARGV[1]) end
 return ARGV[1]
 """
 

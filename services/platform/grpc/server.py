@@ -23,7 +23,10 @@ from services.platform.security.certificates import Certificates, watch_certific
 from services.platform.security.guard import guard_of
 
 STORE = "store"
-"""Health service that is NOT_SERVING while Redis is unreachable or takes no writes, so that steps wait."""
+"""Health service that is NOT_SERVING while Redis is unreachable or takes no writes, so that steps wait.
+
+A gateway reports NOT_SERVING as well while it could not lead, because it cannot read the journal.
+"""
 LEADER = "leader"
 """Health service of a gateway that is SERVING while this process leads."""
 LIVENESS = "liveness"
@@ -41,6 +44,7 @@ PENDING_SECONDS = 24 * 3600
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 """Name under which newer tools request reflection; its messages are the same as in v1alpha."""
 
+_UNREADY = "it does not serve now"
 _INTERNAL = "paceline.internal."
 """Prefix of services that only the platform's own processes call."""
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
@@ -73,8 +77,8 @@ class GrpcServer:
         self.server = cast(grpc.aio.Server, self._services)
         self.port = 0
         self._health = health.aio.HealthServicer()
-        self._ready = False
-        self._probes = ProbeServer({"/readyz": self._problem})
+        self._problem = _UNREADY
+        self._probes = ProbeServer({"/readyz": self._unready})
 
     @property
     def address(self) -> str:
@@ -117,12 +121,13 @@ class GrpcServer:
         await self.server.start()
         await self.server.stop(0)
 
-    async def set_serving(self, serving: bool, ready: bool | None = None) -> None:
+    async def set_serving(self, serving: bool, problem: str | None = None) -> None:
         """Set the health of the whole server ("") and of every service on it.
 
-        `/readyz` on the port of probes answers 200 if `ready`, which defaults to `serving`.
+        `/readyz` on the port of probes answers 503 with the `problem`, or 200 if that is empty. By default it
+        follows `serving`.
         """
-        self._ready = serving if ready is None else ready
+        self._problem = ("" if serving else _UNREADY) if problem is None else problem
         response = health_pb2.HealthCheckResponse
         status = response.SERVING if serving else response.NOT_SERVING
         for name in ("", *self._services.names):
@@ -143,7 +148,7 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Set health to NOT_SERVING, refuse new calls, and end running ones after `grace` seconds."""
         _running.discard(self)
-        self._ready = False
+        self._problem = _UNREADY
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self.server.stop(grace))
         await asyncio.wait([stopping], timeout=WATCHER_GRACE)
@@ -151,8 +156,8 @@ class GrpcServer:
         await stopping
         await self._probes.stop()
 
-    async def _problem(self) -> str:
-        return "" if self._ready else "it does not serve now"
+    async def _unready(self) -> str:
+        return self._problem
 
     def _bind(self, address: str) -> int:
         if self._config.tls is None:

@@ -14,14 +14,13 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.contracts.errors import Unavailable
+from services.contracts.errors import ServiceError, Unavailable
 from services.platform.config import LeaderConfig
-from services.platform.redis.connection import OUTAGES, Refused, connect, show_outage
+from services.platform.redis.connection import OUTAGES, Refused, connect, reason_of, show_outage
 from services.platform.tasks import end, is_cancelled
 
 log = structlog.get_logger(__name__)
 
-_OPEN_PAUSE = 0.5
 # Longest time that a stopping process waits for Redis to release its lease.
 _RELEASE_SECONDS = 2.0
 
@@ -87,11 +86,27 @@ async def _ignore(_change: object) -> None:
     pass
 
 
+async def _nothing() -> None:
+    pass
+
+
+def in_short(error: Exception) -> str:
+    """Return what an error means for whoever cannot lead: without addresses, since callers and probes see it."""
+    if isinstance(error, OUTAGES):
+        return f"Redis cannot be used: {reason_of(error)}"
+    if isinstance(error, ServiceError):
+        return str(error)
+    return (
+        f"what the leader needs in Redis cannot be read: {type(error).__name__}, see the log of this process"
+    )
+
+
 class Leadership(Generic[T]):
     """A process that leads or is a standby; `run` until cancelled.
 
     A separate thread renews the lease, so that a long turn of the event loop does not lose it; it stops once the
-    loop has been blocked for `stall_seconds`.
+    loop has been blocked for `stall_seconds`. A process that cannot open its term gives the lease back, so that
+    another one can lead. A standby checks again and again whether it could lead.
     """
 
     def __init__(
@@ -101,9 +116,10 @@ class Leadership(Generic[T]):
         key: str,
         open: Callable[[int], Awaitable[T]],
         changed: Callable[[bool], Awaitable[None]],
-        store: Callable[[bool], Awaitable[None]] = _ignore,
+        unfit: Callable[[str], Awaitable[None]] = _ignore,
         followed: Callable[[Leader | None], Awaitable[None]] = _ignore,
         address: Callable[[], str] = lambda: "",
+        check: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         """Prepare to lead.
 
@@ -111,14 +127,16 @@ class Leadership(Generic[T]):
             who: name of the process in errors.
             config: settings of the lease and of Redis.
             key: Redis key of the lease.
-            open: makes a term from its number, which fences its writes; called again after an error of Redis or
-                Unavailable.
+            open: makes a term from its number, which fences its writes. After an error of Redis or Unavailable the
+                lease is given back, and this process tries again after others could take it.
             changed: receives True when a term begins, and False when it is over, before its work is ended, so that
                 nothing more is promised in its name.
-            store: receives False when an outage of Redis prevents renewals, and True when they succeed again.
+            unfit: receives why this process could not lead now, or cannot renew its lease; empty when it can again.
             followed: receives the leader when another process leads or that changes, and None when this process
                 has the lease.
             address: returns the address at which others reach this process.
+            check: reads what `open` reads first, and raises its errors. A standby calls it before it follows a
+                leader, and then every `lease_seconds`.
         """
         self.term: T | None = None
         self._who = who
@@ -127,28 +145,50 @@ class Leadership(Generic[T]):
         self._lease = Lease(self._redis, key, config.lease_seconds, self._alive, address)
         self._open = open
         self._changed = changed
-        self._store = store
+        self._tell_unfit = unfit
         self._followed = followed
+        self._check = check
+        self._unfit = ""
+        # The last term could not be opened, for a reason that `check` may not see.
+        self._unopened = False
+        self._checked = False
+        # The last report: why this process is unfit, and who leads.
+        self._reported: tuple[str, Leader | None] = ("", None)
+        self._reporting = asyncio.Lock()
         self._turned_at = time.monotonic()
+
+    @property
+    def unfit(self) -> str:
+        """Why this process could not lead now, or cannot renew its lease; empty if nothing is known against it."""
+        return self._lease.outage or self._unfit
 
     def leading(self) -> T:
         """Return the current term; Unavailable while another process leads."""
         if self.term is None:
-            raise Unavailable(f"this {self._who} stands by for another one", retry_after=1.0)
+            stands = "is about to lead" if self._lease.term else "stands by for another one"
+            does = f"cannot lead: {self.unfit}" if self.unfit else stands
+            raise Unavailable(f"this {self._who} {does}", retry_after=1.0)
         return self.term
 
     async def run(self) -> NoReturn:
         """Lead whenever the lease is free, until cancelled. Raises the errors of the work."""
-        thread, turning = _LoopThread("lease"), asyncio.create_task(self._turn(), name="lease-turn")
+        thread = _LoopThread("lease")
+        watching = [
+            asyncio.create_task(self._turn(), name="lease-turn"),
+            asyncio.create_task(self._examine(), name="lease-check"),
+        ]
         try:
             while True:
                 try:
                     await self._lead(await thread.run(self._lease.acquire()), thread)
                 finally:
                     await thread.run(self._lease.release())
+                if self._unopened:
+                    # Standbys ask for the lease several times meanwhile.
+                    await asyncio.sleep(self._config.lease_seconds / 2)
         finally:
             try:
-                await end([turning])
+                await end(watching)
                 await thread.run(self._redis.aclose())
             finally:
                 thread.close()
@@ -171,34 +211,69 @@ class Leadership(Generic[T]):
                 await end((working, holding))
 
     async def _turn(self) -> None:
-        """Show the thread that the event loop runs, and report outages and other leaders."""
-        usable, leader = True, None
+        """Show the thread that the event loop runs, and report what has changed."""
         while True:
             self._turned_at = time.monotonic()
-            if usable != (not self._lease.outage):
-                usable = not usable
-                await self._store(usable)
-            if leader != self._lease.leader:
-                leader = self._lease.leader
-                await self._followed(leader)
+            await self._report()
             await asyncio.sleep(self._config.lease_seconds / 8)
+
+    async def _report(self) -> None:
+        """Report why this process is unfit to lead, and who else leads, if either has changed."""
+        async with self._reporting:
+            unfit, leader = self._reported
+            if unfit != self.unfit:
+                unfit = self.unfit
+                await self._tell_unfit(unfit)
+            now = self._lease.leader
+            if leader != now and (self._checked or now is None):
+                leader = now
+                await self._followed(leader)
+            self._reported = unfit, leader
+
+    async def _examine(self) -> None:
+        """Check while another process leads whether a term could be opened here."""
+        before: Leader | None = None
+        due = 0.0
+        while not is_cancelled():
+            leader = self._lease.leader
+            if leader is None:
+                before, due = None, 0.0
+            elif time.monotonic() >= due:
+                found = await self._problem()
+                if self._lease.leader == leader:
+                    # A term that could not be opened is forgotten once another process has led for a while.
+                    if found or not self._unopened or before == leader:
+                        self._unfit, self._unopened = found, False
+                    before, due, self._checked = leader, time.monotonic() + self._config.lease_seconds, True
+                    await self._report()
+            await asyncio.sleep(self._config.lease_seconds / 8)
+
+    async def _problem(self) -> str:
+        """Return why a term could not be opened now; empty if nothing is known."""
+        try:
+            await self._check()
+        except Exception as error:
+            if not self._unfit:
+                log.warning("unfit_to_lead", error=str(error), kind=type(error).__name__)
+            return in_short(error)
+        return ""
 
     def _alive(self) -> bool:
         return time.monotonic() - self._turned_at < self._config.stall_seconds
 
     async def _work(self, term: int) -> None:
-        self.term = await self._open_term(term)
+        try:
+            self.term = await self._open(term)
+        except (RedisError, Unavailable) as error:
+            log.warning("term_not_opened", term=term, error=str(error))
+            self._unfit, self._unopened = in_short(error), True
+            await self._report()
+            return
+        self._unfit, self._unopened = "", False
+        await self._report()
         await self._changed(True)
         log.info("leading", term=term)
         await self.term.run()
-
-    async def _open_term(self, term: int) -> T:
-        while True:
-            try:
-                return await self._open(term)
-            except (RedisError, Unavailable) as error:
-                log.warning("term_not_opened", error=str(error))
-                await asyncio.sleep(_OPEN_PAUSE)
 
     async def _step_down(self) -> None:
         if self.term is not None:
@@ -289,7 +364,7 @@ class Lease:
             except OUTAGES as error:
                 if not self.outage:
                     log.warning("lease_unreachable", error=str(error))
-                self.outage = str(error) or type(error).__name__
+                self.outage = in_short(error)
                 show_outage(error)
                 if isinstance(error, Refused) and self.term:
                     with suppress(*OUTAGES):

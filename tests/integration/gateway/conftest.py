@@ -97,9 +97,11 @@ class Cluster:
 
     async def gateway(self, *, leading: bool = True, **settings: Any) -> RunningGateway:
         config = GatewayConfig(
-            redis_url=self.redis_url,
             namespace=self.namespace,
-            **{"port": 0, "lease_seconds": 1.0, "journal_tokens": 1, **settings},
+            **{
+                **{"redis_url": self.redis_url, "port": 0, "lease_seconds": 1.0, "journal_tokens": 1},
+                **settings,
+            },
         )
         gateway = RunningGateway(config)
         self.gateways.append(gateway)

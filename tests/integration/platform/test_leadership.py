@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, ResponseError
 
 from services.contracts.errors import Unavailable
 from services.platform.config import LeaderConfig
@@ -50,7 +50,11 @@ class Process:
         self.terms: list[Work] = []
         self.told: list[tuple[bool, bool]] = []
         self.refusals: list[Exception] = []
-        self.leadership = Leadership("test", config, lease_of(namespace), self._open, self._changed)
+        self.unfit: list[str] = []
+        """Why it could not lead, as it was told."""
+        self.leadership = Leadership(
+            "test", config, lease_of(namespace), self._open, self._changed, unfit=self._unfit
+        )
         self.task = asyncio.create_task(self.leadership.run())
 
     async def _open(self, term: int) -> Work:
@@ -61,6 +65,9 @@ class Process:
 
     async def _changed(self, leading: bool) -> None:
         self.told.append((leading, self.terms[-1].ended))
+
+    async def _unfit(self, why: str) -> None:
+        self.unfit.append(why)
 
     async def leads(self) -> bool:
         return self.leadership.term is not None
@@ -123,7 +130,35 @@ async def test_what_cannot_be_opened_now_is_opened_later(
     process = Process(config, namespace)
     process.refusals = [refusal]
     await poll(process.leads)
+    first, last = process.unfit
+    assert first in ("Redis cannot be used: unreachable", "fenced")
+    assert last == ""
     await end([process.task])
+
+
+async def test_a_lease_whose_term_cannot_be_opened_is_free_for_others(
+    config: LeaderConfig, namespace: str, poll: Poll
+) -> None:
+    first = Process(config, namespace)
+    first.refusals = [ResponseError("WRONGTYPE") for _ in range(1000)]
+
+    async def refused() -> bool:
+        return len(first.refusals) < 1000
+
+    await poll(refused)
+    second = Process(config, namespace)
+    await poll(second.leads)
+    refusals = len(first.refusals)
+    with pytest.raises(Unavailable, match="this test cannot lead: what the leader needs in Redis"):
+        first.leadership.leading()
+
+    async def follows() -> bool:
+        return first.leadership.unfit == ""
+
+    # Nothing is held against it for ever: the other one leads, and what can be checked is fine.
+    await poll(follows)
+    assert (len(first.refusals), first.terms) == (refusals, [])
+    await end([first.task, second.task])
 
 
 async def test_a_fenced_term_is_followed_by_another(config: LeaderConfig, namespace: str, poll: Poll) -> None:

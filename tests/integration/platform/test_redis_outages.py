@@ -110,8 +110,8 @@ class Party:
     async def _told(self, usable: bool) -> None:
         self.takes_heartbeats.append(usable)
 
-    async def _lease_told(self, usable: bool) -> None:
-        self.takes_lease.append(usable)
+    async def _lease_told(self, unfit: str) -> None:
+        self.takes_lease.append(not unfit)
 
     async def _open(self, term: int) -> Work:
         self.terms.append(term)
