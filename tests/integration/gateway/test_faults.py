@@ -335,6 +335,9 @@ async def test_redis_may_be_restarted_in_mid_step(tmp_path: Path) -> None:
 
 # With real processes and real signals ------------------------------------------------------------------
 
+STEP = 0.02
+"""Seconds of a step of an instance, so that there is a middle of a step."""
+
 
 class Process:
     """A process of ours, ended with the test."""
@@ -365,7 +368,7 @@ def _gateway_process(cluster: Cluster, ready: Path) -> Process:
 def _instance_process(cluster: Cluster, name: str, *flags: str) -> Process:
     return Process(
         "tests.support.fake_instance", "--id", name, "--redis-url", cluster.redis_url,
-        "--namespace", cluster.namespace, "--step-seconds", "0.02", *flags,
+        "--namespace", cluster.namespace, "--step-seconds", str(STEP), *flags,
     )  # fmt: skip
 
 
@@ -379,34 +382,34 @@ async def test_sigkill_of_the_gateway_and_of_an_instance_lose_nothing(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     request = make_batch(groups=8, samples=4, max_tokens=120)
-    async with _instance_process(cluster, "i0") as victim, _instance_process(cluster, "i1"):
-        async with _gateway_process(cluster, tmp_path / "one.json") as first:
-            trainer = await _connect(tmp_path / "one.json")
-            await until(lambda: _accepted(trainer, request), "the batch is accepted")
-            stream = trainer.stream(request)
-            head = [await stream.read() for _ in range(4)]
-            victim.signal(signal.SIGKILL)
-            head.append(await stream.read())
-            first.signal(signal.SIGKILL)
-            await first.process.wait()
-        async with _gateway_process(cluster, tmp_path / "two.json"):
-            trainer = await _connect(tmp_path / "two.json")
-            tail = await _patiently(trainer, request, head[-1].cursor)
-            check_samples(request, head + tail)
-
-
-async def test_sigstop_of_an_instance_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    request = make_batch(groups=8, samples=4, max_tokens=100, ignore_eos=True)
+    await cluster.instance("i1", step_seconds=STEP)
     async with (
-        # It ends none of its samples, however late the signal is.
-        _instance_process(cluster, "i0", "--hold-at", "9") as victim,
-        _instance_process(cluster, "i1"),
-        _gateway_process(cluster, tmp_path / "ready.json"),
+        _instance_process(cluster, "i0") as victim,
+        _gateway_process(cluster, tmp_path / "ready.json") as first,
     ):
         trainer = await _connect(tmp_path / "ready.json")
         await until(lambda: _two_serve(trainer), "both instances serve")
-        await trainer.submit(request)
-        events = asyncio.create_task(trainer.collect(request))
+        await until(lambda: _accepted(trainer, request), "the batch is accepted")
+        stream = trainer.stream(request)
+        head = [await stream.read() for _ in range(4)]
+        victim.signal(signal.SIGKILL)
+        head.append(await stream.read())
+        first.signal(signal.SIGKILL)
+        await first.process.wait()
+        second = await cluster.gateway()
+        tail = await second.trainer.collect(request, head[-1].cursor)
+        check_samples(request, head + tail)
+
+
+async def test_sigstop_of_an_instance_loses_nothing(cluster: Cluster) -> None:
+    request = make_batch(groups=8, samples=4, max_tokens=100, ignore_eos=True)
+    gateway = await cluster.gateway()
+    await cluster.instance("i1", step_seconds=STEP)
+    # It ends none of its samples, however late the signal is.
+    async with _instance_process(cluster, "i0", "--hold-at", "9") as victim:
+        await cluster.serving(gateway, 2)
+        await gateway.trainer.submit(request)
+        events = asyncio.create_task(gateway.trainer.collect(request))
         victim.signal(signal.SIGSTOP)
         collected = await events
         victim.signal(signal.SIGCONT)
@@ -429,20 +432,3 @@ async def _accepted(trainer: Trainer, request: rollout_pb2.SubmitRolloutsRequest
         if error.code() is not grpc.StatusCode.UNAVAILABLE:
             raise
         return False
-
-
-async def _patiently(
-    trainer: Trainer, request: rollout_pb2.SubmitRolloutsRequest, cursor: int
-) -> list[rollout_pb2.StreamRolloutsResponse]:
-    """As the SDK does: opens the stream again after UNAVAILABLE, from the last cursor."""
-    events: list[rollout_pb2.StreamRolloutsResponse] = []
-    while True:
-        try:
-            async for event in trainer.stream(request, cursor):
-                events.append(event)
-                cursor = event.cursor
-            return events
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-            await asyncio.sleep(0.05)

@@ -266,6 +266,30 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             server.kill()
 
 
+async def test_a_gateway_and_its_successor_work_on_a_redis_cluster(nodes: str, namespace: str) -> None:
+    cluster = Cluster(nodes, namespace)
+    try:
+        gateway = await cluster.gateway()
+        fakes = [await cluster.instance(name) for name in ("i0", "i1")]
+        await cluster.serving(gateway, 2)
+        # Each batch has a slot of its own.
+        for _ in range(4):
+            request = make_batch(groups=3, samples=2)
+            await gateway.trainer.submit(request)
+            check_samples(request, await gateway.trainer.collect(request))
+        for fake in fakes:
+            fake.hold_at = 10
+        kept = make_batch(groups=3, samples=2)
+        await gateway.trainer.submit(kept)
+        await gateway.kill()
+        for fake in fakes:
+            fake.hold_at = None
+        successor = await cluster.gateway()
+        check_samples(kept, await successor.trainer.collect(kept))
+    finally:
+        await cluster.close()
+
+
 async def test_a_redis_cluster_that_forgets_is_survived_like_one_server(nodes: str, namespace: str) -> None:
     cluster = Cluster(nodes, namespace)
     redis = connect(GatewayConfig(redis_url=nodes))
