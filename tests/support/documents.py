@@ -12,6 +12,8 @@ A comment anywhere in a page says so of every block with a command of a program:
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent
 
@@ -25,6 +27,7 @@ _FENCE = re.compile(
 _PROGRAMS = re.compile(r"<!-- not run with ([\w\-, ./]+): ([\s\S]+?) -->")
 _CALLED = re.compile(r"(?:^ *|\| *|&& *|do )([\w./-]+)", re.MULTILINE)
 _FILE = re.compile(r"# ([\w.-]+\.\w+)\n")
+_BETWEEN_COMMANDS = frozenset("|;&")
 
 
 class DocumentError(Exception):
@@ -74,3 +77,16 @@ def read(page: str) -> list[Block]:
     if unused:
         raise DocumentError(f"`not run with`: no block calls {sorted(unused)}")
     return blocks
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Return the commands of a block of the shell as words, one after the other, without redirections."""
+    for line in re.sub(r"\\\n\s*", "", text).replace("|\n", "| ").splitlines():
+        reader = shlex.shlex(line, posix=True, punctuation_chars="|;&<>")
+        reader.whitespace_split = True
+        words = list(reader)
+        while words:
+            end = next((at for at, word in enumerate(words) if set(word) <= _BETWEEN_COMMANDS), len(words))
+            command = words[:end]
+            yield command[: next((at for at, word in enumerate(command) if set(word) <= set("<>")), end)]
+            words = words[end + 1 :]

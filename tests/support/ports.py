@@ -6,6 +6,8 @@ import itertools
 import os
 import socket
 
+NOBODY = "http://127.0.0.1:1"
+"""Address of a server that is not there: the port is reserved."""
 _FIRST, _COUNT = 20_000, 12_000
 """Below the range from which Linux takes the ports of connections and of servers that ask for any."""
 # Processes that run side by side begin in different places.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import os
 import re
 import runpy
@@ -37,6 +38,9 @@ PAGES = [
 MODELS = ("runs/models/smollm2", "models/Qwen3-8B")
 """Models of the pages, of which only the tokenizer is read here."""
 _PROGRAM = re.compile(r"(?:\.venv/bin/)?python (\w+\.py.*)\n")
+_MODULE = re.compile(r"(?:\.venv/bin/)?python -m (services[\w.]+ .*)\n")
+_REDIS = "redis://..."
+"""Address that a page leaves to its reader."""
 _HOSTS = re.compile(r"\b(?:localhost|127\.0\.0\.1|gateway|HOST):(7400|8000)\b")
 _RUN_ID = re.compile(r"^(?:\.venv/bin/)?paceline .*--run ([\w-]+)", re.MULTILINE)
 
@@ -44,9 +48,10 @@ _RUN_ID = re.compile(r"^(?:\.venv/bin/)?paceline .*--run ([\w-]+)", re.MULTILINE
 class Desk:
     """A folder like a checkout with a platform, in which a reader types the blocks of a page."""
 
-    def __init__(self, folder: Path, gateway: str, facade: str, tokenizer: Path) -> None:
+    def __init__(self, folder: Path, gateway: str, facade: str, redis: str, tokenizer: Path) -> None:
         self.folder = folder
         self.gateway = gateway
+        self._redis = redis
         self._addresses = {"7400": gateway, "8000": facade}
         for path in ROOT.iterdir():
             if path.name not in ("runs", "docs"):
@@ -59,7 +64,7 @@ class Desk:
         (folder / "bin").mkdir()
         helm = folder / "bin/helm"
         helm.write_text(
-            f'#!/bin/sh\nexec {sys.executable} -m tests.integration.documents.helm_template "$@"\n'
+            f'#!/bin/sh\nexec {sys.executable} -m tests.integration.documents.helm_without_cluster "$@"\n'
         )
         helm.chmod(0o755)
         (folder / "weights/qwen3-8b").mkdir(parents=True)
@@ -72,7 +77,7 @@ class Desk:
 
     async def type(self, block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
         """Save a block in the file that it names, or run it. It has to succeed."""
-        text = _HOSTS.sub(lambda at: self._addresses[at[1]], block.text)
+        text = _HOSTS.sub(lambda at: self._addresses[at[1]], block.text).replace(_REDIS, self._redis)
         if block.file:
             (self.folder / block.file).write_text(text)
         elif block.language == "python":
@@ -82,6 +87,10 @@ class Desk:
             # In this process: in another one importing would take longer than all else.
             monkeypatch.setattr(sys, "argv", shlex.split(program[1]))
             await asyncio.to_thread(runpy.run_path, sys.argv[0], run_name="__main__")
+        elif module := _MODULE.fullmatch(text):
+            monkeypatch.delenv("PACELINE_ADDRESS", raising=False)
+            monkeypatch.setattr(sys, "argv", shlex.split(module[1]))
+            await asyncio.to_thread(importlib.import_module(sys.argv[0]).main)
         elif commands := commands_of_paceline(text):
             monkeypatch.setenv("PACELINE_ADDRESS", self.gateway)
             for each in commands:
@@ -132,7 +141,7 @@ async def desk_of_a_reader(
         await policy.start()
         await until(policy.leads, "the policy service leads")
         facade = stack.facade.url.removeprefix("http://")
-        desk = Desk(tmp_path, stack.gateway.gateway.address, facade, tokenizer_folder)
+        desk = Desk(tmp_path, stack.gateway.gateway.address, facade, cluster.redis_url, tokenizer_folder)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(Client, "run", functools.partialmethod(Client.run, weights=desk.weights))
         return desk

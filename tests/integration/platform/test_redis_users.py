@@ -155,6 +155,16 @@ def test_no_user_changes_the_server_or_what_others_have(user: str, connected: Ca
             client.execute_command("CONFIG", "GET", "*")
 
 
+def test_the_commands_of_the_runbook_are_for_the_default_user(connected: Callable[[str], Redis]) -> None:
+    runbook = (ROOT / "docs/runbook.md").read_text()
+    (asked,) = re.findall(r"valkey-cli [^']*/tls\.key ([a-z ]+)'", runbook)
+    (changed,) = re.findall(r"`(config set maxmemory \w+)`", runbook)
+    admin: Any = connected("default")
+    assert admin.execute_command(*asked.split())["used_memory"] > 0
+    admin.execute_command(*changed.split())
+    assert admin.config_get("maxmemory") == {"maxmemory": str(6 << 30)}
+
+
 def test_a_script_has_no_more_rights_than_its_caller(connected: Callable[[str], Redis]) -> None:
     client = connected("policy")
     assert client.eval("return redis.call('GET', KEYS[1])", 1, POLICY) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 from typer.main import get_command
 
 from paceline.cli.app import app
+from tests.support.documents import commands as commands_of
 from tests.unit.helm.release import CHART, ROOT, Release, chart, container, environment, render
 
 TEXT = (ROOT / "docs/operations.md").read_text()
@@ -27,15 +27,7 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> Iterator[list[str]]:
     """Return all simple commands, as words."""
-    for block in blocks("sh"):
-        for line in re.sub(r"\\\n\s*", "", block).splitlines():
-            reader = shlex.shlex(line, posix=True, punctuation_chars="|;&>")
-            reader.whitespace_split = True
-            words = list(reader)
-            while words:
-                end = next((i for i, word in enumerate(words) if set(word) <= set("|;&>")), len(words))
-                yield words[:end]
-                words = words[end + 1 :]
+    return (words for block in blocks("sh") for words in commands_of(block) if words)
 
 
 @pytest.fixture(scope="module")

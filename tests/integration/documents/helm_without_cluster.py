@@ -1,4 +1,8 @@
-"""`helm template` by the library of the tests, for the commands of the documents."""
+"""`helm template`, `install` and `upgrade` by Helm's library, for the commands of the documents.
+
+`install` is Helm's own with `--dry-run=client`: it renders and checks everything, and sends nothing. An upgrade
+asks a server for the release that it changes, so `upgrade` renders as one does.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from typing import Any
 
 import helm_python as helm
 import yaml
+
+from tests.support.ports import NOBODY
 
 
 def merged(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
@@ -21,9 +27,9 @@ def merged(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print what a chart renders."""
+    """Print what a command would send."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["template"])
+    parser.add_argument("command", choices=["template", "install", "upgrade"])
     parser.add_argument("name")
     parser.add_argument("chart")
     parser.add_argument("--namespace", default="default")
@@ -31,17 +37,20 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="one value: `path.of.it=value`")
     given = parser.parse_args()
     values: dict[str, Any] = {}
-    for path in given.values:
-        values = merged(values, yaml.safe_load(path.read_text()))
-    for name, _, text in (each.partition("=") for each in given.set):
-        value = yaml.safe_load(text)
-        for key in reversed(name.split(".")):
-            value = {key: value}
-        values = merged(values, value)
+    for each in (
+        *(yaml.safe_load(path.read_text()) for path in given.values),
+        *map(helm.parse_set_string, given.set),
+    ):
+        values = merged(values, each)
+    if given.command == "install":
+        with helm.Config(namespace=given.namespace, storage_driver="memory", kube_apiserver=NOBODY) as config:
+            print(config.install(given.chart, given.name, values, dry_run="client")["manifest"])
+        return
     chart = helm.Chart.load(given.chart)
     chart.validate_schema(values)
+    upgrade = given.command == "upgrade"
     texts = chart.render(
-        values, name=given.name, namespace=given.namespace, is_install=True, is_upgrade=False
+        values, name=given.name, namespace=given.namespace, is_install=not upgrade, is_upgrade=upgrade
     )
     for path, text in sorted(texts.items()):
         if not path.endswith("NOTES.txt"):
