@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Iterator
 
@@ -56,18 +57,6 @@ with Redis.from_url(url) as client:
     print(*sorted(users - {"default"}))
     for each in client.acl_log():
         print({name: each[name] for name in ("reason", "object", "username")})
-"""
-
-# Asks the gateway at an address, whatever its name.
-ASKED = """import os, sys
-from pathlib import Path
-from paceline import Client, RetryPolicy, Tls
-
-at = Path("/tls")
-tls = Tls(at / "ca.crt", at / "tls.crt", at / "tls.key", "paceline-gateway.ml.svc.cluster.local")
-token = os.environ["PACELINE_TOKEN"]
-with Client(sys.argv[1], tls=tls, token=token, retry=RetryPolicy(seconds=0)) as client:
-    print(len(client.instances()), "instances")
 """
 
 pytestmark = [
@@ -205,14 +194,21 @@ with context.wrap_socket(plain, server_hostname=sys.argv[1]) as it:
 
 
 def test_every_gateway_is_ready_and_answers(release: ChartRelease) -> None:
-    """The standby by the leader, to which the policies and certificates of the chart let it through."""
+    """The standby by the leader, to which the policies and certificates of the chart let it through.
+
+    They are asked by the documented command, at addresses that are not in their certificate.
+    """
+    (line,) = re.findall(r"^paceline (status (?:.*\\\n)*.*)\n```", DOCUMENTED, re.MULTILINE)
+    command = shlex.split(line.replace("\\\n", "").replace("trainer-tls/", "/tls/"))
     gateways = release.cluster.of("Deployment", "paceline-gateway")
     assert [each.ready for each in gateways] == [True, True]
     assert release.leader() in gateways
     for each in gateways:
-        asked = release.cluster.execute("trainer", "python", "-", f"{each.address}:7400", script=ASKED)
+        given = [word.replace("localhost", each.address) for word in command]
+        asked = release.cluster.execute("trainer", "python", "-m", "paceline", *given)
         status, said = asked.wait(60), release.cluster.log("trainer", "exec")
-        assert (status, said.splitlines()[-1:]) == (0, ["2 instances"]), said
+        assert status == 0, said
+        assert {f"{POOL}-0", f"{POOL}-1"} <= set(said.split()), said
 
 
 def test_gateways_that_do_not_start_are_no_outage(release: ChartRelease) -> None:

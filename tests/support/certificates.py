@@ -31,8 +31,8 @@ class Authority:
     def pem(self) -> bytes:
         """The authority's own certificate."""
         basic = x509.BasicConstraints(ca=True, path_length=0)
-        builder = _builder(self.name, self.name, self.key, DAY).add_extension(basic, critical=True)
-        return _pem(builder.sign(self.key, hashes.SHA256()))
+        made = certificate_of(self.name, self.name, self.key, DAY).add_extension(basic, critical=True)
+        return as_pem(made.sign(self.key, hashes.SHA256()))
 
     def tls(self, subject: str, *, lasts: datetime.timedelta = DAY, **settings: Any) -> TlsConfig:
         """TLS settings with a new certificate for `subject`, and this authority as the trusted one.
@@ -41,11 +41,11 @@ class Authority:
         """
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName(subject), x509.IPAddress(ip_address("127.0.0.1"))]
-        certificate = _builder(subject, self.name, key, lasts).add_extension(
+        certificate = certificate_of(subject, self.name, key, lasts).add_extension(
             x509.SubjectAlternativeName(names), critical=False
         )
         paths = {part: self.folder / f"{self.name}-{subject}.{part}" for part in ("crt", "key", "ca")}
-        replace(paths["crt"], _pem(certificate.sign(self.key, hashes.SHA256())))
+        replace(paths["crt"], as_pem(certificate.sign(self.key, hashes.SHA256())))
         replace(
             paths["key"],
             key.private_bytes(
@@ -63,9 +63,10 @@ def replace(path: Path, content: bytes) -> None:
     os.replace(part, path)
 
 
-def _builder(
+def certificate_of(
     subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, lasts: datetime.timedelta
 ) -> x509.CertificateBuilder:
+    """Return the beginning of a certificate that expires `lasts` from now."""
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -78,5 +79,6 @@ def _builder(
     )
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
+def as_pem(certificate: x509.Certificate) -> bytes:
+    """Return a certificate as it stands in files."""
     return certificate.public_bytes(serialization.Encoding.PEM)

@@ -1,13 +1,18 @@
-"""What the controllers of workloads do next: pods to create, and pods to delete."""
+"""What the controllers of workloads do next: pods to create, and pods to delete.
+
+Only what the chart renders: the order of updates in general is for a real controller to show.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_ROLLING = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+_BY_PARTS = {"type": "RollingUpdate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,49 +40,40 @@ def revision_of(template: Mapping[str, Any]) -> str:
 
 
 def deployment(spec: Mapping[str, Any], pods: Sequence[Seen]) -> Step:
-    """Return the next step of a Deployment with that spec."""
+    """Return the next step of a Deployment with that spec. ValueError for a strategy that is not played."""
     wanted, revision = spec["replicas"], revision_of(spec["template"])
     new = [each for each in pods if each.revision == revision and not each.ending]
     old = [each for each in pods if each.revision != revision]
-    strategy = spec.get("strategy", {})
-    if strategy.get("type") == "Recreate":
+    strategy = spec.get("strategy")
+    if strategy == {"type": "Recreate"}:
         if old:
             return Step(delete=tuple(each.name for each in old if not each.ending))
         return _resized(wanted, new)
-    bounds = strategy.get("rollingUpdate", {})
-    surge = _share(bounds.get("maxSurge", "25%"), wanted, math.ceil)
-    absent = _share(bounds.get("maxUnavailable", "25%"), wanted, math.floor)
+    if strategy != _ROLLING:
+        raise ValueError(f"a strategy that is not played: {strategy}")
     old = [each for each in old if not each.ending]
     if not old:
         return _resized(wanted, new)
-    count = max(0, min(wanted - len(new), wanted + surge - len(new) - len(old)))
+    count = max(0, min(wanted - len(new), wanted + 1 - len(new) - len(old)))
     # Old ones that are not ready are nobody's loss; of the ready ones so many may go as leave enough.
-    spare = sum(each.ready for each in (*new, *old)) - (wanted - absent)
+    spare = sum(each.ready for each in (*new, *old)) - wanted
     unready = [each.name for each in old if not each.ready]
     ready = [each.name for each in old if each.ready]
     return Step(count=count, delete=(*unready, *ready[: max(0, spare)]))
 
 
 def stateful_set(name: str, spec: Mapping[str, Any], pods: Sequence[Seen]) -> Step:
-    """Return the next step of a StatefulSet with that name and spec."""
-    wanted, revision = spec["replicas"], revision_of(spec["template"])
-    parallel = spec.get("podManagementPolicy") == "Parallel"
-    there = {each.name: each for each in pods}
-    names = [f"{name}-{ordinal}" for ordinal in range(wanted)]
-    missing = [each for each in names if each not in there]
-    if missing and not parallel:
-        before = names[: names.index(missing[0])]
-        missing = missing[:1] if all(there[each].ready for each in before) else []
-    ordinals = sorted((int(each.rpartition("-")[2]) for each in there), reverse=True)
-    above = [there[f"{name}-{ordinal}"] for ordinal in ordinals if ordinal >= wanted]
-    above = above if parallel else above[:1]
-    surplus = tuple(each.name for each in above if not each.ending)
+    """Return the next step of a StatefulSet with that name and spec. ValueError for what is not played."""
+    if spec.get("podManagementPolicy") != "Parallel" or spec.get("updateStrategy", _BY_PARTS) != _BY_PARTS:
+        raise ValueError(f"{name}: an order of pods or of updates that is not played")
+    revision, there = revision_of(spec["template"]), {each.name: each for each in pods}
+    names = [f"{name}-{ordinal}" for ordinal in range(spec["replicas"])]
+    missing = tuple(each for each in names if each not in there)
+    surplus = tuple(each.name for each in pods if each.name not in names and not each.ending)
     if missing or surplus:
-        return Step(create=tuple(missing), delete=surplus)
-    if spec.get("updateStrategy", {}).get("type") == "OnDelete":
-        return Step()
+        return Step(create=missing, delete=surplus)
     # From the highest down, and no further while one is not ready.
-    for each in reversed([there[name] for name in names if name in there]):
+    for each in reversed([there[name] for name in names]):
         if each.revision != revision:
             return Step() if each.ending else Step(delete=(each.name,))
         if not each.ready or each.ending:
@@ -88,9 +84,3 @@ def stateful_set(name: str, spec: Mapping[str, Any], pods: Sequence[Seen]) -> St
 def _resized(wanted: int, pods: Sequence[Seen]) -> Step:
     surplus = sorted(pods, key=lambda each: each.ready)[: max(0, len(pods) - wanted)]
     return Step(count=max(0, wanted - len(pods)), delete=tuple(each.name for each in surplus))
-
-
-def _share(bound: int | str, of: int, rounded: Any) -> int:
-    if isinstance(bound, int):
-        return bound
-    return int(rounded(of * int(bound.removesuffix("%")) / 100))

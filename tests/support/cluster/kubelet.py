@@ -1,4 +1,4 @@
-"""What a kubelet does for one pod: volumes, containers in their order, probes, restarts, and an orderly end."""
+"""What a kubelet does for one pod: volumes, containers in their order, readiness, restarts, and an orderly end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.support.cluster.launcher import Launcher
-from tests.support.cluster.spec import POD_IP, Container, Pod, Probe
+from tests.support.cluster.spec import POD_IP, Container, Pod
 from tests.support.zygote import Forked
 
 _TURN_SECONDS = 0.05
@@ -27,10 +26,9 @@ class _Running:
     container: Container
     process: Forked
     pid_file: Path
-    started: bool
     ready: bool
-    failures: Counter[str] = field(default_factory=Counter)
-    due: dict[str, float] = field(default_factory=dict)
+    failures: int = 0
+    due: float = 0.0
 
     def pid(self) -> int:
         """Return process 1's, as this machine counts; 0 while there is none."""
@@ -116,8 +114,7 @@ class Kubelet:
         placed = replace(container, environment=variables)
         process = self._host.start(self.pod, placed, self._network, ())
         pid_file = self._host.folder / self.pod.name / f"{container.name}.pid"
-        started = container.startup is None
-        return _Running(container, process, pid_file, started, started and container.readiness is None)
+        return _Running(container, process, pid_file, container.readiness is None)
 
     def _run(self) -> None:
         self._running = [self._begin(each) for each in self.pod.containers]
@@ -127,7 +124,7 @@ class Kubelet:
             for place, each in enumerate(self._running):
                 status = each.process.poll()
                 if status is None:
-                    self._probe(each)
+                    self._ask(each)
                 elif not self.pod.restarts:
                     self.phase = "Failed" if status else "Succeeded"
                     return
@@ -141,36 +138,19 @@ class Kubelet:
         if not self.ending.wait(_RESTART_SECONDS) and not self.lost:
             self._running[place] = self._begin(self._running[place].container)
 
-    def _probe(self, running: _Running) -> None:
-        """Ask what is due."""
-        container = running.container
-        if not running.started:
-            good = self._asked(running, "startup", container.startup)
-            if good is not None:
-                running.started = good
+    def _ask(self, running: _Running) -> None:
+        """Ask a container whether it is ready, if it is time to."""
+        probe = running.container.readiness
+        if probe is None or time.monotonic() < running.due or not running.pid():
             return
-        self._asked(running, "liveness", container.liveness)
-        good = self._asked(running, "readiness", container.readiness)
-        enough = (
-            container.readiness is not None and running.failures["readiness"] >= container.readiness.failures
-        )
-        if good is not None and good != running.ready and (good or enough):
-            running.ready = good
-            self._host.changed()
-
-    def _asked(self, running: _Running, kind: str, probe: Probe | None) -> bool | None:
-        """Return the answer to a probe that is due, else None. What fails too often ends the container."""
-        now = time.monotonic()
-        if probe is None or now < running.due.get(kind, 0.0) or not running.pid():
-            return None
+        good = self._host.network.answers(self.address, probe.port, probe.path, probe.timeout * _PATIENCE)
         # Until it is ready sooner than a kubelet asks, whose pauses are most of the time that starting takes.
         pause = probe.period if running.ready else min(probe.period, _EAGER_SECONDS)
-        good = self._host.network.answers(self.address, probe.port, probe.path, probe.timeout * _PATIENCE)
-        running.due[kind] = time.monotonic() + pause
-        running.failures[kind] = 0 if good else running.failures[kind] + 1
-        if kind != "readiness" and running.failures[kind] * pause >= probe.failures * probe.period:
-            running.process.kill()
-        return good
+        running.due = time.monotonic() + pause
+        running.failures = 0 if good else running.failures + 1
+        if good != running.ready and (good or running.failures >= probe.failures):
+            running.ready = good
+            self._host.changed()
 
     def _finish(self) -> None:
         self._host.changed()

@@ -12,18 +12,13 @@ Secrets = Mapping[str, Mapping[str, bytes]]
 
 POD_IP = "(address of the pod)"
 """What stands in a variable for the address of its pod, which is known when that is on a node."""
-# What this cluster has no use for. Everything else that is not read below is an error, so that nothing of a
-# manifest is left out unnoticed.
+# What this cluster has no use for, or a real kubelet shows better. Everything else that is not read below is an
+# error, so that nothing of a manifest is left out unnoticed.
 _IGNORED = frozenset(
     {
-        *(
-            "affinity",
-            "automountServiceAccountToken",
-            "enableServiceLinks",
-            "imagePullSecrets",
-            "priorityClassName",
-        ),
-        *("schedulerName", "serviceAccountName", "tolerations", "topologySpreadConstraints"),
+        *("affinity", "automountServiceAccountToken", "enableServiceLinks", "imagePullPolicy"),
+        *("imagePullSecrets", "livenessProbe", "priorityClassName", "resources", "schedulerName"),
+        *("serviceAccountName", "startupProbe", "tolerations", "topologySpreadConstraints"),
     }
 )
 _POD = frozenset(
@@ -34,18 +29,8 @@ _POD = frozenset(
 )
 _CONTAINER = frozenset(
     {
-        *(
-            "args",
-            "command",
-            "env",
-            "image",
-            "imagePullPolicy",
-            "livenessProbe",
-            "name",
-            "ports",
-            "readinessProbe",
-        ),
-        *("resources", "securityContext", "startupProbe", "volumeMounts"),
+        *("args", "command", "env", "image", "name", "ports", "readinessProbe", "securityContext"),
+        "volumeMounts",
     }
 )
 
@@ -63,12 +48,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A place at which a container sees a volume, or a folder of it."""
+    """A place at which a container sees a volume."""
 
     volume: str
     path: str
     read_only: bool
-    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +81,6 @@ class Container:
     group: int
     read_only: bool
     ports: Mapping[str, int]
-    startup: Probe | None
-    liveness: Probe | None
     readiness: Probe | None
 
 
@@ -173,16 +155,15 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 def _container(
     pod: str, container: Mapping[str, Any], pod_security: Mapping[str, Any], secrets: Secrets
 ) -> Container:
-    if unknown := container.keys() - _CONTAINER:
+    if unknown := container.keys() - _CONTAINER - _IGNORED:
         raise ValueError(f"{pod}: fields of a container that are not played: {sorted(unknown)}")
+    if any("subPath" in each for each in container.get("volumeMounts", [])):
+        raise ValueError(f"{pod}: a folder of a volume is not played")
     security = {**pod_security, **container.get("securityContext", {})}
     if security.get("allowPrivilegeEscalation", True) or security.get("capabilities") != {"drop": ["ALL"]}:
         raise ValueError(f"{pod}: a container with privileges is not played")
     environment = _environment(pod, container.get("env", []), secrets)
     ports = {each["name"]: each["containerPort"] for each in container.get("ports", [])}
-    startup, liveness, readiness = (
-        _probe(container.get(f"{kind}Probe"), ports) for kind in ("startup", "liveness", "readiness")
-    )
     return Container(
         name=container["name"],
         image=container["image"],
@@ -190,16 +171,14 @@ def _container(
         arguments=_words(container.get("args", ()), environment),
         environment=environment,
         mounts=tuple(
-            Mount(each["name"], each["mountPath"], each.get("readOnly", False), each.get("subPath", ""))
+            Mount(each["name"], each["mountPath"], each.get("readOnly", False))
             for each in container.get("volumeMounts", [])
         ),
         user=security["runAsUser"],
         group=security["runAsGroup"],
         read_only=security.get("readOnlyRootFilesystem", False),
         ports=ports,
-        startup=startup,
-        liveness=liveness,
-        readiness=readiness,
+        readiness=_probe(container.get("readinessProbe"), ports),
     )
 
 

@@ -79,12 +79,7 @@ class Volumes:
         if volume.kind == "memory":
             size = volume.source.removesuffix("i").lower()
             return Place("", mount.path, mount.read_only, f"mode=2777,gid={pod.group},size={size}")
-        source = self._of(pod, volume) / mount.folder
-        if mount.folder and not source.exists():
-            # As a kubelet makes it: of the volume's group, by its mode.
-            source.mkdir()
-            _own(source, pod.group)
-        return Place(str(source), mount.path, mount.read_only)
+        return Place(str(self._of(pod, volume)), mount.path, mount.read_only)
 
     def remove(self, pod: Pod) -> None:
         """Remove what does not outlive a pod."""

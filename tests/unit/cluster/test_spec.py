@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cluster.images import image_of
 from tests.support.cluster.spec import Pod, Probe, expanded, pod_of
-from tests.unit.helm.release import ROOT, VALUE_SETS, value_set
+from tests.unit.helm.release import ROOT
 
 CLOSED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
@@ -58,13 +58,12 @@ def test_security_and_times_are_those_of_the_manifest() -> None:
 def test_probes_take_paths_and_named_ports() -> None:
     container = {
         "ports": [{"name": "redis", "containerPort": 6379}],
-        "startupProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 5, "failureThreshold": 120},
-        "readinessProbe": {"httpGet": {"port": 7481, "path": "/readyz"}, "timeoutSeconds": 3},
+        "readinessProbe": {"tcpSocket": {"port": "redis"}, "periodSeconds": 5, "failureThreshold": 120},
     }
     (only,) = made(container).containers
-    assert only.startup == Probe(6379, "", 5, 1, 120)
-    assert only.readiness == Probe(7481, "/readyz", 10, 3, 3)
-    assert only.liveness is None
+    assert only.readiness == Probe(6379, "", 5, 1, 120)
+    asked = {"httpGet": {"port": 7481, "path": "/readyz"}, "timeoutSeconds": 3}
+    assert made({"readinessProbe": asked}).containers[0].readiness == Probe(7481, "/readyz", 10, 3, 3)
 
 
 def test_volumes_and_claims_of_a_stateful_set() -> None:
@@ -89,6 +88,7 @@ def test_volumes_and_claims_of_a_stateful_set() -> None:
         {"readinessProbe": {"exec": {"command": ["ask", "it"]}}},
         {"securityContext": {**CLOSED, "allowPrivilegeEscalation": True}},
         {"securityContext": {"allowPrivilegeEscalation": False}},
+        {"volumeMounts": [{"name": "v", "mountPath": "/v", "subPath": "folder"}]},
         {"env": [{"name": "A", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}]},
     ],
 )
@@ -102,32 +102,6 @@ def test_fields_of_a_pod_that_are_not_played_are_said() -> None:
         made(hostNetwork=True)
     with pytest.raises(ValueError, match="not played"):
         made(volumes=[{"name": "n", "nfs": {"server": "s"}}])
-
-
-def every_secret() -> dict[str, dict[str, bytes]]:
-    """Any content for every secret that a set of values names."""
-
-    class Keys(dict[str, bytes]):
-        def __missing__(self, key: str) -> bytes:
-            return b"x"
-
-    class Names(dict[str, dict[str, bytes]]):
-        def __missing__(self, key: str) -> dict[str, bytes]:
-            return Keys()
-
-    return Names()
-
-
-@pytest.mark.parametrize(
-    "name", sorted(each for each in VALUE_SETS if VALUE_SETS[each].get("tls", {}).get("mode") != "none")
-)
-def test_every_set_of_values_under_tls_can_be_played(name: str) -> None:
-    for each in value_set(name).workloads():
-        spec = each["spec"]
-        claims = [one["metadata"]["name"] for one in spec.get("volumeClaimTemplates", [])]
-        pod = pod_of("pod-0", spec["template"], every_secret(), claims=claims)
-        volumes = {one.name for one in pod.volumes}
-        assert all(mount.volume in volumes for one in pod.containers for mount in one.mounts)
 
 
 def test_images_are_those_of_the_dockerfile() -> None:
