@@ -116,20 +116,30 @@ def test_weights_are_pushed_and_passed_on_under_mutual_tls(
             return {sample.key: sample.token_ids.tolist() for sample in samples}
 
         by_folder = client.run("by-folder", weights=WeightFolder(tmp_path / "weights", model))
+        # Several files, so that some are read while others come.
+        by_stream = client.run("by-stream", weights=WeightStream(piece_bytes=16384, shard_bytes=100_000))
         by_folder.push_weights(new)
-        wanted = sampled("wanted")
+        wanted, checksum = sampled("wanted"), client.versions().policy_checksum
         by_folder.push_weights(state)
         assert sampled("before") != wanted
 
-        finished = client.run("by-stream", weights=WeightStream(piece_bytes=16384)).push_weights(new)
+        finished = by_stream.push_weights(new)
 
-        assert [each.applied for each in finished.instances] == [True, True]
+        assert {each.instance_id: each.applied for each in finished.instances} == {
+            "instance-0": True,
+            "instance-1": True,
+        }
         assert sampled("after") == wanted
-        place = f"v{finished.policy_version:08d}-*"
-        adopted = secured.platform.config.adopted
+        published = client.versions()
+        assert (published.policy_version, published.policy_path) == (finished.policy_version, "")
+        assert published.policy_checksum != checksum, "the files are others: the tensors are the same"
         # The trainer has sent the bytes to one of them, and the other has fetched them from there.
-        assert [len(list((adopted / f"instance-{n}").glob(place))) for n in range(2)] == [1, 1]
-        assert client.versions().policy_path == ""
+        place, adopted = f"v{finished.policy_version:08d}-*", secured.platform.config.adopted
+        places = [list((adopted / f"instance-{n}").glob(place)) for n in range(2)]
+        assert [len(each) for each in places] == [1, 1]
+        first, second = ({path.name: path.read_bytes() for path in each.iterdir()} for (each,) in places)
+        assert first == second
+        assert len(first) > 3
 
 
 def test_weights_of_a_trainer_without_a_certificate_are_not_taken(secured: Secured, model: Path) -> None:
