@@ -7,10 +7,10 @@ gives the time of each step. Planning and indexing take no time.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.drafters.reference.drafter import ReferenceDrafter
 from services.generation.drafters.suffix import SuffixDrafter
 from services.generation.engine.types import EngineSampleState, SampleStep
-from services.generation.speculation.drafter import DraftContext, NewRollouts
+from services.generation.speculation.drafter import DraftContext, NewRollouts, Samples
+from services.generation.speculation.plan import StepShape
 from services.generation.speculation.planner import KnobDrivenPlanner
 from services.generation.speculation.speculation import Speculation
 from services.simulator.device_tables import DeviceTable, swept
@@ -76,6 +77,19 @@ class _Uncounted:
         raise RuntimeError(f"{drafter} failed")
 
 
+class TextDrafting(Protocol):
+    """Source of an instance's drafts: `Speculation`, or the method of another engine."""
+
+    def begin(self, context: DraftContext) -> None: ...
+    def add_rollouts(self, arrival: NewRollouts) -> None: ...
+    def idle_work(self) -> bool: ...
+    def drafts(self, samples: Samples, rows: int) -> dict[str, list[int]]: ...
+    def shape(self, samples: Samples, drafts: Mapping[str, Sequence[int]]) -> StepShape | None: ...
+    def stepped(self, shape: StepShape, seconds: float) -> None: ...
+    def learn(self, step: SampleStep) -> object: ...
+    def end(self, sample_id: str, response: Sequence[int]) -> None: ...
+
+
 @dataclass(slots=True)
 class _Live:
     text: KnownText
@@ -88,25 +102,30 @@ class _Live:
 
 @dataclass(slots=True)
 class TextInstance:
-    """Decode texts step by step. `capacity` is the size of the index in tokens; 0 disables drafting."""
+    """Decode texts step by step.
+
+    `capacity` is the size of the index in tokens; 0 disables the instance's own drafters. `drafting` replaces them;
+    its drafts have at most `window` tokens.
+    """
 
     device: DeviceTable
     vocabulary: int
     capacity: int
+    drafting: TextDrafting | None = None
+    window: int = WINDOW
     counts: DecodingCounts = field(default_factory=DecodingCounts)
-    _speculation: Speculation | None = field(init=False, default=None)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _prefill: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        if not self.capacity:
+        if self.drafting is not None or not self.capacity:
             return
         estimator = StepTimeEstimator(swept(self.device, _MAX_SAMPLES, noise=0.0))
         planner = KnobDrivenPlanner(
             Knobs(draft_cap=WINDOW), estimator, lambda _: None, graphs=self.device.graphs
         )
         drafters = [ReferenceDrafter(), SuffixDrafter(capacity=self.capacity, clock=_no_time)]
-        self._speculation = Speculation(drafters, planner, self.vocabulary, _Uncounted(), clock=_no_time)
+        self.drafting = Speculation(drafters, planner, self.vocabulary, _Uncounted(), clock=_no_time)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -115,15 +134,20 @@ class TextInstance:
         return sample_id in self._live
 
     @property
+    def sample_ids(self) -> tuple[str, ...]:
+        """Ids of the running samples."""
+        return tuple(self._live)
+
+    @property
     def context(self) -> int:
         """Total tokens of all prompts and responses."""
         return sum(each.state.length for each in self._live.values())
 
     def know(self, rollouts: Sequence[StoredRollout]) -> None:
         """Index earlier rollouts."""
-        if self._speculation is not None:
-            self._speculation.add_rollouts(NewRollouts(list(rollouts)))
-            while self._speculation.idle_work():
+        if self.drafting is not None:
+            self.drafting.add_rollouts(NewRollouts(list(rollouts)))
+            while self.drafting.idle_work():
                 pass
 
     def prefill(self, tokens: int) -> None:
@@ -132,9 +156,9 @@ class TextInstance:
 
     def begin(self, sample_id: str, text: KnownText) -> None:
         """Add a sample. Its prompt takes no time unless `prefill` adds it."""
-        if self._speculation is not None:
+        if self.drafting is not None:
             reference = () if text.reference is None else text.reference.tolist()
-            self._speculation.begin(
+            self.drafting.begin(
                 DraftContext(
                     sample_id,
                     list(text.prompt),
@@ -149,7 +173,7 @@ class TextInstance:
             )
         response = text.response[: text.begun].tolist()
         state = EngineSampleState(
-            sample_id, list(text.prompt), response, WINDOW, len(text.prompt) + text.begun
+            sample_id, list(text.prompt), response, self.window, len(text.prompt) + text.begun
         )
         self._live[sample_id] = _Live(text, state)
 
@@ -160,8 +184,8 @@ class TextInstance:
     def leave(self, sample_id: str) -> int:
         """Remove an unfinished sample and return its response tokens. KeyError if it does not run here."""
         live = self._live.pop(sample_id)
-        if self._speculation is not None:
-            self._speculation.end(sample_id, live.state.response)
+        if self.drafting is not None:
+            self.drafting.end(sample_id, live.state.response)
         return len(live.state.response)
 
     def step(self) -> TextStep:
@@ -169,16 +193,16 @@ class TextInstance:
         live = list(self._live.values())
         states = [each.state for each in live]
         for each in live:
-            each.state.room = max(0, min(WINDOW, each.left - 1))
-        speculation, drafts, shape = self._speculation, dict[str, list[int]](), None
-        if speculation is not None:
-            drafts = speculation.drafts(states, self.device.most_rows)
-            shape = speculation.shape(states, drafts)
+            each.state.room = max(0, min(self.window, each.left - 1))
+        drafting, drafts, shape = self.drafting, dict[str, list[int]](), None
+        if drafting is not None:
+            drafts = drafting.drafts(states, self.device.most_rows)
+            shape = drafting.shape(states, drafts)
         rows = len(live) + sum(map(len, drafts.values())) + self._prefill
         seconds = self.device.seconds(len(live), rows, sum(state.length for state in states))
         ended = [each.state.sample_id for each in live if self._advance(each, drafts)]
-        if speculation is not None and shape is not None and not self._prefill:
-            speculation.stepped(shape, seconds)
+        if drafting is not None and shape is not None and not self._prefill:
+            drafting.stepped(shape, seconds)
         self._prefill = 0
         return TextStep(seconds, ended)
 
@@ -195,10 +219,8 @@ class TextInstance:
         self.counts.steps += 1
         self.counts.drafted += len(draft)
         self.counts.accepted += held
-        if self._speculation is not None:
-            self._speculation.learn(
-                SampleStep(state.sample_id, tokens, [], drafted=len(draft), accepted=held)
-            )
+        if self.drafting is not None:
+            self.drafting.learn(SampleStep(state.sample_id, tokens, [], drafted=len(draft), accepted=held))
         if live.left:
             return False
         self.leave(state.sample_id)

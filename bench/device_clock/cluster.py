@@ -2,8 +2,9 @@
 
 The gateway's queue and pool place the samples. The coordinator's ledger and plan assign samples of the next step to
 idle instances. Each instance drafts, plans and verifies every engine step on the recorded texts. Idle time, and
-thus the amount generated ahead, is therefore that which the device would have. Left out are the cost of decisions,
-moves, the journal, and the time of a weight update.
+thus the amount generated ahead, is therefore that which the device would have. A step's instances also index what
+was generated ahead for its prompts, as they fetch it from the store. Left out are the cost of decisions, moves, the
+journal, and the time of a weight update.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-import numpy as np
-
 from bench.axes.known_texts import RUN, KnownText, TextInstance, Tokens, stored
-from bench.device_clock.old_texts import ForkedText
+from bench.device_clock.clock import ClockedStep, TrainerClock
+from bench.device_clock.recording import Cell, ForkedText, RecordedTexts
 from services.bubbles.config import BubblesConfig
 from services.gateway.config import GatewayConfig
 from services.gateway.scheduler.estimator import DraftCoverage, LengthPredictor, remaining_work
@@ -33,45 +33,6 @@ _DRAFT_COST: float = GatewayConfig.model_fields["draft_cost"].default
 _FORK_SLOWDOWN: float = GenerationConfig.model_fields["fork_slowdown"].default
 _POLL_SECONDS = 0.005
 """Interval between two polls of an instance that has nothing to do."""
-Cell = tuple[int, int]
-"""Index of a prompt in its step, and slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedTexts:
-    """A step of the run: its prompts, and by cell the seeds, the responses and the previous policy's responses."""
-
-    step: int
-    prompt_ids: tuple[str, ...]
-    prompts: tuple[tuple[int, ...], ...]
-    seeds: Mapping[Cell, int]
-    responses: Mapping[Cell, Tokens]
-    before: Mapping[Cell, Tokens]
-    forks: Mapping[Cell, Sequence[ForkedText]] = field(default_factory=dict)
-    """Forks by cell, ordered by ascending margin."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Return the lengths of the previous policy's texts, [prompts, samples]."""
-        slots = 1 + max(slot for _, slot in self.seeds)
-        places = range(len(self.prompt_ids))
-        return np.array([[len(self.before[place, slot]) for slot in range(slots)] for place in places])
-
-
-@dataclass(frozen=True, slots=True)
-class ClockedStep:
-    """A step as the device would have run it."""
-
-    step: int
-    seconds: float
-    tokens: int
-    decode_steps: int
-    """Sum over all samples."""
-    most_decode_steps: int
-    drafted: int
-    accepted: int
-    covered: int
-    """Tokens that were already generated when the step began."""
 
 
 @dataclass(eq=False)
@@ -129,7 +90,7 @@ class RecordedCluster:
     vocabulary: int
     instances: int
     texts: Sequence[RecordedTexts]
-    update_seconds: float
+    trainer: TrainerClock
     bubbles: BubblesConfig | None = field(default_factory=BubblesConfig)
     most_forks: int = 0
     """Maximum number of forks of a sample that is generated ahead."""
@@ -157,16 +118,37 @@ class RecordedCluster:
             self._idle = IdleWork(self.bubbles, round(fmean(prompts)))
 
     def run(self) -> Iterator[ClockedStep]:
-        """Run the steps, each followed by the trainer's update."""
+        """Run the steps, each followed by the trainer's update or by the next step."""
         for place, texts in enumerate(self.texts):
             self._coming = self.texts[place + 1] if place + 1 < len(self.texts) else None
-            yield self._rolled_out(texts)
+            began = self._now
+            step = self._rolled_out(texts)
+            following = self.trainer.next_begin(self._now)
             if self._idle is not None:
                 self._idle.learn(self._now)
-            until = self._now + self.update_seconds
-            while (instance := self._next()).clock < until:
-                self._work_ahead(instance)
-            self._now = until
+                self._wait(self._idle, following)
+            self._now = following
+            yield replace(step, whole=following - began)
+
+    def _wait(self, idle: IdleWork, until: float) -> None:
+        """Let the instances use the time until the next step begins, unless the trainer has their devices."""
+        assert self.bubbles is not None
+        if self.bubbles.during_update != "pregenerate":
+            self._stop(idle)
+            return
+        while (instance := self._next()).clock < until:
+            worked = self._work_ahead(instance)
+            if not worked and not any(len(each.decoder) for each in self._fleet):
+                # An instance that finds no work while no other one has any finds none before the next step.
+                break
+
+    def _stop(self, idle: IdleWork) -> None:
+        """Stop generating ahead."""
+        for each in self._fleet:
+            each.open_ties.clear()
+            for name in list(each.forks):
+                self._keep_fork(each, name, each.decoder.leave(name))
+            idle.stop(each, self._now)
 
     def _next(self) -> ClockedInstance:
         return min(self._fleet, key=lambda each: each.clock)
@@ -204,12 +186,9 @@ class RecordedCluster:
         """Begin a step: stop generating ahead, place the samples, and announce the next step."""
         covered: Mapping[Cell, int] = {}
         if self._idle is not None:
-            for each in self._fleet:
-                each.open_ties.clear()
-                for name in list(each.forks):
-                    self._keep_fork(each, name, each.decoder.leave(name))
-                self._idle.stop(each, self._now)
+            self._stop(self._idle)
             covered = self._idle.coverage(texts.step)
+            self._fetch(texts, covered)
         self._place(texts, covered)
         if self._idle is not None:
             self._idle.begin(texts.step, {each.name: len(each.own) for each in self._fleet}, self._now)
@@ -217,6 +196,22 @@ class RecordedCluster:
                 expected = [self._lengths.predict(RUN, prompt_id) for prompt_id in self._coming.prompt_ids]
                 self._idle.hint(self._coming.step, self._coming.lengths, expected, self._now)
         return covered
+
+    def _fetch(self, texts: RecordedTexts, covered: Mapping[Cell, int]) -> None:
+        """Let every instance index what was generated ahead for its prompts."""
+        rollouts = [
+            stored(
+                texts.prompt_ids[prompt],
+                slot,
+                texts.seeds[prompt, slot],
+                texts.before[prompt, slot][:tokens],
+                texts.step - 1,
+            )
+            for (prompt, slot), tokens in covered.items()
+            if tokens
+        ]
+        for each in self._fleet:
+            each.decoder.know(rollouts)
 
     def _place(self, texts: RecordedTexts, covered: Mapping[Cell, int]) -> None:
         pool, queue, by_name = InstancePool(), WaitingQueue[Cell](), {each.name: each for each in self._fleet}
@@ -240,7 +235,7 @@ class RecordedCluster:
             instance.own[name] = placed.waiting
             tokens = covered.get(cell, 0)
             reference = texts.before[cell][:tokens] if tokens else None
-            text = _text(texts, cell, texts.responses[cell], texts.step, reference)
+            text = known_text(texts, cell, texts.responses[cell], texts.step, reference)
             forks = tuple(self._forked.get(cell, {}).values())
             instance.decoder.begin(name, replace(text, forks=forks))
         self._forked = {}
@@ -261,22 +256,26 @@ class RecordedCluster:
         instance.steps += 1
         return found.ended
 
-    def _work_ahead(self, instance: ClockedInstance) -> None:
-        """Run a step of the next step's samples on an instance without current samples, or let it wait."""
+    def _work_ahead(self, instance: ClockedInstance) -> bool:
+        """Run a step of the next step's samples on an instance without current samples, or let it wait.
+
+        Returns:
+            False if it waits.
+        """
         if self._idle is None or self._coming is None:
             instance.clock += _POLL_SECONDS
-            return
+            return False
         self._idle.poll(instance, instance.clock)
         while instance.waiting:
             sample = instance.waiting.popleft()
             cell = sample.prompt, sample.slot
             name = f"ahead {self._coming.step}/{cell[0]}/{cell[1]}"
-            text = _text(self._coming, cell, self._coming.before[cell], self._coming.step - 1)
+            text = known_text(self._coming, cell, self._coming.before[cell], self._coming.step - 1)
             instance.ahead[sample] = name
             instance.decoder.begin(name, replace(text, begun=int(sample.generated)))
         if not len(instance.decoder):
             instance.clock += _POLL_SECONDS
-            return
+            return False
         by_name = {name: sample for sample, name in instance.ahead.items()}
         for name in self._step(instance):
             if name in instance.forks:
@@ -286,6 +285,7 @@ class RecordedCluster:
             del instance.ahead[sample]
             sample.generated, sample.ends = float(sample.length), 1
         self._fork(instance)
+        return True
 
     def _fork(self, instance: ClockedInstance) -> None:
         """Begin forks at positions that are already generated, nearest ties first, up to an instance's limits."""
@@ -307,7 +307,7 @@ class RecordedCluster:
             if len(fork.response) > at + 1:
                 name = f"fork {self._coming.step}/{cell[0]}/{cell[1]}/{at}"
                 instance.forks[name] = cell, fork
-                text = _text(self._coming, cell, fork.response, self._coming.step - 1)
+                text = known_text(self._coming, cell, fork.response, self._coming.step - 1)
                 instance.decoder.begin(name, replace(text, begun=at + 1))
         del instance.open_ties[:room]
 
@@ -316,9 +316,10 @@ class RecordedCluster:
         self._forked[cell][fork.at] = fork.response[:tokens]
 
 
-def _text(
+def known_text(
     texts: RecordedTexts, cell: Cell, response: Tokens, version: int, reference: Tokens | None = None
 ) -> KnownText:
+    """Return a cell's sample, or a text that is generated ahead for it, as an instance decodes it."""
     prompt, _ = cell
     return KnownText(
         prompt_id=texts.prompt_ids[prompt],
@@ -328,19 +329,3 @@ def _text(
         prompt=texts.prompts[prompt],
         version=version,
     )
-
-
-def plain_seconds(texts: RecordedTexts, device: DeviceTable, vocabulary: int, instances: int) -> float:
-    """Return the seconds of plain decoding of a step, with its prompts dealt to the instances in turn."""
-    fleet = [TextInstance(device, vocabulary, 0) for _ in range(instances)]
-    for cell, response in texts.responses.items():
-        prompt, slot = cell
-        decoder = fleet[prompt % instances]
-        if not slot:
-            decoder.prefill(len(texts.prompts[prompt]))
-        decoder.begin(f"{prompt}/{slot}", _text(texts, cell, response, texts.step))
-    seconds = [0.0] * instances
-    for place, decoder in enumerate(fleet):
-        while len(decoder):
-            seconds[place] += decoder.step().seconds
-    return max(seconds)

@@ -9,50 +9,27 @@ file for each step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.axes.known_texts import Tokens
+from bench.device_clock.recording import MOST_FORKS, ForkedText, OldText, OldTexts
 from bench.report import keep
 from bench.rollout.record import RecordedRun
 from bench.rollout.stock_engine import load_weights
 from bench.rollout.training import TrainedStep
 from examples.tinymath.options import Options
 from paceline import SampleKey
-from services.generation.config import GenerationConfig
 
 if TYPE_CHECKING:
     from services.generation.engine.core import Engine
     from services.generation.engine.types import EngineRequest
 
-MOST_FORKS: int = GenerationConfig.model_fields["forks"].default
 _FOLDER = "before"
 _MAX_SEQS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedText:
-    """A response that takes the runner-up at the near-tie at position `at`."""
-
-    at: int
-    margin: float
-    """Difference in nats between the token and the runner-up."""
-    response: Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class OldText:
-    """A response of the previous policy, and its forks at the nearest ties, by ascending margin."""
-
-    response: Tokens
-    forks: tuple[ForkedText, ...] = ()
-
-
-OldTexts = Mapping[SampleKey, OldText]
 
 
 def load_or_write(

@@ -1,0 +1,226 @@
+"""Rows of the table: which systems roll out the recorded run on the device's clock, and their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from bench.device_clock.clock import ClockedStep, TrainerClock, scheduled
+from bench.device_clock.cluster import RecordedCluster
+from bench.device_clock.recording import MOST_FORKS, RecordedTexts
+from bench.device_clock.stock import TREE_DEPTH, DraftMethod, StockFleet
+from bench.rollout.table import WARM_UP, update_of
+from services.bubbles.config import BubblesConfig
+from services.simulator.device_tables import DeviceTable
+
+INSTANCES = 2
+_LONG = 20.0
+"""Update time, in plain rollouts, that suffices to generate any step ahead completely."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockRow:
+    """Stock vLLM engines. `speculation` is vLLM's speculative_config."""
+
+    name: str
+    speculation: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PacelineRow:
+    """Paceline with a part of its pre-generation; by default as it comes."""
+
+    name: str
+    bubbles: BubblesConfig | None = field(default_factory=BubblesConfig)
+    forks: int = MOST_FORKS
+    other_noise: bool = False
+    """Generate ahead with other noise than that of the coming samples."""
+    whole_step: bool = False
+    """Let the trainer take long enough to generate the whole step ahead."""
+    one_step_off: bool = False
+
+
+PLAIN, PACELINE = "plain", "paceline"
+_OURS = {"prompt_lookup_min": 3, "prompt_lookup_max": 5}
+STOCK_ROWS = (
+    StockRow("vllm ngram, 8 drafts", {"method": "ngram", "num_speculative_tokens": 8, **_OURS}),
+    StockRow("vllm ngram, 16 drafts", {"method": "ngram", "num_speculative_tokens": 16, **_OURS}),
+    StockRow("vllm ngram, 16 drafts, default look-up", {"method": "ngram", "num_speculative_tokens": 16}),
+    StockRow("vllm suffix, 8 drafts", {"method": "suffix", "num_speculative_tokens": 8}),
+    StockRow("vllm suffix, 16 drafts", {"method": "suffix", "num_speculative_tokens": 16}),
+    StockRow("vllm suffix, 24 drafts (default)", {"method": "suffix", "num_speculative_tokens": TREE_DEPTH}),
+)
+_SLEEP = BubblesConfig(during_update="sleep")
+OTHER_NOISE, COUPLED = "paceline, idle time, other noise", "paceline, idle time, no forks"
+COLOCATED, ONE_STEP_OFF = "paceline, colocated trainer", "paceline, one step off"
+PACELINE_ROWS = (
+    PacelineRow("paceline, nothing ahead", None, 0),
+    PacelineRow(OTHER_NOISE, forks=0, other_noise=True),
+    PacelineRow(COUPLED, forks=0),
+    PacelineRow(PACELINE),
+    PacelineRow("paceline, whole step, other noise", forks=0, other_noise=True, whole_step=True),
+    PacelineRow("paceline, whole step, no forks", forks=0, whole_step=True),
+    PacelineRow("paceline, whole step", whole_step=True),
+    PacelineRow(f"{COLOCATED}, other noise", _SLEEP, 0, other_noise=True),
+    PacelineRow(f"{COLOCATED}, no forks", _SLEEP, 0),
+    PacelineRow(COLOCATED, _SLEEP),
+    PacelineRow(ONE_STEP_OFF, one_step_off=True),
+)
+PLAIN_ONE_STEP_OFF, VLLM_ONE_STEP_OFF = "plain, one step off", "vllm's best, one step off"
+COLUMNS = (
+    "regime",
+    "system",
+    "tokens a decode step",
+    "coverage",
+    "acceptance rate",
+    "steps of the slowest sample",
+    "rollout, modelled s",
+    "rollout, of plain",
+    "training step, of plain",
+    "versions behind",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClockedRow:
+    """Steps of a system in a regime, with the trainer's update in seconds."""
+
+    regime: str
+    system: str
+    steps: tuple[ClockedStep, ...]
+    plain: tuple[float, ...]
+    """Seconds of plain decoding, by step."""
+    update: float | None
+    """None if the trainer's time differs from that of the other rows."""
+    versions_behind: int = 0
+    """Versions between the policy that samples and the policy that learns from the samples."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the mean seconds of a rollout."""
+        return fmean(step.seconds for step in self.steps)
+
+    @property
+    def speedup(self) -> float:
+        """Return the number of times that rollouts are as fast as plain ones."""
+        return fmean(self.plain) / self.seconds
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the mean tokens of a sample in a decode step."""
+        return sum(step.tokens for step in self.steps) / sum(step.decode_steps for step in self.steps)
+
+    @property
+    def step_speedup(self) -> float | None:
+        """Return the number of times that training steps are as fast as plain ones that wait for each update."""
+        if self.update is None:
+            return None
+        return (fmean(self.plain) + self.update) / fmean(step.whole for step in self.steps)
+
+    @property
+    def figures(self) -> tuple[float | int | None, ...]:
+        """Return the columns after the first two."""
+        covered = [step.covered for step in self.steps]
+        drafted = sum(step.drafted for step in self.steps)
+        return (
+            self.tokens_per_step,
+            None
+            if None in covered
+            else sum(each or 0 for each in covered) / sum(step.tokens for step in self.steps),
+            sum(step.accepted for step in self.steps) / drafted if drafted else None,
+            fmean(step.most_decode_steps for step in self.steps),
+            self.seconds,
+            self.speedup,
+            self.step_speedup,
+            self.versions_behind,
+        )
+
+
+Steps = tuple[ClockedStep, ...]
+Remember = Callable[[str, Callable[[], Iterable[ClockedStep]]], Steps]
+"""Returns the steps of a row by the name of its system, and computes them if they are not kept."""
+
+
+def computed(system: str, steps: Callable[[], Iterable[ClockedStep]]) -> Steps:
+    """Compute the steps of a row."""
+    return tuple(steps())
+
+
+@dataclass(frozen=True, slots=True)
+class ClockedRegime:
+    """A part of the recorded run: its steps, and the same steps with texts to other noise if there are any."""
+
+    name: str
+    texts: Sequence[RecordedTexts]
+    other_noise: Sequence[RecordedTexts] | None = None
+
+
+def rows_of(
+    regime: ClockedRegime,
+    device: DeviceTable,
+    vocabulary: int,
+    methods: Mapping[str, Callable[[], DraftMethod]],
+    remember: Remember = computed,
+) -> Iterator[ClockedRow]:
+    """Yield the rows of a regime: plain decoding, vLLM's methods, Paceline, and each one step off.
+
+    Args:
+        regime: the recorded texts.
+        device: step times of all systems.
+        vocabulary: number of tokens.
+        methods: makes the drafter of an engine, by the name of its row; a row without one is left out.
+        remember: returns the steps of a row.
+    """
+
+    def stock(row: StockRow) -> Steps:
+        window = 0 if row.speculation is None else int(row.speculation["num_speculative_tokens"])
+        fleet = StockFleet.of(device, vocabulary, INSTANCES, methods.get(row.name), window)
+        return remember(row.name, partial(map, fleet.rolled_out, regime.texts))
+
+    decoded = stock(StockRow(PLAIN))
+    plain = tuple(step.seconds for step in decoded)[WARM_UP:]
+    update = update_of(fmean(plain))
+
+    def clocked(name: str, steps: Steps, *, one_step_off: bool = False) -> ClockedRow:
+        trainer = TrainerClock(update, one_step_off)
+        counted = tuple(scheduled(steps, trainer))[WARM_UP:]
+        return ClockedRow(regime.name, name, counted, plain, update, int(one_step_off))
+
+    yield clocked(PLAIN, decoded)
+    drafted = {row.name: stock(row) for row in STOCK_ROWS if row.name in methods}
+    for name, steps in drafted.items():
+        yield clocked(name, steps)
+    for row in PACELINE_ROWS:
+        texts = regime.other_noise if row.other_noise else regime.texts
+        if texts is not None:
+            seconds = _LONG * fmean(plain) if row.whole_step else update
+            steps = remember(row.name, partial(_rolled_out, row, texts, device, vocabulary, seconds))
+            own = None if row.whole_step else update
+            yield ClockedRow(regime.name, row.name, steps[WARM_UP:], plain, own, int(row.one_step_off))
+    yield clocked(PLAIN_ONE_STEP_OFF, decoded, one_step_off=True)
+    if drafted:
+        best = min(drafted.values(), key=lambda steps: sum(step.seconds for step in steps[WARM_UP:]))
+        yield clocked(VLLM_ONE_STEP_OFF, best, one_step_off=True)
+
+
+def count_rows(regime: ClockedRegime, methods: Mapping[str, object]) -> int:
+    """Return the number of rows of a regime."""
+    ours = sum(not row.other_noise or regime.other_noise is not None for row in PACELINE_ROWS)
+    return 2 + len(methods) + bool(methods) + ours
+
+
+def _rolled_out(
+    row: PacelineRow, texts: Sequence[RecordedTexts], device: DeviceTable, vocabulary: int, update: float
+) -> Iterable[ClockedStep]:
+    trainer = TrainerClock(update, row.one_step_off)
+    return RecordedCluster(device, vocabulary, INSTANCES, texts, trainer, row.bubbles, row.forks).run()
+
+
+def best_vllm(rows: Iterable[ClockedRow], regime: str) -> ClockedRow | None:
+    """Return the fastest of vLLM's own methods in a regime; None without any."""
+    names = {row.name for row in STOCK_ROWS}
+    own = [row for row in rows if row.regime == regime and row.system in names]
+    return min(own, key=lambda row: row.seconds, default=None)
