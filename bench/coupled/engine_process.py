@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bench.precision.differences import RunnerUp
 from bench.report import cores
 from services.generation.engine.types import EngineOptions, EngineRequest, EngineSampleState, SampleStep
 
@@ -36,6 +37,8 @@ class EngineMeasurement:
     """Figures of a round. `step_seconds` has only the steps in which all samples in flight decoded."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
+    runners_up: dict[str, list[RunnerUp]] = field(default_factory=dict)
+    """Of each token, for requests with `near_ties`."""
     steps: int = 0
     seconds: float = 0.0
     drafted: int = 0
@@ -211,7 +214,9 @@ def _run(engine: Any, order: EngineRound, serial: int, clock: _NoiseClock) -> En
 
 
 def _record(measured: EngineMeasurement, step: SampleStep, running: set[str], speculation: Any) -> None:
-    measured.responses[step.sample_id.partition("/")[2]] += step.token_ids
+    name = step.sample_id.partition("/")[2]
+    measured.responses[name] += step.token_ids
+    measured.runners_up.setdefault(name, []).extend(map(RunnerUp, step.top_token_ids, step.top_logprobs))
     measured.drafted += step.drafted
     measured.accepted += step.accepted
     if speculation is not None:
@@ -219,4 +224,4 @@ def _record(measured: EngineMeasurement, step: SampleStep, running: set[str], sp
     if step.finish is not None:
         running.discard(step.sample_id)
         if speculation is not None:
-            speculation.end(step.sample_id, measured.responses[step.sample_id.partition("/")[2]])
+            speculation.end(step.sample_id, measured.responses[name])

@@ -1,0 +1,149 @@
+"""Count the tokens that change with the shape of a batch: in float32 and in bfloat16, on the same samples.
+
+A sample's noise fixes its tokens, so that two runs differ only where rounding decides between two tokens. The
+engine decodes the samples in batches, then one at a time, then with their own responses as drafts, and compares
+each run with the first. A difference is a near-tie if each run drew the runner-up of the other. Writes
+runs/bench/precision.json.
+
+    scripts/real-model                               # makes the default model, SmolLM2-135M-Instruct
+    python -m bench.precision [--model runs/models/smollm2] [--samples 32] [--max-tokens 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.coupled.engine_process import EngineProcess, EngineRound
+from bench.precision.differences import Differences, JudgedRun, compare, joined, same_share
+from bench.report import format_value, option_parser, say, show_rows, write
+from examples.tinymath.curriculum import curriculum_of
+from services.contracts.sampling import Sampling
+from services.generation.engine.types import EngineOptions, EngineRequest
+
+DTYPES = ("float32", "bfloat16")
+_LENGTHS = (1_000, 8_000)
+_WINDOW = 8
+COLUMNS = (
+    "precision",
+    "batch compared with",
+    "tokens",
+    "differ",
+    "in a thousand",
+    "no near-ties",
+    "largest margin, nats",
+)
+
+
+def main() -> None:
+    """Measure each precision, then show and write the figures."""
+    given = _arguments()
+    if not (given.model / "config.json").is_file():
+        sys.exit(f"precision: {given.model} has no model; `scripts/real-model` makes runs/models/smollm2")
+    requests = requests_of(given.model, given.samples, given.max_tokens, given.temperature)
+    found = {dtype: measure(given.model, dtype, requests, given.batch, given.alone) for dtype in DTYPES}
+    rows = [_row(dtype, how, each) for dtype, parts in found.items() for how, each in parts.items()]
+    show_rows("precision", COLUMNS, rows)
+    figures = figures_of(found)
+    show_rows(
+        "precision", ("figure", "value"), [(name, format_value(each)) for name, each in figures.items()]
+    )
+    table = {"columns": COLUMNS, "rows": rows}
+    write("precision", {**figures, "tables": {"differences": table}, "options": _plain(given)})
+
+
+def measure(
+    model: Path, dtype: str, requests: Sequence[EngineRequest], batch: int, alone: int
+) -> dict[str, Differences]:
+    """Return what each shape of batch changes, against batches of `batch` samples without drafts.
+
+    Only the first `alone` samples are decoded one at a time. EngineUnavailable if the engine cannot be built.
+    """
+    longest = max(len(each.prompt) + each.sampling.max_tokens for each in requests)
+    options = EngineOptions(
+        str(model), dtype=dtype, max_num_seqs=batch, max_model_len=longest + 1, kv_cache_memory_bytes=1 << 30
+    )
+    with closing(EngineProcess(options)) as engine:
+        engine.wait()
+
+        def run(what: str, order: EngineRound) -> JudgedRun:
+            measured = engine.run(order)
+            say(f"precision: {dtype}, {what}: {measured.tokens} tokens in {measured.seconds:.0f} s")
+            return JudgedRun(measured.responses, measured.runners_up)
+
+        base = run(f"batches of {batch}", EngineRound(requests, batch))
+        truth = base.tokens
+        drafted = [replace(each, given=tuple(truth[each.sample_id])) for each in requests]
+        few = requests[:alone]
+        some = JudgedRun(
+            {each.sample_id: base.tokens[each.sample_id] for each in few},
+            {each.sample_id: base.runners_up[each.sample_id] for each in few},
+        )
+        return {
+            "one sample": compare(some, run("one sample at a time", EngineRound(few, 1))),
+            f"{_WINDOW} drafts a sample": compare(
+                base, run("with drafts", EngineRound(drafted, max(1, batch // 4), "reference", _WINDOW))
+            ),
+        }
+
+
+def figures_of(found: Mapping[str, Mapping[str, Differences]]) -> dict[str, float]:
+    """Return the figures by name, of all comparisons of a precision together."""
+    figures = dict[str, float]()
+    for dtype, parts in found.items():
+        whole = joined(parts.values())
+        figures |= {
+            f"{dtype}_differing_per_thousand": whole.per_thousand,
+            f"{dtype}_no_near_ties": whole.no_near_ties,
+            f"{dtype}_largest_margin": whole.largest_margin,
+            f"{dtype}_compared": whole.compared,
+        }
+        for length in _LENGTHS:
+            figures[f"{dtype}_same_samples_of_{length}"] = same_share(whole.per_thousand, length)
+    return figures
+
+
+def requests_of(model: Path, count: int, max_tokens: int, temperature: float) -> list[EngineRequest]:
+    """Return samples of problems for the model, one a problem."""
+    tasks = curriculum_of(model)
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
+    return [
+        EngineRequest(
+            f"p{place}",
+            tuple(tasks.text.prompt_ids(task.question)),
+            (),
+            sampling,
+            1000 + place,
+            near_ties=True,
+        )
+        for place, task in enumerate(tasks.draw(5, count))
+    ]
+
+
+def _row(dtype: str, how: str, each: Differences) -> tuple[str, ...]:
+    cells = (each.compared, len(each.found), each.per_thousand, each.no_near_ties, each.largest_margin)
+    return dtype, how, *map(format_value, cells)
+
+
+def _plain(given: argparse.Namespace) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = option_parser(__doc__)
+    parser.add_argument("--model", type=Path, default=Path("runs/models/smollm2"))
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--alone", type=int, default=3, help="samples that are decoded one at a time, too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
