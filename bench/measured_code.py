@@ -57,6 +57,7 @@ MEASURED: Mapping[str, MeasuredCode] = {
     "fleet": MeasuredCode(("services/gateway", "services/platform/redis"), 0.3),
     "weights": MeasuredCode(("services/generation/weights", "paceline/weights")),
     "coupled": MeasuredCode((*_DRAFTING, "services/generation/engine"), 0.3),
+    "precision": MeasuredCode(("kernels/coupled_sampler", "services/generation/engine"), 0.3),
     "policy": MeasuredCode(_DRAFTING),
     "policy.simulated": MeasuredCode((*_DRAFTING, _DEVICES)),
     "axes": MeasuredCode((*_DRAFTING, _DEVICES)),

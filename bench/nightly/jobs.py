@@ -28,7 +28,7 @@ class NightlyJob:
         return " ".join(("python -m", self.module, *self.options))
 
 
-LONGER = ("axes.recorded", "rollout.smollm2", "device_clock")
+LONGER = ("axes.recorded", "rollout.smollm2", "device_clock", "precision")
 """Benchmarks that do not fit in a night; they are run and published by hand."""
 JOBS = (
     NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),
