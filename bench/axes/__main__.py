@@ -5,10 +5,12 @@ previous update gives to the same noise, and earlier samples of the same prompts
 and the planner of an instance decode them (known_texts.py) by the step times of an 8B model on an H100. Each point
 changes one number of the base point.
 
-The table has two rows for most points. "history" drafts from earlier samples of the prompt, from siblings and from
-the sample itself. "ahead" also drafts from the whole response that the previous policy would have written. This is
-what pre-generation provides when the idle time suffices. On the axis of age "epoch" also drafts from the whole
-response that the policy gave to the same noise when the prompt came last, as COUPLED_HISTORY does. Writes
+The table has two to four rows for each point. "history" drafts from earlier samples of the prompt, from siblings
+and from the sample itself. "ahead" also drafts from the whole response that the previous policy would have written
+to the same noise. This is what pre-generation provides when the idle time suffices. "ahead, other noise" has whole
+responses of the previous policy to other noise in their place, at points of at most 1,024 tokens. At the base point
+and on the axis of age "epoch" also drafts from the whole response that the policy gave to the same noise when the
+prompt came last, as COUPLED_HISTORY does. Writes
 runs/bench/axes.json.
 
     python -m bench.axes [--axes length vocabulary]
@@ -23,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.axes.known_texts import DecodedBatch, KnownText, decode, plain_seconds, stored
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
@@ -31,6 +34,7 @@ from bench.rollout.modelled import DEVICES, H100_8B
 from services.step_time.estimator import warm_up
 
 PROMPTS, SAMPLES = 2, 4
+_TEMPERATURE = 0.7
 COLUMNS = ("changed", "point", "drafts", "tokens a step", "acceptance rate", "of plain, modelled")
 
 
@@ -46,6 +50,8 @@ class Point:
     """Updates since the prompt was last sampled."""
     anchored: float = 0.0
     """Share of positions at which diverged texts return to the same tokens (policy.py)."""
+    temperature: float = _TEMPERATURE
+    """Temperature of sampling; entropy and KL are given for the base point's."""
 
 
 AXES: dict[str, tuple[float, ...]] = {
@@ -55,7 +61,10 @@ AXES: dict[str, tuple[float, ...]] = {
     "kl": (1e-5, 1e-4, 1e-3),
     "lag": (1, 4, 16, 64),
     "anchored": (0.0, 0.003, 0.03),
+    "temperature": (0.6, 0.7, 1.0),
 }
+_MOST_COMPARED = 1024
+"""Most tokens of responses that are also decoded with drafts to other noise; longer ones would take minutes."""
 
 
 def main() -> None:
@@ -70,7 +79,9 @@ def main() -> None:
     lines = [shown(row) for row in rows]
     show_rows("axes", COLUMNS, lines)
     base = {row["drafts"]: row["speedup_vs_plain"] for row in rows if row["changed"] == "base"}
-    figures = {f"{name}_speedup_vs_plain": value for name, value in base.items()}
+    figures = {
+        f"{name.replace(', ', '_').replace(' ', '_')}_speedup_vs_plain": value for name, value in base.items()
+    }
     tables = {"points": {"columns": COLUMNS, "rows": lines}}
     write("axes", {**figures, "options": asdict(Point()), "rows": rows, "tables": tables})
 
@@ -101,29 +112,34 @@ def synthetic(axes: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(changed: str, point: str, at: Point) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a point: without and with responses generated ahead, and on the axis of age of an epoch."""
+    """Yield the rows of a point: with history alone, and with responses ahead to the same and other noise."""
     n = PROMPTS * SAMPLES
-    policy = SyntheticPolicy(PolicySizes(at.vocabulary, at.entropy, at.kl, at.anchored))
-    prompts, noise = hashes(1, count=PROMPTS).repeat(SAMPLES), hashes(2, count=2 * n)
-    now, ahead, epoch, before = policy.draw(
-        np.tile(prompts, 4),
-        np.concatenate([noise[:n], noise[:n], noise[:n], noise[n:]]),
-        np.repeat([0, 1, at.lag, at.lag], n),
+    policy = SyntheticPolicy(
+        PolicySizes(at.vocabulary, at.entropy, at.kl, at.anchored, temperature=at.temperature / _TEMPERATURE)
+    )
+    prompts, noise = hashes(1, count=PROMPTS).repeat(SAMPLES), hashes(2, count=3 * n)
+    now, ahead, epoch, before, other = policy.draw(
+        np.tile(prompts, 5),
+        np.concatenate([noise[:n], noise[:n], noise]),
+        np.repeat([0, 1, at.lag, at.lag, 1], n),
         at.length,
-    ).reshape(4, n, at.length)
+    ).reshape(5, n, at.length)
     names = [f"p{place // SAMPLES}" for place in range(n)]
     history = [stored(names[i], i % SAMPLES, n + i, before[i], 0) for i in range(n)]
-    texts = [KnownText(names[i], i, now[i]) for i in range(n)]
-    yield _row(
-        changed, point, "history", texts, decode(texts, history, DEVICES[H100_8B].steps, at.vocabulary)
-    )
-    texts = [KnownText(names[i], i, now[i], ahead[i]) for i in range(n)]
-    yield _row(changed, point, "ahead", texts, decode(texts, history, DEVICES[H100_8B].steps, at.vocabulary))
+    drafts: dict[str, NDArray[np.int32] | None] = {"history": None, "ahead": ahead}
+    if at.length <= _MOST_COMPARED:
+        drafts["ahead, other noise"] = other
     if changed in ("base", "lag"):
-        texts = [KnownText(names[i], i, now[i], epoch[i]) for i in range(n)]
-        yield _row(
-            changed, point, "epoch", texts, decode(texts, history, DEVICES[H100_8B].steps, at.vocabulary)
-        )
+        drafts["epoch"] = epoch
+    for kind, references in drafts.items():
+        texts = [
+            KnownText(names[i], i, now[i], None if references is None else references[i]) for i in range(n)
+        ]
+        known = list(history)
+        if references is other:
+            # The index finds parts of such a draft; the reference drafter needs the same positions.
+            known += [stored(names[i], i % SAMPLES, 2 * n + i, other[i], 1) for i in range(n)]
+        yield _row(changed, point, kind, texts, decode(texts, known, DEVICES[H100_8B].steps, at.vocabulary))
 
 
 def _row(

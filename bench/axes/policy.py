@@ -5,6 +5,7 @@ It has one parameter for each property that decides how well drafts hold:
 - Entropy is spread as in language models: most tokens are nearly certain, and a share of the contexts are forks.
 - KL of an update: each version adds a drift to the logits. The drift is drawn independently for each context and
   grows with the square root of the number of updates.
+- Temperature: the logits, drift included, are divided by it, which changes both entropy and KL.
 - Return to a common text after a divergence: at some positions (`anchored`) the distribution depends on the prompt
   and the position only. Two samples with the same noise draw the same token there.
 - Repetition: after some tokens (`formulaic`) the next one depends on the last token only, at any position.
@@ -35,7 +36,7 @@ _WARM, _ANCHOR, _FORMULA, _FORK, _TOKEN, _STRIDE, _DRIFT, _NOISE, _RADIUS = map(
 
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
-    """Parameters of a policy. Entropy and KL are in nats a token; `kl` is the KL of one update."""
+    """Parameters of a policy. `entropy`, and `kl` of an update, are in nats a token, at temperature 1."""
 
     vocabulary: int
     """A power of two."""
@@ -43,6 +44,7 @@ class PolicySizes:
     kl: float
     anchored: float = 0.0
     formulaic: float = 0.3
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class SyntheticPolicy:
         fork = _uniform(_mixed(context, _FORK)) < _FORKS
         logits = np.where(fork[:, None], self._fork, self._certain)
         drift = _normal(_mixed(context, _DRIFT, ages.astype(np.uint64))[:, None] + places)
-        logits = logits + self._drift * np.sqrt(ages)[:, None] * drift
+        logits = (logits + self._drift * np.sqrt(ages)[:, None] * drift) / sizes.temperature
         return Conditions(tokens, logits - np.log(np.exp(logits).sum(1, keepdims=True)))
 
     def draw(self, prompts: Hashes, seeds: Hashes, ages: Ints, length: int) -> NDArray[np.int32]:

@@ -43,6 +43,18 @@ def test_a_policy_drifts_by_the_kl_of_an_update_for_each(age: int) -> None:
     assert (np.exp(then) * (then - now)).sum(1).mean() == pytest.approx(age * 1e-3, rel=0.15)
 
 
+def test_a_higher_temperature_raises_the_entropy_and_lowers_the_kl() -> None:
+    entropies, divergences = [], []
+    for temperature in (0.8, 1.0, 1.3):
+        policy = SyntheticPolicy(PolicySizes(8192, 0.7, 1e-3, temperature=temperature))
+        now, then = _logprobs(policy, 0), _logprobs(policy, 1)
+        entropies.append(-(np.exp(now) * now).sum(1).mean())
+        divergences.append((np.exp(then) * (then - now)).sum(1).mean())
+    assert entropies == sorted(entropies)
+    assert entropies[1] == pytest.approx(0.7, rel=0.1)
+    assert divergences == sorted(divergences, reverse=True)
+
+
 def test_the_same_noise_gives_the_same_text_until_the_policies_differ() -> None:
     policy = SyntheticPolicy(PolicySizes(8192, 0.7, 1e-4))
     prompts, seeds = hashes(1, count=4), hashes(2, count=4)
@@ -85,12 +97,13 @@ def test_what_is_known_saves_steps() -> None:
 def test_an_axis_goes_through_the_base() -> None:
     assert all(getattr(Point(), name) in values for name, values in AXES.items())
     small = Point(length=40)
-    history, ahead = rows_of("length", "40", small)
-    assert (history["drafts"], ahead["drafts"]) == ("history", "ahead")
-    assert ahead["tokens_per_step"] > history["tokens_per_step"] >= 1.0
+    rows = {row["drafts"]: row["tokens_per_step"] for row in rows_of("length", "40", small)}
+    assert list(rows) == ["history", "ahead", "ahead, other noise"]
+    assert rows["ahead"] > rows["ahead, other noise"] >= 1.0
+    assert rows["ahead"] > rows["history"] >= 1.0
     assert PROMPTS * SAMPLES == 8
-    assert [row["changed"] for row in synthetic([])] == ["base"] * 3
-    _, ahead, epoch = rows_of("lag", "1", replace(small, lag=1))
+    assert [row["changed"] for row in synthetic([])] == ["base"] * 4
+    _, ahead, _, epoch = rows_of("lag", "1", replace(small, lag=1))
     assert {**epoch, "drafts": "ahead"} == ahead, "an epoch of one update is the update before"
     *_, late = rows_of("lag", "1000", replace(small, lag=1000))
     assert late["drafts"] == "epoch"
