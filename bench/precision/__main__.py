@@ -64,7 +64,7 @@ def measure(
 
     Only the first `alone` samples are decoded one at a time. EngineUnavailable if the engine cannot be built.
     """
-    longest = max(len(each.prompt) + each.sampling.max_tokens for each in requests)
+    longest = max(len(each.prompt) + (each.sampling.max_tokens or 0) for each in requests)
     options = EngineOptions(
         str(model), dtype=dtype, max_num_seqs=batch, max_model_len=longest + 1, kv_cache_memory_bytes=1 << 30
     )
