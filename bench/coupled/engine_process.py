@@ -12,9 +12,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.precision.differences import RunnerUp
 from bench.report import cores
 from services.generation.engine.types import EngineOptions, EngineRequest, EngineSampleState, SampleStep
 
@@ -30,6 +29,13 @@ class EngineRound:
     drafter: str = ""
     window: int = 8
     time_noise: bool = False
+
+
+class RunnerUp(NamedTuple):
+    """The token that lost to the drawn one, and the nats by which it lost, noise included."""
+
+    token: int
+    margin: float
 
 
 @dataclass(slots=True)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class RunnerUp(NamedTuple):
-    """The token that lost to the drawn one, and the nats by which it lost, noise included."""
-
-    token: int
-    margin: float
+from bench.coupled.engine_process import RunnerUp
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.precision.differences import JudgedRun, RunnerUp, compare, joined, same_share
+from bench.coupled.engine_process import RunnerUp
+from bench.precision.differences import JudgedRun, compare, joined, same_share
 
 
 def run(runners_up: dict[str, list[tuple[int, float]]], **tokens: list[int]) -> JudgedRun:
