@@ -63,6 +63,7 @@ MEASURED: Mapping[str, MeasuredCode] = {
     "axes": MeasuredCode((*_DRAFTING, _DEVICES)),
     "device_clock": MeasuredCode((*_DRAFTING, _DEVICES, "services/bubbles", "services/drafts")),
     "migration": MeasuredCode((*_MOVES, "services/reallocator")),
+    "gpu": MeasuredCode((*_DRAFTING, "services/generation/engine", "kernels"), 0.3),
     "learner": MeasuredCode(("services/drafter/learning", "services/drafter/training")),
     "simulate": MeasuredCode(("services/simulator", "services/bubbles", "services/reallocator")),
 }

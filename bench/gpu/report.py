@@ -10,6 +10,7 @@ from bench.gpu.engines.tables import engine_tables, main_tables, other_tables
 from bench.gpu.kernels.tables import kernel_tables
 from bench.gpu.running import last_line
 from bench.gpu.state import ENVIRONMENT, GpuStep, State
+from bench.measured_code import snapshot
 from bench.report import format_value, keep, listed, markdown_table
 
 FIGURES = "gpu.json"
@@ -23,7 +24,7 @@ def write(state: State, steps: Sequence[GpuStep]) -> None:
 
 
 def figures(state: State, steps: Sequence[GpuStep]) -> dict[str, Any]:
-    """Return the main tables by name, the machine and the time, in the form of other benchmarks' results.
+    """Return the main tables by name, the machine, the time and the code, in the form of other benchmarks' results.
 
     The first head of a table names the device.
     """
@@ -40,6 +41,7 @@ def figures(state: State, steps: Sequence[GpuStep]) -> dict[str, Any]:
         "tables": tables,
         "machine": {"cpus": environment.get("cores"), "processor": device},
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "code": snapshot("gpu"),
     }
 
 

@@ -28,8 +28,8 @@ class NightlyJob:
         return " ".join(("python -m", self.module, *self.options))
 
 
-LONGER = ("axes.recorded", "rollout.smollm2", "device_clock", "precision")
-"""Benchmarks that do not fit in a night; they are run and published by hand."""
+LONGER = ("axes.recorded", "rollout.smollm2", "device_clock", "precision", "gpu")
+"""Benchmarks that do not fit in a night, or need a GPU; they are run and published by hand."""
 JOBS = (
     NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),
     NightlyJob("gateway", "bench.gateway", 2.0, ("--rounds", "7")),
