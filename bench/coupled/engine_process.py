@@ -44,7 +44,7 @@ class EngineMeasurement:
 
     responses: dict[str, list[int]] = field(default_factory=dict)
     runners_up: dict[str, list[RunnerUp]] = field(default_factory=dict)
-    """Of each token, for requests with `near_ties`."""
+    """Runner-up of each token, for requests with `near_ties`."""
     steps: int = 0
     seconds: float = 0.0
     drafted: int = 0

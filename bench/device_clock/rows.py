@@ -37,7 +37,7 @@ class PacelineRow:
     bubbles: BubblesConfig | None = field(default_factory=BubblesConfig)
     forks: int = MOST_FORKS
     other_noise: bool = False
-    """Generate ahead with other noise than that of the coming samples."""
+    """Generate ahead with noise that the coming samples do not have."""
     whole_step: bool = False
     """Let the trainer take long enough to generate the whole step ahead."""
     one_step_off: bool = False
@@ -94,7 +94,7 @@ class ClockedRow:
     plain: tuple[float, ...]
     """Seconds of plain decoding, by step."""
     update: float | None
-    """None if the trainer's time differs from that of the other rows."""
+    """None if the trainer's time is not the same as in the other rows."""
     versions_behind: int = 0
     """Versions between the policy that samples and the policy that learns from the samples."""
 

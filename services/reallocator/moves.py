@@ -218,8 +218,8 @@ def _reason_name(reason: int) -> str:
 class Evacuation:
     """Evacuation of draining instances: one task for each, which ends when the instance is empty or gone.
 
-    Each round lists the samples of a few instances with room, the emptiest first, and after a round that moved
-    nothing those of the next ones: a large fleet has more samples than one process can look at.
+    Each round lists the samples of a few instances with room, the emptiest first. After a round that moved nothing,
+    the next round lists other instances: a large fleet has more samples than one process can look at.
     """
 
     def __init__(
