@@ -266,9 +266,10 @@ class GatewaySample:
 
     def stamp(self, begin: int, version: int, *, mixed_kv: bool = False) -> None:
         """Record that tokens from `begin` on are of this policy version, with KV of earlier ones if `mixed_kv`."""
-        mark = VersionMark(begin, version, mixed_kv)
-        if not self.versions or self.versions[-1][1:] != mark[1:]:
-            self.versions.append(mark)
+        # Called for each report of a sample, which seldom begins a span.
+        last = self.versions[-1] if self.versions else None
+        if last is None or last.version != version or last.mixed_kv != mixed_kv:
+            self.versions.append(VersionMark(begin, version, mixed_kv))
 
     @property
     def mixed_kv(self) -> bool:

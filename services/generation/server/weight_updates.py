@@ -6,10 +6,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -151,15 +151,21 @@ class WeightUpdates:
                 self._check_keeps_kv()
             with self._metrics.weight_seconds.labels("apply").time():
                 halt_seconds = await self._halt()
-                replaced = await self._loop.execute(lambda: self._apply(staged, in_flight, keep_kv))
+                applied = await self._loop.execute(lambda: self._apply(staged, in_flight, keep_kv))
             self.staged = None
             if self._adopted is not None:
                 await asyncio.to_thread(self._adopted.prune, version, staged.checksum)
             if self._pregenerator is not None:
                 # Uploaded since the halt, so that the instances of the next step find them.
                 await self._pregenerator.stored()
-        _log.info("weights_applied", version=version, **replaced._asdict())
-        return AppliedWeights(halt_seconds=halt_seconds, **replaced._asdict())
+        _log.info(
+            "weights_applied",
+            version=version,
+            dropped_blocks=applied.dropped_blocks,
+            continued=applied.continued,
+            kept=applied.kept,
+        )
+        return replace(applied, halt_seconds=halt_seconds)
 
     async def _discard(self, version: int) -> None:
         await self.streams.end(version)
@@ -188,7 +194,7 @@ class WeightUpdates:
             self._pregenerator.metrics.update_halt_seconds.observe(seconds)
         return seconds
 
-    def _apply(self, staged: StagedWeights, in_flight: bool, keep_kv: bool) -> ReplacedWeights:
+    def _apply(self, staged: StagedWeights, in_flight: bool, keep_kv: bool) -> AppliedWeights:
         """Apply weights in the engine thread; see `replace_weights`."""
 
         def tensors() -> Iterable[tuple[str, torch.Tensor]]:
@@ -196,11 +202,11 @@ class WeightUpdates:
             staged.tensors.check_unchanged()
             return staged.tensors.items()
 
-        replaced = replace_weights(
+        applied = replace_weights(
             self._loop, staged.version, tensors, self._end_unclaimed, in_flight=in_flight, keep_kv=keep_kv
         )
         self._metrics.policy_version.set(staged.version)
-        return replaced
+        return applied
 
 
 def _given(disk: DiskWeights) -> GivenWeights:
@@ -221,14 +227,6 @@ async def read_in_thread(read: Callable[[Proceed], StagedWeights]) -> StagedWeig
     return await uninterrupted(asyncio.to_thread(read, proceed), hasten=given_up.set)
 
 
-class ReplacedWeights(NamedTuple):
-    """KV blocks that were dropped, samples that continue, and how many of them keep their KV."""
-
-    dropped_blocks: int
-    continued: int
-    kept: int
-
-
 def replace_weights(
     loop: EngineLoop,
     version: int,
@@ -237,7 +235,7 @@ def replace_weights(
     *,
     in_flight: bool,
     keep_kv: bool = False,
-) -> ReplacedWeights:
+) -> AppliedWeights:
     """Replace the weights between two steps.
 
     Called in the engine thread. `tensors` returns the weights, or raises if they cannot be applied any more. With
@@ -276,4 +274,4 @@ def replace_weights(
     loop.policy_version = version
     for key, sample in samples.items():
         sample.policy_version, sample.mixed_kv = version, key in kept
-    return ReplacedWeights(dropped, samples.real_count, len(kept))
+    return AppliedWeights(dropped, continued=samples.real_count, kept=len(kept))

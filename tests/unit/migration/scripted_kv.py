@@ -47,7 +47,7 @@ from services.generation.migration.metrics import MigrationMetrics
 from services.generation.migration.migration import Migration
 from services.generation.server.generation_service import GenerationService
 from services.generation.server.sample_intake import SampleIntake
-from services.generation.server.weight_updates import ReplacedWeights, replace_weights
+from services.generation.server.weight_updates import AppliedWeights, replace_weights
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.speculation import Speculation
 from tests.unit.generation.scripted import ScriptedEngine
@@ -365,7 +365,7 @@ class ScriptedInstance:
     async def apply_weights(self, version: int, *, goes_on: bool = False, keep_kv: bool = False) -> int:
         """Apply weights as `WeightUpdates` does; return how many samples keep their KV."""
         end_unclaimed, how = self.migration.arrivals.end_unclaimed, {"in_flight": goes_on, "keep_kv": keep_kv}
-        replaced: ReplacedWeights = await self.between_steps(
+        replaced: AppliedWeights = await self.between_steps(
             lambda: replace_weights(self.loop, version, lambda: (), end_unclaimed, **how)
         )
         return replaced.kept
