@@ -20,7 +20,7 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
-from services.policy.scaling.metrics import ScalingError, ScalingMetrics
+from services.policy.scaling.metrics import ApiConflict, ApiNotFound, ClusterError, ScalingMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -35,42 +35,15 @@ _NEVER = float("-inf")
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-class ClusterError(ScalingError):
-    """Raised when a call to the Kubernetes API fails."""
-
-
-class ApiUnreachable(ClusterError):
-    """Raised when the API is down or overloaded: try again."""
-
-    kind = "unreachable"
-
-
-class ApiConflict(ClusterError):
-    """Raised when the object has changed since it was read: read it again."""
-
-    kind = "conflict"
-
-
-class ApiForbidden(ClusterError):
-    """Raised when the service account lacks a permission: correct its role."""
-
-    kind = "forbidden"
-
-
-class ApiNotFound(ClusterError):
-    """Raised when the object does not exist."""
-
-    kind = "not_found"
-
-
-_ERRORS: dict[int, type[ClusterError]] = {
-    401: ApiForbidden,
-    403: ApiForbidden,
-    404: ApiNotFound,
-    409: ApiConflict,
-    408: ApiUnreachable,
-    429: ApiUnreachable,
+_KINDS = {
+    401: "forbidden",
+    403: "forbidden",
+    404: "not_found",
+    409: "conflict",
+    408: "unreachable",
+    429: "unreachable",
 }
+"""Kind of error by HTTP status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +164,11 @@ async def _answer(call: Any, *arguments: Any, **options: Any) -> Any:
             return await call(*arguments, **options, _request_timeout=CALL_SECONDS)
     except ApiException as error:
         status = int(error.status or 0)
-        kind = _ERRORS.get(status, ApiUnreachable if status >= 500 or not status else ClusterError)
-        raise kind(f"{status} {error.reason}: {str(error.body or '')[:500]}") from error
+        kind = _KINDS.get(status, "unreachable" if status >= 500 or not status else "failed")
+        failure = {"conflict": ApiConflict, "not_found": ApiNotFound}.get(kind, ClusterError)
+        raise failure(f"{status} {error.reason}: {str(error.body or '')[:500]}", kind) from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ApiUnreachable(f"{type(error).__name__}: {error}") from error
+        raise ClusterError(f"{type(error).__name__}: {error}", "unreachable") from error
 
 
 def _scale(found: Any) -> Scale:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of scaling, and the error that they count."""
+"""Prometheus metrics of scaling, and the errors that they count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,39 @@ log = structlog.get_logger(__name__)
 class ScalingError(Exception):
     """Raised when a call that scaling makes fails; `kind` is a label of metrics."""
 
-    kind = "failed"
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class GatewayError(ScalingError):
+    """Raised when the gateway does not answer, or refuses."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "unreachable")
+
+
+class UnknownInstance(GatewayError):
+    """Raised when the gateway has no connection to the instance."""
+
+
+class ClusterError(ScalingError):
+    """Raised when a call to the Kubernetes API fails.
+
+    Of kind "unreachable" try again: the API is down or overloaded. Of kind "forbidden" correct the role of the
+    service account, which lacks a permission.
+    """
+
+    def __init__(self, message: str, kind: str = "failed") -> None:
+        super().__init__(message, kind)
+
+
+class ApiConflict(ClusterError):
+    """Raised when the object has changed since it was read: read it again."""
+
+
+class ApiNotFound(ClusterError):
+    """Raised when the object does not exist."""
 
 
 class ScalingMetrics(MetricSet, prefix="paceline_scaling_"):

@@ -11,14 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
 from services.policy.scaling.kubernetes_client import (
-    ApiConflict,
     Election,
     KubernetesClient,
     LeaseRecord,
     connected,
     may_take,
 )
-from services.policy.scaling.metrics import ScalingMetrics
+from services.policy.scaling.metrics import ApiConflict, ScalingMetrics
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi
 
 SECONDS = 1.0
