@@ -12,7 +12,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from services.bubbles.metrics import BubbleMetrics
+from services.bubbles.service import BubbleMetrics
 from services.contracts.drafters import OWN
 from services.drafter.metrics import DrafterMetrics
 from services.drafts.service import DraftStoreMetrics

@@ -8,8 +8,7 @@ from prometheus_client import REGISTRY
 
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from services.bubbles.config import BubblesConfig
-from services.bubbles.metrics import BubbleMetrics
-from services.bubbles.service import BubbleService
+from services.bubbles.service import BubbleMetrics, BubbleService
 from services.platform.redis.connection import Keys
 from services.platform.redis.decision_log import DecisionLog
 from services.platform.redis.registry import Registry

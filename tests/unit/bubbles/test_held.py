@@ -15,10 +15,9 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import bubble_pb2 as pb
 from services.bubbles.config import BubblesConfig
 from services.bubbles.ledger import BubbleLedger, SharingMembers
-from services.bubbles.metrics import BubbleMetrics
 from services.bubbles.plan import HeldPolls, PollKind, PregenerationPlan, WorkAnswer
 from services.bubbles.pool import PooledTask, StepPool
-from services.bubbles.service import HOLD_SECONDS, BubbleService
+from services.bubbles.service import HOLD_SECONDS, BubbleMetrics, BubbleService
 from tests.unit.bubbles.hints import hint, named, progress_of, run_status, work_poll
 
 PHASES = (pb.RUN_PHASE_ROLLOUT, pb.RUN_PHASE_UPDATE, pb.RUN_PHASE_APPLYING)
