@@ -1,4 +1,4 @@
-"""Decide whether to publish a candidate, whether it was loaded, and whether to roll it back. Pure.
+"""Decide whether to publish a candidate, whether instances refuse it, and whether to roll it back. Pure.
 
 A rollback takes a much larger difference than publishing. With a difference in between nothing happens, so versions
 do not oscillate.
@@ -74,23 +74,12 @@ def gate_verdict(
     return Judgement(GateVerdict.PUBLISH, reason, gain)
 
 
-class Loading(StrEnum):
-    """Progress of loading a published drafter on all instances."""
+def is_refused(loaded: int, refused: int, pending: int) -> bool:
+    """Return True if instances refuse a checkpoint: at least as many as have loaded it or have not answered.
 
-    PENDING = "pending"
-    LOADED = "loaded"
-    REFUSED = "refused"
-
-
-def loading_verdict(loaded: int, refused: int, pending: int) -> Loading:
-    """Judge a checkpoint by the answers of the instances.
-
-    It is refused if at least as many instances refuse it as have loaded it or have not answered: an instance only
-    refuses a checkpoint that it has read and that is no drafter for its policy.
+    An instance only refuses a checkpoint that it has read and that is no drafter for its policy.
     """
-    if refused and refused >= loaded + pending:
-        return Loading.REFUSED
-    return Loading.LOADED if loaded and not pending else Loading.PENDING
+    return refused > 0 and refused >= loaded + pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from services.contracts.fenced import FencedScripts
 from services.contracts.learner import DrafterHistory, DrafterKeys, PublishedDrafter, read_history
 from services.drafter.config import DrafterConfig
 from services.drafter.metrics import DrafterMetrics
-from services.drafter.publishing.decisions import LiveAcceptance, Loading, loading_verdict
+from services.drafter.publishing.decisions import LiveAcceptance, is_refused
 from services.platform.grpc.channel import Link, Links
 from services.platform.redis.connection import Keys
 from services.platform.redis.registry import InstanceRecord, Registry
@@ -178,10 +178,11 @@ class Deployment(Links[DrafterLink]):
         """Return the live acceptance of a version over all instances that use it now."""
         return sum((link.live for link in self.known.values() if link.version == version), LiveAcceptance())
 
-    def loading(self) -> Loading:
-        """Return the progress of loading the current drafter."""
+    @property
+    def refused(self) -> bool:
+        """True if the instances refuse the current drafter."""
         count = self._count()
-        return loading_verdict(
+        return is_refused(
             count[DrafterStatus.CURRENT], count[DrafterStatus.REFUSED], count[DrafterStatus.BEHIND]
         )
 

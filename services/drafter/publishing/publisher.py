@@ -28,7 +28,6 @@ from services.drafter.publishing.decisions import (
     GateVerdict,
     Judgement,
     LiveAcceptance,
-    Loading,
     gate_verdict,
 )
 from services.drafter.publishing.deployment import Deployment
@@ -129,7 +128,7 @@ class Publisher:
             return
         live = self._deployment.live(current.version)
         self._metrics.live_acceptance_length.set(live.acceptance_length)
-        if self._deployment.loading() is Loading.REFUSED:
+        if self._deployment.refused:
             await self._condemn(current, "refused", "instances refuse its checkpoint")
         elif self._canary is not None and self._canary.version == current.version:
             status, reason = self._canary.observe(live, time.time())

@@ -1,8 +1,13 @@
-"""Client of the training process: starts it, calls its learner over a pipe, and ends it."""
+"""Both ends of the pipe to the training process: its client starts, calls and ends it; `main` serves the calls.
+
+In a separate process, training's use of Python, torch's threads, its memory and its crashes do not affect the
+service, and an update can be killed at any moment: nothing remains of work that was not saved.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import os
 import socket
@@ -12,15 +17,18 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from services.contracts.errors import ServiceError
 from services.drafter.config import DrafterConfig
 from services.drafter.learning.data import Evaluation, TrainingSample, UpdateReport
 from services.platform.launching import tied
+from services.platform.observability.logs import configure_logging
 
 log = structlog.get_logger(__name__)
 
@@ -94,7 +102,7 @@ class TrainingProcess:
         with theirs:
             # `tied` binds it to the thread that starts it, so asyncio's helper cannot be used.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                tied([sys.executable, "-m", "services.drafter.training.worker", str(theirs.fileno())]),
+                tied([sys.executable, "-m", "services.drafter.training.process", str(theirs.fileno())]),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=environment,
@@ -196,3 +204,48 @@ class TrainingProcess:
 def _send_and_receive(pipe: Connection, message: Any) -> Any:
     pipe.send(message)
     return pipe.recv()
+
+
+def main(descriptor: int) -> None:
+    """Hold the learner and answer its calls in order (`python -m services.drafter.training.process FD`).
+
+    It ends when the pipe is closed. The first message is (config, factory), later ones are (method, arguments).
+    """
+    pipe = Connection(descriptor)
+    try:
+        config, factory = pipe.recv()
+        os.nice(config.nice)
+        configure_logging("drafter-trainer", config)
+        learner: list[Any] = []
+        _answer(pipe, lambda: learner.append(_make_learner(config, factory)))
+        while learner:
+            name, arguments = pipe.recv()
+            _answer(pipe, partial(getattr(learner[0], name), *arguments))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _make_learner(config: DrafterConfig, factory: str) -> Any:
+    """Return a services.drafter.learning.learner.Learner, or the double that `factory` ("module:class") names."""
+    if config.threads:
+        import torch
+
+        torch.set_num_threads(config.threads)
+    module, _, name = factory.partition(":")
+    return getattr(importlib.import_module(module), name)(config.model, config.learning(), None)
+
+
+def _answer(pipe: Connection, call: Callable[[], Any]) -> None:
+    """Send ("done", result), ("refused", message) for a ServiceError, or ("failed", message) for another error."""
+    try:
+        result = call()
+    except Exception as error:
+        log.exception("training_failed")
+        outcome = "refused" if isinstance(error, ServiceError) else "failed"
+        pipe.send((outcome, f"{type(error).__name__}: {error}"))
+    else:
+        pipe.send(("done", result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
