@@ -6,9 +6,11 @@ import shlex
 import signal
 import threading
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,38 +20,87 @@ from paceline import PacelineError, RetryPolicy
 from paceline.cli.options import Token, add_columns, plain_table
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
-from services.local import up_options as options
 from services.local.config import LOG_BYTES, DeviceChoice, RestartPolicy
-from services.local.doctor import FindingState, examine, findings_table, refused
-from services.local.up_options import DuringUpdate
+from services.local.doctor import DEVICE_HELP, FindingState, examine, findings_table, refused
 from services.models.download import DownloadError
 from services.models.local_model import hub_name, local_model
 from services.models.source import SourceError
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
 _CHECK_SECONDS = 1.0
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+class DuringUpdate(StrEnum):
+    """Use of instances while the trainer updates the policy, as the bubbles coordinator names it."""
+
+    PREGENERATE = "pregenerate"
+    HALT = "halt"
+    SLEEP = "sleep"
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Model folder in Hugging Face layout, organization/name on the hub, an address, or smollm2."
+    ),
+]
+Instances = Annotated[int, typer.Option(min=1, help="Generation instances.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 picks a free one.")]
+HttpPort = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of the HTTP facade. Default: there is none.")
+]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(
+        help="Names of the model over HTTP, separated by commas; answers have the first. "
+        "Default: its name on the hub, or its folder if it is given by that."
+    ),
+]
+RedisUrl = Annotated[str | None, typer.Option(help="Redis to use. Default: start one.")]
+Folder = Annotated[Path, typer.Option(help="Folder; logs go to logs/ in it.")]
+Device = Annotated[DeviceChoice, typer.Option(help=DEVICE_HELP)]
+Pin = Annotated[bool, typer.Option(help="On CPU, pin each instance to its share of the cores.")]
+Restart = Annotated[bool, typer.Option(help="Restart instances that died.")]
+Learner = Annotated[
+    bool, typer.Option("--learner", help="Draft with an EAGLE-3 head that is trained online.")
+]
+DuringUpdateOption = Annotated[
+    DuringUpdate,
+    typer.Option(
+        help="While the trainer updates: pregenerate the next step, halt, or sleep, which leaves it the GPUs."
+    ),
+]
+NoToken = Annotated[
+    bool,
+    typer.Option(
+        "--no-token",
+        help="Require no token, for trainers over HTTP that send none: any user of this machine may call.",
+    ),
+]
+LogBytes = Annotated[
+    int, typer.Option(min=1 << 16, help="Size at which a log is rotated; three older files are kept.")
+]
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def up(
     context: typer.Context,
-    model: options.Model,
-    instances: options.Instances = 2,
-    port: options.Port = 7400,
-    http_port: options.HttpPort = None,
-    served_model_name: options.ServedModelName = None,
-    redis_url: options.RedisUrl = None,
-    folder: options.Folder = Path("runs/local"),
-    device: options.Device = DeviceChoice.AUTO,
-    pin: options.Pin = True,
-    restart: options.Restart = True,
-    learner: options.Learner = False,
-    during_update: options.DuringUpdateOption = DuringUpdate.PREGENERATE,
+    model: Model,
+    instances: Instances = 2,
+    port: Port = 7400,
+    http_port: HttpPort = None,
+    served_model_name: ServedModelName = None,
+    redis_url: RedisUrl = None,
+    folder: Folder = Path("runs/local"),
+    device: Device = DeviceChoice.AUTO,
+    pin: Pin = True,
+    restart: Restart = True,
+    learner: Learner = False,
+    during_update: DuringUpdateOption = DuringUpdate.PREGENERATE,
     token: Token = None,
-    no_token: options.NoToken = False,
-    log_bytes: options.LogBytes = LOG_BYTES,
+    no_token: NoToken = False,
+    log_bytes: LogBytes = LOG_BYTES,
 ) -> None:
     """Start the whole platform on this machine and run until Ctrl-C.
 
