@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,14 +28,13 @@ from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import Registry
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.members import PolledInstances, Rooflines
-from services.reallocator.planning.decision_scope import MOST_LISTED, DecisionScope, in_turn
-from services.reallocator.planning.instance_view import instance_view
+from services.reallocator.planning.decision_scope import MOST_LISTED, DecisionScope, in_turn, instance_view
 from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.plan import evacuate, plan
 from services.reallocator.planning.records import InstanceView, LoadView
 from services.reallocator.planning.throughput import Roofline
 from services.simulator.device_tables import H100, QWEN3_8B, decoding_table
-from services.simulator.sample_moves import TableStepTime
+from services.simulator.sample_moves import table_seconds
 
 FOLDER = Path("runs/bench/fleet")
 COLUMNS = ("instances, what", "instances listed", "samples", "MB", "s", "longest, s")
@@ -71,11 +71,11 @@ class ListedFleet:
             ]
             for n in range(instances)
         }
-        model = TableStepTime(decoding_table("8B H100", QWEN3_8B, H100))
+        model = partial(table_seconds, decoding_table("8B H100", QWEN3_8B, H100))
         self.roofline = Roofline(model, samples, 0.25)
         # With long contexts every sample prolongs a step, so that many pairs are uneven.
         for count in (1, samples):
-            seconds = float(model.seconds(count, count, count * _CONTEXT))
+            seconds = float(model(count, count, count * _CONTEXT))
             self.roofline.observe(count, seconds, 1.0, _CONTEXT)
         self.config, self.learned = ReallocatorConfig.model_construct(), LearnedCosts()
 

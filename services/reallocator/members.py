@@ -51,7 +51,7 @@ class Rooflines:
         kind = (record.model, record.device, record.max_running)
         if kind not in self._shared:
             self._shared[kind] = Roofline(
-                self._model(record.model), record.max_running, self._config.flatness
+                self._model(record.model).seconds, record.max_running, self._config.flatness
             )
         return self._shared[kind]
 

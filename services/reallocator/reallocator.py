@@ -23,8 +23,7 @@ from services.reallocator.members import PolledInstance, PolledInstances
 from services.reallocator.metrics import ReallocatorMetrics
 from services.reallocator.moves import Evacuation, MoveOutcome, Mover
 from services.reallocator.planning import throughput
-from services.reallocator.planning.decision_scope import DecisionScope, Name
-from services.reallocator.planning.instance_view import instance_view, mean_length
+from services.reallocator.planning.decision_scope import DecisionScope, Name, instance_view, mean_length
 from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.plan import plan
 from services.reallocator.planning.records import InstanceView, LoadView, MoveBy, ReallocationRules, Transfer

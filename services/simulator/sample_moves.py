@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,17 +30,13 @@ _MODEL, _BLOCK = "model", 16
 _MOST_INTERVALS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class TableStepTime:
-    """A device's table as the step-time model from which the reallocator's curve starts."""
-
-    device: DeviceTable
-
-    def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
-        """Return the times of steps; the arguments broadcast."""
-        shapes = np.broadcast(np.asarray(requests), np.asarray(rows), np.asarray(context))
-        found = np.array([self.device.seconds(int(n), int(r), float(c)) for n, r, c in shapes])
-        return found.reshape(shapes.shape)
+def table_seconds(
+    device: DeviceTable, requests: ArrayLike, rows: ArrayLike, context: ArrayLike
+) -> NDArray[np.float64]:
+    """Return the times of steps by a device's table, as the reallocator's curve takes them."""
+    shapes = np.broadcast(np.asarray(requests), np.asarray(rows), np.asarray(context))
+    found = np.array([device.seconds(int(n), int(r), float(c)) for n, r, c in shapes])
+    return found.reshape(shapes.shape)
 
 
 class SampleMoves:
@@ -63,7 +59,7 @@ class SampleMoves:
         self.kv_seconds = kv_seconds
         self._learned = LearnedCosts()
         self._lengths = self._learned.lengths_of(_MODEL)
-        self._roofline = Roofline(TableStepTime(device), max_running, config.flatness)
+        self._roofline = Roofline(partial(table_seconds, device), max_running, config.flatness)
         self._curve: ThroughputCurve | None = None
         self._scope = DecisionScope(config.decision_steps, config.cooldown_decisions)
         self._left: dict[str, set[Hashable]] = {}

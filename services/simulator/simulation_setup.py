@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +54,6 @@ class SimulatedSource:
         return np.array(self.each, np.float64)[places]
 
 
-class Lengths(Protocol):
-    """Response lengths of a step."""
-
-    def draw(self, prompts: int, samples: int, random: np.random.Generator) -> Ints:
-        """Return tokens [prompts, samples], each at least 1."""
-
-
 @dataclass(frozen=True, slots=True)
 class LogNormalLengths:
     """Log-normal lengths, cut at a limit.
@@ -87,7 +79,7 @@ class LogNormalLengths:
                 raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
 
     def draw(self, prompts: int, samples: int, random: np.random.Generator) -> Ints:
-        """Return tokens [prompts, samples]."""
+        """Return tokens [prompts, samples], each at least 1."""
         common, own = random.standard_normal((prompts, 1)), random.standard_normal((prompts, samples))
         drawn = np.exp(
             log(self.median) + self.spread * (self.alike**0.5 * common + (1 - self.alike) ** 0.5 * own)
@@ -107,6 +99,10 @@ class TracedLengths:
         picked = [self.groups[group] for group in random.integers(len(self.groups), size=prompts)]
         drawn = [random.choice(each, samples, replace=samples > len(each)) for each in picked]
         return np.array(drawn, np.int64)
+
+
+Lengths = LogNormalLengths | TracedLengths
+"""Response lengths of a step."""
 
 
 def read_trace(path: Path) -> TracedLengths:

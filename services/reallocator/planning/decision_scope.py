@@ -1,4 +1,4 @@
-"""Decide when a decision is due, which instances may take part, and whose samples are listed. Pure.
+"""Decide when a decision is due, which instances may take part, and whose samples are listed for its views. Pure.
 
 Listing the samples of an instance takes engine time between two steps, and a large fleet has more samples than one
 process can look at in every decision. The load of each instance is known anyway. It bounds what a pair can gain
@@ -12,8 +12,18 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from heapq import nsmallest
 from typing import NamedTuple, TypeVar
 
+from paceline.internal.v1 import migration_pb2 as pb
+from services.reallocator.planning.learned_costs import RemainingLengthEstimator
 from services.reallocator.planning.plan import ROUNDING, emptiest_first, fullest_first, halves, rate_gain
-from services.reallocator.planning.records import LoadView, ReallocationRules, Rule, Transfer
+from services.reallocator.planning.records import (
+    Candidate,
+    InstanceView,
+    LoadView,
+    ReallocationRules,
+    Rule,
+    Transfer,
+)
+from services.reallocator.planning.throughput import Roofline
 
 MOST_LISTED = 64
 """Most instances listed for their pairs, or to receive in an evacuation: with 256 samples each, about a quarter of
@@ -182,3 +192,47 @@ def _uneven(ranked: Sequence[LoadView], rules: ReallocationRules) -> Iterator[Pr
         gain = trust * (donor.curve.step_seconds(donor.samples) / after - 1) if after else 0.0
         if gain >= rules.least_balance_gain - ROUNDING:
             yield PromisingPair(gain, donor.instance_id, receiver.instance_id)
+
+
+def mean_length(listed: pb.ListSamplesResponse) -> float:
+    """Return the mean tokens of a sample, prompt included; 1 without samples."""
+    lengths = [each.prompt_tokens + each.response_tokens for each in listed.samples]
+    return sum(lengths) / len(lengths) if lengths else 1.0
+
+
+def instance_view(
+    instance_id: str,
+    model: str,
+    listed: pb.ListSamplesResponse,
+    roofline: Roofline,
+    remaining_lengths: RemainingLengthEstimator,
+    *,
+    gives: bool,
+    receives: bool,
+) -> InstanceView:
+    """Return the view of an instance. Instances of one model and policy version are peers."""
+    curve = roofline.curve()
+    samples = len(listed.samples)
+    return InstanceView(
+        instance_id=instance_id,
+        samples=samples,
+        room=max(0, min(listed.free_capacity, listed.max_running - samples)),
+        free_blocks=listed.free_blocks,
+        curve=curve,
+        threshold=roofline.threshold(curve),
+        candidates=tuple(_candidate(each, remaining_lengths) for each in listed.samples),
+        peers=(model, listed.policy_version),
+        gives=gives,
+        receives=receives,
+    )
+
+
+def _candidate(listed: pb.ListedSample, remaining_lengths: RemainingLengthEstimator) -> Candidate:
+    return Candidate(
+        key=listed.key,
+        tokens=listed.prompt_tokens + listed.response_tokens,
+        accepted=listed.acceptance,
+        remaining=remaining_lengths.remaining(listed.response_tokens, listed.max_tokens),
+        blocks=listed.kv_blocks,
+        movable=listed.immovable == pb.MOVE_REASON_UNSPECIFIED,
+    )

@@ -7,11 +7,11 @@ by measured steps. Pure: times are passed in (monotonic seconds).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, log
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -130,11 +130,8 @@ _SLACK = 0.15
 _SHORTEST_PREFILL = 64.0
 
 
-class StepTimeModel(Protocol):
-    """Step time that a curve starts from: `StepTime`, or a measured table."""
-
-    def seconds(self, requests: ArrayLike, rows: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
-        """Return the predicted time of steps, in seconds."""
+StepSeconds = Callable[[ArrayLike, ArrayLike, ArrayLike], NDArray[np.float64]]
+"""Predicted seconds of steps, from their requests, rows and context: `StepTime.seconds`, or a measured table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +188,7 @@ class ThroughputCurve:
 class Roofline:
     """Throughput of one or several equal instances: a model's, corrected by measured steps."""
 
-    def __init__(self, model: StepTimeModel, most: int, flatness: float = 0.25) -> None:
+    def __init__(self, model: StepSeconds, most: int, flatness: float = 0.25) -> None:
         """Start from a model, for instances that run at most `most` samples at once."""
         self._model = model
         self._most = max(1, most)
@@ -218,7 +215,7 @@ class Roofline:
         self._context += (max(context, 1.0) - self._context) * (_SMOOTHING if self._measured else 1.0)
         if tokens > 0:
             self._tokens += (max(tokens, 1.0) - self._tokens) * _SMOOTHING
-        predicted = float(self._model.seconds(samples, samples, samples * self._context))
+        predicted = float(self._model(samples, samples, samples * self._context))
         place = round(log(samples) / log(_GRID))
         known = self._measured.get(place)
         ratio = seconds / predicted
@@ -242,7 +239,7 @@ class Roofline:
 
     def _fitted(self) -> ThroughputCurve:
         counts = np.arange(1, self._most + 1)
-        seconds = self._model.seconds(counts, counts, counts * self._context)
+        seconds = self._model(counts, counts, counts * self._context)
         if self._measured:
             points = sorted(self._measured.values())
             measured, ratios = zip(*points, strict=True)
@@ -253,7 +250,7 @@ class Roofline:
     def _prefill(self) -> float:
         """Return the prefill time per token at the mean length, with the error of the largest batches."""
         tokens = max(_SHORTEST_PREFILL, self._context)
-        with_prefill, without = (float(self._model.seconds(1, rows, tokens)) for rows in (tokens, 1))
+        with_prefill, without = (float(self._model(1, rows, tokens)) for rows in (tokens, 1))
         ratio = max(self._measured.items())[1][1] if self._measured else 1.0
         return (with_prefill - without) / tokens * ratio if with_prefill > without else inf
 

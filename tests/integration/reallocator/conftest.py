@@ -53,7 +53,7 @@ class Running:
         given = {"decision_steps": 16, "poll_seconds": 0.02, **settings}
         self.config = ReallocatorConfig(redis_url=redis_url, namespace=namespace, **given)
         # All are alike.
-        roofline = Known(Figure5(prefill), 64)
+        roofline = Known(Figure5(prefill).seconds, 64)
         self.redis = connect(self.config)
         self.prometheus = CollectorRegistry()
         self.learned = LearnedCosts(MoveCosts(self.config.ways()))

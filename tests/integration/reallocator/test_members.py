@@ -15,7 +15,7 @@ RECORD = InstanceRecord("generation", "g0", address="127.0.0.1:1", state="servin
 async def test_an_instance_stays_known_where_redis_lost_its_record(redis_url: str, namespace: str) -> None:
     config, keys = ServiceConfig(redis_url=redis_url), Keys(namespace)
     store = connect(config)
-    members = PolledInstances(config, Registry(store, keys), lambda record: Known(Figure5(), 64))
+    members = PolledInstances(config, Registry(store, keys), lambda record: Known(Figure5().seconds, 64))
 
     async def known() -> bool:
         await members.refresh()

@@ -50,7 +50,7 @@ class Rig:
     ) -> None:
         record = InstanceRecord(INSTANCES, name, model=model, max_running=most)
         channel = grpc.aio.insecure_channel("127.0.0.1:1")
-        member = PolledInstance(record, channel, Roofline(STEP_TIME, most))
+        member = PolledInstance(record, channel, Roofline(STEP_TIME.seconds, most))
         load = fleet_pb2.InstanceLoad(running=samples)
         member.status = fleet_pb2.Instance(instance_id=name, state=state, policy_version=version, load=load)
         self.known[name] = member

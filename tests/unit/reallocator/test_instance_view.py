@@ -6,7 +6,8 @@ import pytest
 
 from paceline.internal.v1 import migration_pb2 as pb
 from services.reallocator.moves import UnreachableReceivers
-from services.reallocator.planning.instance_view import RemainingLengthEstimator, instance_view, mean_length
+from services.reallocator.planning.decision_scope import instance_view, mean_length
+from services.reallocator.planning.learned_costs import RemainingLengthEstimator
 from services.reallocator.planning.throughput import Architecture, Roofline, StepTime
 
 MODEL = StepTime(
@@ -34,7 +35,13 @@ def listed(**fields: int) -> pb.ListSamplesResponse:
 
 def test_an_instance_stands_as_it_lists() -> None:
     found = instance_view(
-        "i0", "m", listed(), Roofline(MODEL, 8), RemainingLengthEstimator(), gives=True, receives=False
+        "i0",
+        "m",
+        listed(),
+        Roofline(MODEL.seconds, 8),
+        RemainingLengthEstimator(),
+        gives=True,
+        receives=False,
     )
     assert (found.samples, found.room, found.free_blocks, found.peers) == (2, 6, 70, ("m", 3))
     assert (found.gives, found.receives, len(found.curve.seconds)) == (True, False, 8)
@@ -52,7 +59,7 @@ def test_room_is_what_runs_at_once_and_what_may_be_received(fields: dict[str, in
             "i",
             "m",
             listed(**fields),
-            Roofline(MODEL, 8),
+            Roofline(MODEL.seconds, 8),
             RemainingLengthEstimator(),
             gives=True,
             receives=True,

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from services.reallocator.planning.instance_view import RemainingLengthEstimator
+from services.reallocator.planning.learned_costs import RemainingLengthEstimator
 
 
 def watched(

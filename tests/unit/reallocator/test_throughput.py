@@ -17,7 +17,7 @@ LLAMA_8B = Architecture(weight_bytes=16e9, kv_bytes=131072, dense_flops=16e9, at
 
 def roofline(most: int = 256, **fields: float) -> Roofline:
     model = StepTime(architecture=LLAMA_8B, throughput=4e13, bandwidth=8e11, **fields)
-    return Roofline(model, most)
+    return Roofline(model.seconds, most)
 
 
 def test_the_saturation_point_is_where_the_roof_bends() -> None:
