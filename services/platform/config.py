@@ -274,12 +274,8 @@ class _FlagParser(argparse.ArgumentParser):
         raise ConfigError([f"{message} (from flags; --help lists them)"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Settings from one source, with its name for error messages."""
-
-    name: str
-    values: dict[str, Any]
+Source = tuple[str, dict[str, Any]]
+"""Name of a source of settings, for error messages; and its settings."""
 
 
 def load_config(cls: type[C], argv: Sequence[str] | None = None) -> C:
@@ -302,15 +298,15 @@ def read_config(cls: type[C], argv: Sequence[str], environ: Mapping[str, str]) -
     if path is not None:
         sources.append(_file(path))
     merged: dict[str, Any] = {}
-    for source in reversed(sources):
-        merged = _merge(merged, source.values)
+    for _, values in reversed(sources):
+        merged = _merge(merged, values)
     try:
         return cls(**merged)
     except ValidationError as error:
         raise ConfigError(_problem(cls, each, sources) for each in error.errors()) from None
 
 
-def _flags(cls: type[BaseSettings], argv: Sequence[str]) -> tuple[_Source, Path | None]:
+def _flags(cls: type[BaseSettings], argv: Sequence[str]) -> tuple[Source, Path | None]:
     own = _FlagParser(add_help=False, allow_abbrev=False)
     own.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
     parser = _FlagParser(parents=[own], allow_abbrev=False)
@@ -330,10 +326,10 @@ def _flags(cls: type[BaseSettings], argv: Sequence[str]) -> tuple[_Source, Path 
     except SettingsError as error:
         raise ConfigError([f"{error} (from flags)"]) from None
     values.pop("config", None)
-    return _Source("flags", values), path
+    return ("flags", values), path
 
 
-def _environment(cls: type[BaseSettings], environ: Mapping[str, str]) -> _Source:
+def _environment(cls: type[BaseSettings], environ: Mapping[str, str]) -> Source:
     prefix = str(cls.model_config["env_prefix"])
     known = {name.upper() for name in cls.model_fields}
     unknown = [
@@ -347,12 +343,12 @@ def _environment(cls: type[BaseSettings], environ: Mapping[str, str]) -> _Source
         where = f"no such setting of {cls.__name__} (from the environment)"
         raise ConfigError(f"{name}: {where}" for name in unknown)
     try:
-        return _Source("environment", EnvSettingsSource(cls)())
+        return "environment", EnvSettingsSource(cls)()
     except SettingsError as error:
         raise ConfigError([f"{error} (from the environment)"]) from None
 
 
-def _file(path: Path) -> _Source:
+def _file(path: Path) -> Source:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -361,7 +357,7 @@ def _file(path: Path) -> _Source:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError([f"--config {path}: must hold settings by name, not a {type(values).__name__}"])
-    return _Source(str(path), values)
+    return str(path), values
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,9 +369,9 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _problem(cls: type[BaseSettings], error: ErrorDetails, sources: Sequence[_Source]) -> str:
+def _problem(cls: type[BaseSettings], error: ErrorDetails, sources: Sequence[Source]) -> str:
     path = [str(part) for part in error["loc"]]
-    origin = next((f" (from {source.name})" for source in sources if _holds(source.values, path)), "")
+    origin = next((f" (from {name})" for name, values in sources if _holds(values, path)), "")
     if error["type"] == "extra_forbidden":
         return f"{'.'.join(path)}: no such setting of {cls.__name__}{origin}"
     # A secret must not end up on a terminal or in a log, so its value is not repeated.

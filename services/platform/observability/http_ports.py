@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
@@ -175,32 +176,30 @@ class QuietHandler(WSGIRequestHandler):
 
 
 def serve(
-    host: str, port: int, app: Any, name: str, kind: type[BoundedServer] = BoundedServer
+    host: str, port: int, app: Any, name: str, kind: Callable[..., BoundedServer] = BoundedServer
 ) -> BoundedServer:
     """Serve a WSGI application from a daemon thread of this name. OSError if the port is taken."""
-    server = make_server(host, port, app, kind, QuietHandler)
+    server = kind((host, port), QuietHandler)
+    server.set_app(app)
     threading.Thread(target=server.serve_forever, name=name, daemon=True).start()
     return server
 
 
-def tls_server(tls: TlsConfig) -> type[BoundedServer]:
-    """Return the server class for `serve`. Raises as `certificates.read_certificates`."""
+def tls_server(tls: TlsConfig) -> Callable[..., BoundedServer]:
+    """Return the `kind` of server for `serve`. Raises as `certificates.read_certificates`."""
     paths = [path for path in (tls.key_file, tls.cert_file, tls.ca_file) if path is not None]
-    context = Watched("metrics_certificate", paths, lambda: server_context(tls))
-
-    class Server(_TlsServer):
-        contexts = context
-
-    return Server
+    return partial(_TlsServer, Watched("metrics_certificate", paths, lambda: server_context(tls)))
 
 
 class _TlsServer(BoundedServer):
-    contexts: Watched[ssl.SSLContext]
+    def __init__(self, contexts: Watched[ssl.SSLContext], *args: Any) -> None:
+        self._contexts = contexts
+        super().__init__(*args)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the TLS handshake in the thread of the connection, so that a slow client does not block others."""
         try:
-            secured = self.contexts.current().wrap_socket(request, server_side=True)
+            secured = self._contexts.current().wrap_socket(request, server_side=True)
         except OSError:
             return  # not a TLS client, or it has left
         with secured:
