@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -166,31 +166,28 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedRollout:
-    """A rollout of a prompt."""
-
-    name: Name
-    version: int
-    tokens: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
 class SavedPrompt:
     """A prompt, its tokens and its rollouts."""
 
     name: Name
     tokens: NDArray[np.int32]
-    rollouts: Sequence[SavedRollout]
+    rollouts: Mapping[Name, IndexedRollout]
 
 
 def write(settings: IndexSettings, prompts: Sequence[SavedPrompt]) -> bytes:
     """Return the bytes that `read` reads."""
     listed = [
-        [each.name, len(each.tokens), [[one.name, one.version, len(one.tokens)] for one in each.rollouts]]
+        [
+            each.name,
+            len(each.tokens),
+            [[name, one.version, len(one.tokens)] for name, one in each.rollouts.items()],
+        ]
         for each in prompts
     ]
     header = json.dumps({"settings": asdict(settings), "prompts": listed}).encode()
-    texts = [text for each in prompts for text in (each.tokens, *(one.tokens for one in each.rollouts))]
+    texts = [
+        text for each in prompts for text in (each.tokens, *(one.tokens for one in each.rollouts.values()))
+    ]
     body = b"".join(
         [_MAGIC, _LENGTH.pack(len(header)), header, *(text.astype(_TOKEN).tobytes() for text in texts)]
     )
@@ -226,7 +223,9 @@ def _prompts(listed: Any, texts: bytes) -> list[SavedPrompt]:
     prompts = []
     for name, length, rollouts in listed:
         tokens = take(length)
-        saved = [SavedRollout(_name(one), _version(version), take(count)) for one, version, count in rollouts]
+        saved = {
+            _name(one): IndexedRollout(_version(version), take(count)) for one, version, count in rollouts
+        }
         prompts.append(SavedPrompt(_name(name), tokens, saved))
     if len(rest):
         raise ValueError("there are more texts than the header names")

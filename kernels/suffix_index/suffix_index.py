@@ -204,15 +204,11 @@ class SuffixIndex:
         """Return all prompts and rollouts as bytes, with settings; growing rollouts are saved as finished."""
         saved = []
         for name, entry in self._prompts:
-            rollouts = [
-                records.SavedRollout(each, rollout.version, rollout.tokens)
-                for each, rollout in entry.rollouts.items()
-            ]
-            rollouts += [
-                records.SavedRollout(each, self._prompts.growing[handle].version, self._arena.text(handle))
+            growing = {
+                each: IndexedRollout(self._prompts.growing[handle].version, self._arena.text(handle))
                 for each, handle in entry.growing.items()
-            ]
-            saved.append(records.SavedPrompt(name, entry.tokens, rollouts))
+            }
+            saved.append(records.SavedPrompt(name, entry.tokens, {**entry.rollouts, **growing}))
         return records.write(self._settings, saved)
 
     @classmethod
@@ -222,8 +218,8 @@ class SuffixIndex:
         index = cls(**settings.as_arguments())
         for prompt in saved:
             index.put_prompt(prompt.name, prompt.tokens)
-            for rollout in prompt.rollouts:
-                index.insert(prompt.name, rollout.name, rollout.version, rollout.tokens)
+            for name, rollout in prompt.rollouts.items():
+                index.insert(prompt.name, name, rollout.version, rollout.tokens)
         return index
 
     def _finished(self, prompt: Name, rollout: Name, version: int) -> IndexedRollout | None:
