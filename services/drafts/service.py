@@ -12,7 +12,6 @@ import os
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -158,14 +157,14 @@ class Archive:
         if self._path is None or not self._path.exists():
             return
         try:
-            snapshot = open_snapshot(self._path)
-            for rollout in snapshot.rollouts():
+            taken_at, rollouts = open_snapshot(self._path)
+            for rollout in rollouts:
                 self._store.put(rollout)
         except (BadSnapshot, OSError) as error:
             log.error("snapshot_refused", path=str(self._path), error=str(error))
             self._set_aside(self._path)
         else:
-            self.taken_at = snapshot.at
+            self.taken_at = taken_at
             self._changes = self._store.changes
             log.info("snapshot_restored", path=str(self._path), prompts=self._store.prompts)
 
@@ -205,27 +204,6 @@ class BadSnapshot(Exception):
     """Raised for a file that is damaged or not a snapshot of this format; the message says which."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A snapshot whose checksum was verified."""
-
-    path: Path
-    at: float
-    """Unix time at which it was taken."""
-
-    def rollouts(self) -> Iterator[StoredRollout]:
-        """Yield the rollouts in the order in which they were written. BadSnapshot if one is invalid."""
-        with self.path.open("rb") as file:
-            file.seek(_SNAPSHOT_HEADER.size)
-            while length := _BLOCK_LENGTH.unpack(file.read(_BLOCK_LENGTH.size))[0]:
-                try:
-                    block = pb.PutRolloutsRequest.FromString(file.read(length))
-                    found = [from_proto(each) for each in block.rollouts]
-                except (DecodeError, InvalidArgument) as error:
-                    raise BadSnapshot(f"holds something else than rollouts: {error}") from None
-                yield from found
-
-
 def write_snapshot(path: Path, rollouts: Iterable[StoredRollout], at: float) -> None:
     """Replace the file at `path`. If that raises OSError, the old file is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,8 +236,11 @@ def _write(file: BinaryIO, rollouts: Iterable[StoredRollout], at: float) -> None
     file.write(digest.digest())
 
 
-def open_snapshot(path: Path) -> Snapshot:
-    """Verify the whole file. BadSnapshot if it cannot be used, OSError if it cannot be read."""
+def open_snapshot(path: Path) -> tuple[float, Iterator[StoredRollout]]:
+    """Verify the whole file; return the unix time at which it was taken, and an iterator over its rollouts.
+
+    OSError if it cannot be read, BadSnapshot if it cannot be used; the iterator raises that for an invalid rollout.
+    """
     with path.open("rb") as file:
         header = file.read(_SNAPSHOT_HEADER.size)
         if len(header) < _SNAPSHOT_HEADER.size or not header.startswith(SNAPSHOT_MAGIC):
@@ -274,7 +255,20 @@ def open_snapshot(path: Path) -> Snapshot:
             left -= len(chunk)
         if file.read() != digest.digest():
             raise BadSnapshot("is damaged: its checksum does not match")
-    return Snapshot(path, at)
+    return at, _rollouts_of(path)
+
+
+def _rollouts_of(path: Path) -> Iterator[StoredRollout]:
+    """Yield the rollouts of a verified file in the order in which they were written."""
+    with path.open("rb") as file:
+        file.seek(_SNAPSHOT_HEADER.size)
+        while length := _BLOCK_LENGTH.unpack(file.read(_BLOCK_LENGTH.size))[0]:
+            try:
+                block = pb.PutRolloutsRequest.FromString(file.read(length))
+                found = [from_proto(each) for each in block.rollouts]
+            except (DecodeError, InvalidArgument) as error:
+                raise BadSnapshot(f"holds something else than rollouts: {error}") from None
+            yield from found
 
 
 class DraftStoreMetrics(MetricSet, prefix="paceline_drafts_"):

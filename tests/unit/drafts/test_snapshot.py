@@ -22,15 +22,15 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_was_written_is_read(path: Path) -> None:
     write_snapshot(path, ROLLOUTS, at=12.5)
-    snapshot = open_snapshot(path)
-    assert snapshot.at == 12.5
-    assert list(map(describe, snapshot.rollouts())) == list(map(describe, ROLLOUTS))
+    taken_at, rollouts = open_snapshot(path)
+    assert taken_at == 12.5
+    assert list(map(describe, rollouts)) == list(map(describe, ROLLOUTS))
     assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing temporary is left"
 
 
 def test_an_empty_store_has_a_snapshot_too(path: Path) -> None:
     write_snapshot(path, [], at=1)
-    assert list(open_snapshot(path).rollouts()) == []
+    assert list(open_snapshot(path)[1]) == []
 
 
 @pytest.mark.parametrize("place", [0, 9, 12, 20, 24, 200, -33, -1])
@@ -83,7 +83,7 @@ def test_a_snapshot_that_cannot_be_finished_leaves_the_last_one(path: Path) -> N
 
     with pytest.raises(OSError, match="no space"):
         write_snapshot(path, breaking(), at=2)
-    assert open_snapshot(path).at == 1
+    assert open_snapshot(path)[0] == 1
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
@@ -171,4 +171,4 @@ async def test_snapshots_are_taken_until_the_end_is_asked_for(path: Path) -> Non
                 await asyncio.sleep(0.005)
         stopping.set()
         await task
-    assert len(list(open_snapshot(path).rollouts())) == len(ROLLOUTS)
+    assert len(list(open_snapshot(path)[1])) == len(ROLLOUTS)
