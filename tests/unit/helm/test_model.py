@@ -8,7 +8,7 @@ import helm_python as helm
 import kubernetes_validate
 import pytest
 
-from services.models.command import app
+from services.models.__main__ import app
 from tests.unit.helm.release import COMPONENT, Release, container, environment, render, value_set
 
 HUB = "hf://Qwen/Qwen3-8B@main"
