@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
+from services.platform.leading import LeadingServer
 from services.platform.redis.connection import Keys
 from services.platform.redis.decision_log import DecisionLog
-from services.platform.redis.leadership import Leadership
 from services.platform.redis.registry import Registry
-from services.platform.service import RegisteredServer, Shutdown, run, serve
+from services.platform.service import Shutdown, run, serve
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.members import Rooflines
 from services.reallocator.metrics import ReallocatorMetrics
@@ -20,19 +20,23 @@ async def main(config: ReallocatorConfig, shutdown: Shutdown) -> None:
     """Serve until shutdown is requested, or until another process has registered under the same name."""
     rooflines, metrics = Rooflines(config), ReallocatorMetrics(REGISTRY)
     learned = LearnedCosts(MoveCosts(config.ways()))
-    server = RegisteredServer(config, "reallocator", config.instance_id, metrics_port=shutdown.metrics_port)
-    registry = Registry(server.redis, Keys(config.namespace))
-    decisions = DecisionLog(server.redis, config.namespace)
 
     async def decide(_: int) -> Reallocator:
         return Reallocator(config, registry, decisions, metrics, rooflines, learned)
 
-    async def changed(leading: bool) -> None:
-        metrics.leader.set(leading)
-
-    lease = f"{config.namespace}:{{reallocator}}:lease"
-    leadership = Leadership("reallocator", config, lease, decide, changed)
-    server.work.append(leadership.run)
+    server = LeadingServer(
+        config,
+        "reallocator",
+        config.instance_id,
+        title="reallocator",
+        lease=f"{config.namespace}:{{reallocator}}:lease",
+        open_term=decide,
+        leader=metrics.leader,
+        registry=REGISTRY,
+        metrics_port=shutdown.metrics_port,
+    )
+    registry = Registry(server.redis, Keys(config.namespace))
+    decisions = DecisionLog(server.redis, config.namespace)
     await serve(server, config, shutdown)
 
 
