@@ -36,9 +36,8 @@ from services.local.child import ProgressLines
 from services.local.config import DeviceChoice
 from services.local.doctor import examine, refused
 from services.local.machine import chooses_cuda
-from services.models.download import DownloadError
 from services.models.local_model import local_model
-from services.models.source import SourceError
+from services.models.source import ModelError
 from services.step_time.machine import driver_gpus
 
 _TIME_COLUMNS = {
@@ -322,7 +321,7 @@ def main(given: argparse.Namespace) -> int:
             return 1
         setup, options = read_setup(given, model)
         setup.out.mkdir(parents=True, exist_ok=True)
-    except (DownloadError, SourceError, OSError, ValueError) as error:
+    except (ModelError, OSError, ValueError) as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1
     warnings.simplefilter("ignore", SyntaxWarning)  # of packages that reasoning-gym imports

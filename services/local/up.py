@@ -22,9 +22,8 @@ from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.config import LOG_BYTES, DeviceChoice, RestartPolicy
 from services.local.doctor import DEVICE_HELP, FindingState, examine, findings_table, refused
-from services.models.download import DownloadError
 from services.models.local_model import hub_name, local_model
-from services.models.source import SourceError
+from services.models.source import ModelError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -135,7 +134,7 @@ def _run_with_model(config: PlatformConfig, model: str) -> int:
         return 1
     try:
         found = local_model(model, lambda line: typer.echo(f"model: {line}"))
-    except (DownloadError, SourceError, OSError) as error:
+    except (ModelError, OSError) as error:
         typer.echo(f"paceline: {error}", err=True)
         return 1
     return run_until_stopped(replace(config, model=found))

@@ -1,7 +1,7 @@
 """Download a model, or wait until another process has.
 
-    paceline download --source hf://Qwen/Qwen3-8B --folder /weights/qwen3-8b
-    python -m services.models --source hf://Qwen/Qwen3-8B --folder /weights/qwen3-8b
+paceline download --source hf://Qwen/Qwen3-8B --folder /weights/qwen3-8b
+python -m services.models --source hf://Qwen/Qwen3-8B --folder /weights/qwen3-8b
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from services.models.download import DownloadError, download, present
-from services.models.source import Source, SourceError, as_source
+from services.models.download import download, present
+from services.models.source import ModelError, Source, as_source
 
 _POLL_SECONDS = 2.0
 _LINES_SECONDS = 10.0
@@ -48,13 +48,13 @@ def download_model(
             interval = _TERMINAL_SECONDS if sys.stdout.isatty() else _LINES_SECONDS
             receipt = download(Source(address, checksums), folder, _say, interval=interval)
             _say(f"{receipt.resolved} is complete in {folder}")
-    except (DownloadError, SourceError, OSError) as error:
+    except (ModelError, OSError) as error:
         typer.echo(f"paceline: {error}", err=True)
         raise typer.Exit(1) from error
 
 
 def wait_for(address: str, folder: Path) -> None:
-    """Wait until the model is complete in the folder; DownloadError if the folder has another model."""
+    """Wait until the model is complete in the folder; ModelError if the folder has another model."""
     reported = False
     while present(address, folder) is None:
         if not reported:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.files import read_object
 from services.contracts.files import write_durably
-from services.models.source import CONFIGURATION, RemoteFile, Source
+from services.models.source import CONFIGURATION, ModelError, RemoteFile, Source
 from services.platform.tasks import ExponentialBackoff
 
 Report = Callable[[str], None]
@@ -34,10 +34,6 @@ _ATTEMPTS = 5
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 30.0
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 """Errors that another attempt does not cure."""
-
-
-class DownloadError(RuntimeError):
-    """A model could not be downloaded; the message names source and file. Received bytes are kept."""
 
 
 def download(
@@ -58,8 +54,8 @@ def download(
         pause: waits between attempts.
 
     Raises:
-        DownloadError: a file cannot be fetched, or the folder has another model or no room.
-        SourceError: the source cannot be read.
+        ModelError: the source or a file cannot be read, or the folder has another model or no room. Received bytes
+            are kept.
         OSError: the folder cannot be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,10 +88,10 @@ def download(
 
 
 def present(address: str, folder: Path) -> Receipt | None:
-    """Return the receipt of a complete model, None if there is none; DownloadError if it is another model's."""
+    """Return the receipt of a complete model, None if there is none; ModelError if it is another model's."""
     receipt = read_receipt(folder)
     if receipt is not None and receipt.source != address:
-        raise DownloadError(f"{folder} has {receipt.source}: give {address} another folder, or remove it")
+        raise ModelError(f"{folder} has {receipt.source}: give {address} another folder, or remove it")
     return receipt if receipt is not None and receipt.holds(folder) else None
 
 
@@ -159,14 +155,14 @@ class _Fetch:
             try:
                 return self._attempt(file, part)
             except _FINAL as error:
-                raise DownloadError(f"{self._source.address}: {file.path}: {error}") from error
+                raise ModelError(f"{self._source.address}: {file.path}: {error}") from error
             except (
                 Exception
             ) as error:  # libraries raise different ones; all count as transient until they repeat
                 delay = backoff.failed()
                 if backoff.failures == _ATTEMPTS:
                     text = f"{self._source.address}: {file.path}: {error or type(error).__name__}"
-                    raise DownloadError(text) from error
+                    raise ModelError(text) from error
                 self._pause(delay)
 
     def _attempt(self, file: RemoteFile, part: Path) -> None:
@@ -184,13 +180,13 @@ class _Fetch:
             os.fsync(out.fileno())
         size = part.stat().st_size
         if file.size is not None and size < file.size:
-            raise DownloadError(f"ended after {size} of {file.size} bytes")
+            raise ModelError(f"ended after {size} of {file.size} bytes")
         if (file.size is not None and size != file.size) or digest.hexdigest() != (
             file.checksum or digest.hexdigest()
         ):
             part.unlink()
             self._progress.lost(size)
-            raise DownloadError(f"does not have the {file.algorithm} checksum or size that its source states")
+            raise ModelError(f"does not have the {file.algorithm} checksum or size that its source states")
 
 
 def _is_there(target: Path, file: RemoteFile) -> bool:
@@ -225,9 +221,7 @@ def _check_room(folder: Path, files: list[RemoteFile]) -> None:
     )
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise DownloadError(
-            f"{folder} has room for {free / 1e9:.1f} GB, and {needed / 1e9:.1f} GB are needed"
-        )
+        raise ModelError(f"{folder} has room for {free / 1e9:.1f} GB, and {needed / 1e9:.1f} GB are needed")
 
 
 @contextmanager

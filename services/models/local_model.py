@@ -15,7 +15,7 @@ from typing import Any
 from paceline.installation import CHECKOUT
 from paceline.weights.safetensors import INDEX
 from services.models.download import WORK, Report, download, present
-from services.models.source import CONFIGURATION, Source, SourceError, as_source
+from services.models.source import CONFIGURATION, ModelError, Source, as_source
 
 _CHECKOUT = Path(__file__).parents[2]
 _MADE = {"smollm2": ("scripts/real-model", "runs/models/smollm2")}
@@ -25,7 +25,7 @@ _MADE = {"smollm2": ("scripts/real-model", "runs/models/smollm2")}
 def local_model(name: str, report: Report) -> Path:
     """Return the folder of a model; make or download it if it is missing.
 
-    `report` gets lines of progress. DownloadError, SourceError, OSError.
+    `report` gets lines of progress. ModelError, OSError.
     """
     folder = Path(name)
     if folder.exists():
@@ -43,7 +43,7 @@ def local_model(name: str, report: Report) -> Path:
 def _made(name: str, report: Report) -> Path:
     script, folder = (_CHECKOUT / part for part in _MADE[name])
     if not script.is_file():
-        raise SourceError(
+        raise ModelError(
             f"{name} is made by {_MADE[name][0]} in {CHECKOUT}, and this installation is not one"
         )
     with subprocess.Popen(
@@ -57,7 +57,7 @@ def _made(name: str, report: Report) -> Path:
                 last = drawn
                 report(last)
     if making.returncode:
-        raise SourceError(f"{script} could not make {name}: {last}")
+        raise ModelError(f"{script} could not make {name}: {last}")
     return folder
 
 
@@ -125,7 +125,7 @@ def hub_name(name: str) -> str | None:
         return None
     try:
         address = as_source(name)
-    except SourceError:
+    except ModelError:
         return None
     return address.removeprefix("hf://").partition("@")[0] if address.startswith("hf://") else None
 

@@ -75,27 +75,27 @@ def wanted(files: Iterable[RemoteFile]) -> list[RemoteFile]:
     return [each for each in listed if not any(fnmatchcase(each.path, pattern) for pattern in left_out)]
 
 
-class SourceError(RuntimeError):
-    """A source cannot be read; the message names it."""
+class ModelError(RuntimeError):
+    """Raised when a model cannot be found or downloaded; the message names its source."""
 
 
 def as_source(name: str) -> str:
     """Return the address of a model that is named by its address or as organization/name on the hub.
 
-    SourceError if it is neither.
+    ModelError if it is neither.
     """
     if "://" in name:
         return name
     if _HUB_NAME.fullmatch(name):
         return f"hf://{name}"
-    raise SourceError(f"{name!r} is neither a folder, nor organization/name on the hub, nor an address")
+    raise ModelError(f"{name!r} is neither a folder, nor organization/name on the hub, nor an address")
 
 
 class Source:
     """Remote folder of a model, opened by its address. `checksums` is the address of a list, if there is one."""
 
     def __init__(self, address: str, checksums: str = "") -> None:
-        """Open the source; SourceError if that fails or needs a package that is not installed."""
+        """Open the source; ModelError if that fails or needs a package that is not installed."""
         self.address = address
         """Address as given."""
         self._checksums = checksums
@@ -109,20 +109,20 @@ class Source:
         return self._root
 
     def files(self) -> list[RemoteFile]:
-        """Return the files that an instance needs; SourceError if they cannot be listed."""
+        """Return the files that an instance needs; ModelError if they cannot be listed."""
         try:
             listed = self._by_checksums(self._checksum_text())
             if listed is None:
                 listed = wanted(self._listed())
-        except SourceError:
+        except ModelError:
             raise
         except ListingError as error:
-            raise SourceError(f"{self.address}: {error}") from error
+            raise ModelError(f"{self.address}: {error}") from error
         except Exception as error:  # libraries raise different ones
-            raise SourceError(f"{self.address} cannot be listed: {_text(error)}") from error
+            raise ModelError(f"{self.address} cannot be listed: {_text(error)}") from error
         if not listed:
             there = self._files.exists(self._root)
-            raise SourceError(f"{self.address} {'has no files' if there else 'does not exist'}")
+            raise ModelError(f"{self.address} {'has no files' if there else 'does not exist'}")
         return listed
 
     def open(self, path: str, offset: int) -> IO[bytes]:
@@ -145,7 +145,7 @@ class Source:
             return str(self._files.cat_file(f"{self._root}/{CHECKSUMS}").decode())
         except FileNotFoundError:
             if self.address.partition("://")[0] in _WEB:
-                raise SourceError(
+                raise ModelError(
                     f"{self.address} has no {CHECKSUMS}, and a web server lists no files"
                 ) from None
             return None
@@ -188,7 +188,7 @@ def _opened(address: str) -> tuple[Any, str]:
     try:
         files, root = url_to_fs(address)
     except (ImportError, ValueError, OSError) as error:
-        raise SourceError(f"{address} cannot be opened: {_text(error)}") from error
+        raise ModelError(f"{address} cannot be opened: {_text(error)}") from error
     return files, str(root).rstrip("/")
 
 
@@ -200,7 +200,7 @@ def _at_one_commit(address: str, files: Any, root: str) -> str:
         place = files.resolve_path(root)
         commit = HfApi().repo_info(place.repo_id, repo_type=place.repo_type, revision=place.revision).sha
     except Exception as error:  # such as HTTP errors, an unknown name, or a gated repository
-        raise SourceError(f"{address} cannot be found: {_text(error)}") from error
+        raise ModelError(f"{address} cannot be found: {_text(error)}") from error
     return f"{place.repo_id}@{commit}/{place.path}".rstrip("/")
 
 

@@ -14,7 +14,7 @@ from services.local.doctor import app as doctor
 from services.local.machine import read_machine
 from services.local.up import app as up
 from services.models.local_model import local_model
-from services.models.source import SourceError
+from services.models.source import ModelError
 from tests.support.models import tiny_model
 
 
@@ -95,7 +95,7 @@ def test_a_name_that_is_no_model_is_told_without_a_traceback() -> None:
     ended = CliRunner().invoke(up, ["--model", "no-such-folder", "--port=0"])
     assert ended.exit_code == 1
     assert "'no-such-folder' is neither a folder" in ended.output
-    with pytest.raises(SourceError):
+    with pytest.raises(ModelError):
         local_model("a/b/c", print)
 
 

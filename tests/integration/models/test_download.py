@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from services.models.download import NAME, WORK, DownloadError, download, read_receipt
-from services.models.source import RemoteFile, Source, SourceError
+from services.models.download import NAME, WORK, download, read_receipt
+from services.models.source import ModelError, RemoteFile, Source
 from tests.integration.models.hub import COMMIT, TOKEN, Hub
 
 FILES = {
@@ -107,7 +107,7 @@ def test_a_model_comes_from_a_folder_and_is_not_fetched_again(model: Path, tmp_p
 def test_a_web_server_says_by_its_checksums_which_files_there_are(
     model: Path, website: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SourceError, match="has no SHA256SUMS"):
+    with pytest.raises(ModelError, match="has no SHA256SUMS"):
         download(Source(website), tmp_path / "here", silent)
     checksums(model)
     download(Source(website), tmp_path / "here", silent)
@@ -122,7 +122,7 @@ def test_what_has_other_content_than_its_checksum_never_becomes_part_of_the_mode
     wrong.write_bytes(b"x" * len(FILES[wrong.name]))
     waits: list[float] = []
     with pytest.raises(
-        DownloadError, match=r"model-00002-of-00002\.safetensors: does not have the sha256 checksum"
+        ModelError, match=r"model-00002-of-00002\.safetensors: does not have the sha256 checksum"
     ):
         download(Source(website), tmp_path / "here", silent, pause=waits.append)
     assert len(waits) == 4
@@ -147,7 +147,7 @@ def test_a_line_that_breaks_costs_no_more_than_what_was_lost(
     assert len(waits) == 2
     source = Broken(source.address)
     source.failures = 5
-    with pytest.raises(DownloadError, match="the line is dead"):
+    with pytest.raises(ModelError, match="the line is dead"):
         download(source, tmp_path / "again", silent, pause=waits.append)
     part = tmp_path / "again" / WORK / "model-00001-of-00002.safetensors.part"
     assert part.stat().st_size > 0
@@ -161,7 +161,7 @@ def test_a_folder_with_another_model_is_left_alone(model: Path, tmp_path: Path) 
     before = content(here)
     (model / "more").mkdir()
     (model / "more/config.json").write_text("{}")
-    with pytest.raises(DownloadError, match=r"give .* another folder"):
+    with pytest.raises(ModelError, match=r"give .* another folder"):
         download(Source(f"file://{model}/more"), here, silent)
     assert content(here) == before
 
@@ -171,7 +171,7 @@ def test_a_disk_without_room_is_told_before_anything_comes(model: Path, tmp_path
         def files(self) -> list[RemoteFile]:
             return [RemoteFile("model.safetensors", 1 << 60, "0" * 64)]
 
-    with pytest.raises(DownloadError, match="has room for"):
+    with pytest.raises(ModelError, match="has room for"):
         download(Huge(f"file://{model}"), tmp_path / "here", silent)
 
 
@@ -266,5 +266,5 @@ def test_each_checksum_of_the_hub_is_of_the_kind_that_it_has(model: Path, tmp_pa
     download(Listed(f"file://{model}"), tmp_path / "here", silent)
     source = Listed(f"file://{model}")
     source.checksum = "0" * 40
-    with pytest.raises(DownloadError, match="does not have the git checksum"):
+    with pytest.raises(ModelError, match="does not have the git checksum"):
         download(source, tmp_path / "there", silent, pause=lambda _seconds: None)

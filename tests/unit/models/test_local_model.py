@@ -8,7 +8,7 @@ import pytest
 
 from services.models import local_model as naming
 from services.models.local_model import local_model
-from services.models.source import SourceError
+from services.models.source import ModelError
 
 
 def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
@@ -35,12 +35,12 @@ def test_a_model_by_its_name_is_made_wherever_the_command_runs(
 
 def test_a_script_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _checkout(tmp_path, monkeypatch, "echo there is no registry >&2; exit 1")
-    with pytest.raises(SourceError, match="could not make smollm2: there is no registry"):
+    with pytest.raises(ModelError, match="could not make smollm2: there is no registry"):
         local_model("smollm2", lambda line: None)
 
 
 def test_an_installation_without_the_script_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(naming, "_CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SourceError, match="smollm2 is made by scripts/real-model in a checkout"):
+    with pytest.raises(ModelError, match="smollm2 is made by scripts/real-model in a checkout"):
         local_model("smollm2", lambda line: None)
