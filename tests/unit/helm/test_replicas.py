@@ -42,8 +42,10 @@ STATUS = {
 }
 
 
-def _there(replicas: int, *owners: dict[str, Any]) -> list[dict[str, Any]]:
-    metadata = {"name": NAME, "managedFields": [*owners, STATUS]}
+def _there(replicas: int, *owners: dict[str, Any], left: bool = False) -> list[dict[str, Any]]:
+    metadata: dict[str, Any] = {"name": NAME, "managedFields": [*owners, STATUS]}
+    if left:
+        metadata["annotations"] = {"paceline.io/replicas": "set by others"}
     return [{"kind": "StatefulSet", "metadata": metadata, "spec": {"replicas": replicas}}]
 
 
@@ -114,6 +116,32 @@ def test_a_scaler_that_is_switched_on_begins_with_what_is_there() -> None:
     # The same number by the scaler and by Helm, which looked it up.
     both = _there(6, _of_helm(SERVER_SIDE, owns=True), _of_scaler("paceline-policy"))
     assert _upgraded(_values(4, scaled=True), both, HELM_4) is None
+
+
+def test_a_number_without_a_writer_is_a_scalers() -> None:
+    # Kubernetes notes no writer of a scale whose number Helm has never applied.
+    there = _there(6, _of_helm(SERVER_SIDE, owns=False))
+    assert _upgraded(_values(4), there, HELM_4) is None
+    assert _upgraded(_values(4), there, HELM_3) == 6
+    said = notes(CHART, _values(4), there=there, upgrade=True, **RELEASE)
+    assert "stays at 6 instances, which a scaler has set" in said
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("version", "operation"), [(HELM_4, SERVER_SIDE), (HELM_3, CLIENT_SIDE)])
+def test_a_number_that_was_in_no_manifest_is_in_none_later(
+    scaled: bool, version: str, operation: str
+) -> None:
+    # So that no revision of the release has one, to which a rollback would set it.
+    for owners in ([], [_of_scaler("paceline-policy")]):
+        there = _there(6, _of_helm(operation, owns=operation == CLIENT_SIDE), *owners, left=True)
+        assert _upgraded(_values(4, scaled=scaled), there, version) is None
+
+
+def test_a_manifest_without_a_number_says_so() -> None:
+    for scaled in (True, False):
+        pool = render(_values(4, scaled=scaled)).named("StatefulSet", "-generation-h100")
+        assert ("paceline.io/replicas" in pool["metadata"].get("annotations", {})) is scaled
 
 
 def test_a_number_of_the_values_that_does_not_apply_is_told() -> None:
