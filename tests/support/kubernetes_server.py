@@ -2,18 +2,20 @@
 
 `KUBEBUILDER_ASSETS` names a folder with `etcd` and `kube-apiserver`, as controller-runtime's setup-envtest makes
 it; `TEST_KUBERNETES_URL` is the address of a running one that asks for no credentials, as `kubectl proxy` gives.
-There are no controllers behind the former, so that nothing but the API itself is relied on.
+With the former there are controllers only where a test asks for them, and only if `kube-controller-manager` lies in
+the folder, too. There is never a scheduler or a kubelet: pods are made, and none runs.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import requests
@@ -25,11 +27,21 @@ from tests.support.certificates import Authority
 from tests.support.ports import free_port
 
 _START_SECONDS = 60.0
+_MANAGER = "kube-controller-manager"
+_CONTROLLERS = (
+    "deployment-controller",
+    "garbage-collector-controller",
+    "namespace-controller",
+    "replicaset-controller",
+    "resourcequota-controller",
+    "statefulset-controller",
+)
+"""Those that the chart's own objects need."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """Where it is, who has signed its certificate, and a token that may do everything ("": none is asked for)."""
+    """Where it is, who has signed its certificate, and a token that may do everything ("": none is needed)."""
 
     url: str
     ca_file: Path | None = None
@@ -42,8 +54,22 @@ class ApiServer:
         answer = requests.request(
             method, self.url + path, json=body, headers=headers, verify=verify, timeout=60
         )
-        answer.raise_for_status()
+        if not answer.ok:
+            raise requests.HTTPError(f"{method} {path}: {answer.text}", response=answer)
         return answer
+
+    def write_config(self, path: Path) -> None:
+        """Write what kubectl and Helm read as KUBECONFIG."""
+        authority = {} if self.ca_file is None else {"certificate-authority": str(self.ca_file)}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": {"server": self.url, **authority}}],
+            "users": [{"name": "u", "user": {"token": self.token} if self.token else {}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "current-context": "c",
+        }
+        path.write_text(json.dumps(config))
 
 
 def is_available() -> bool:
@@ -51,12 +77,18 @@ def is_available() -> bool:
     return bool(os.environ.get("KUBEBUILDER_ASSETS") or os.environ.get("TEST_KUBERNETES_URL"))
 
 
+def has_controllers() -> bool:
+    """Whether a server of our own can have controllers."""
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    return assets is not None and (Path(assets) / _MANAGER).exists()
+
+
 @contextmanager
-def api_server(folder: Path) -> Iterator[ApiServer]:
+def api_server(folder: Path, *, controllers: bool = False) -> Iterator[ApiServer]:
     """The one at TEST_KUBERNETES_URL, or one of our own that ends with the context.
 
-    One of our own lets everybody do everything, as `kubectl proxy` does. RuntimeError with its last lines if one of
-    its processes ends before it is ready.
+    One of our own lets whoever shows nothing do everything, as `kubectl proxy` does. With `controllers` it has
+    some, if `has_controllers`. RuntimeError with its last lines if one of its processes ends before it is ready.
     """
     if url := os.environ.get("TEST_KUBERNETES_URL"):
         yield ApiServer(url.rstrip("/"))
@@ -97,7 +129,17 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         server = ApiServer(f"https://127.0.0.1:{api}", tls.ca_file, token)
         _wait_ready(server, processes)
         server.call("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", _everybody())
-        yield replace(server, token="")
+        if controllers and has_controllers():
+            server.write_config(folder / "controllers.config")
+            flags = [
+                f"--kubeconfig={folder / 'controllers.config'}",
+                f"--service-account-private-key-file={private}",
+                f"--controllers={','.join(_CONTROLLERS)}",
+                "--leader-elect=false",
+                "--secure-port=0",
+            ]
+            stack.enter_context(_running([str(assets / _MANAGER), *flags], folder))
+        yield server
 
 
 def _service_account_keys(folder: Path) -> tuple[Path, Path]:

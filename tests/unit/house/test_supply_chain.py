@@ -115,7 +115,7 @@ def test_a_lock_has_what_pyproject_asks_for(device: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["bootstrap", "router", "smollm2", "verl", "verl-package"])
+@pytest.mark.parametrize("name", ["bootstrap", "cluster-tools", "router", "smollm2", "verl", "verl-package"])
 def test_a_lock_has_what_its_source_asks_for(name: str) -> None:
     pins = {each: version for each, version, _ in entries((ROOT / f"requirements/{name}.lock").read_text())}
     source = (ROOT / f"requirements/{name}.in").read_text().splitlines()
