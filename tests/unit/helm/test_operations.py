@@ -110,6 +110,17 @@ def test_objects_that_are_named_are_made(release: Release) -> None:
         assert name in made["secret"], name
 
 
+def test_a_secret_of_the_chart_is_changed_by_a_patch(release: Release) -> None:
+    # `kubectl apply` warns of an object that it has not made, and `replace` takes the labels and annotations off.
+    patched = set()
+    for words in commands():
+        if words[:3] == ["kubectl", "create", "secret"]:
+            assert words[4] not in release.names("Secret"), words
+        elif words[:3] == ["kubectl", "patch", "secret"]:
+            patched.add(words[3])
+    assert patched == {"paceline-token"}
+
+
 def test_images_that_are_built_are_the_targets_of_the_container_file() -> None:
     published, tried = (loop.split() for loop in re.findall(r"for target in (.*); do", TEXT))
     targets = re.findall(
