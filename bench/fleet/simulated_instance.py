@@ -67,7 +67,9 @@ class ClockedSample:
         if begin == self.reported:
             return None
         tokens, logprobs = self.clock.policy.slice(self.seed, begin, self.reported)
-        return pb.Delta(handle=self.handle, token_ids=tokens, logprobs=logprobs)
+        return pb.Delta(
+            handle=self.handle, tokens=sample_pb2.TokenColumns(token_ids=tokens, logprobs=logprobs)
+        )
 
 
 class EngineClock:

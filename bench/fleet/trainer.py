@@ -103,7 +103,7 @@ class FleetTrainer:
     def _take(self, sample: sample_pb2.Sample, wanted: set[tuple[str, int]]) -> None:
         key, result, length = (sample.prompt_id, sample.slot), self._result, self._policy.length(sample.seed)
         tokens, logprobs = self._policy.slice(sample.seed, 0, length)
-        equal = list(sample.token_ids) == tokens and list(sample.logprobs) == logprobs
+        equal = list(sample.tokens.token_ids) == tokens and list(sample.tokens.logprobs) == logprobs
         right = key in wanted and sample.status in _WHOLE and equal
         wanted.discard(key)
         result.samples += right

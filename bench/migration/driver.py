@@ -208,7 +208,7 @@ class _Run:
         if track.moved_to and track.last_at:
             track.gaps.append((track.moved_by, now - track.last_at))
             track.moved_to = ""
-        track.tokens.extend(delta.token_ids)
+        track.tokens.extend(delta.tokens.token_ids)
         track.last_at = now
         move = self._wanted.get(track.task.key)
         here = move is not None and move.donor == track.instance_id and not track.moving

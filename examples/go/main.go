@@ -43,7 +43,7 @@ func step(ctx context.Context, rollouts pb.RolloutServiceClient, run string, num
 			cursor, total = event.GetCursor(), event.GetTotal()
 			if sample := event.GetSample(); sample != nil {
 				read++
-				fmt.Println(sample.GetPromptId(), sample.GetSlot(), sample.GetStatus(), sample.GetTokenIds())
+				fmt.Println(sample.GetPromptId(), sample.GetSlot(), sample.GetStatus(), sample.GetTokens().GetTokenIds())
 			}
 		}
 		if err != nil && status.Code(err) != codes.Unavailable {

@@ -49,7 +49,8 @@ async function step(rollouts, number, version) {
         ({ cursor, total } = event);
         if (!event.sample) continue;
         read += 1;
-        const { prompt_id, slot, token_ids, logprobs, status } = event.sample;
+        const { prompt_id, slot, status } = event.sample;
+        const { token_ids, logprobs } = event.sample.tokens;
         console.log(JSON.stringify({ prompt_id, slot, token_ids, logprobs, status }));
       }
     } catch (error) {

@@ -12,6 +12,7 @@ from paceline import convert
 from paceline import types as t
 from paceline.batches.parts import PartEvent
 from paceline.batches.rollout import AsyncOpenBatch
+from paceline.columns import part_of
 from paceline.convert.values import UINT32, integers
 from paceline.errors import FailedPreconditionError, NotFoundError, session_differs
 
@@ -96,7 +97,7 @@ class AsyncSession:
             # Answers that an earlier trainer has given.
             tokens = tuple(self._tokens[span.begin : span.end])
             self._answers[span.begin] = t.Continuation(self.key.prompt_id, self.key.slot, span.begin, tokens)
-        self.pending = t.Turn(call.token_ids[fresh:], call.logprobs[fresh:], have, done=False)
+        self.pending = t.Turn(**part_of(call, fresh), begin=have, done=False)
         return None
 
     def ended(self, sample: t.Sample) -> None:
@@ -105,7 +106,7 @@ class AsyncSession:
         if self.pending is not None:
             have = min(have, self.pending.begin)
         self.sample, self._tokens, self.waits = sample, sample.token_ids.tolist(), False
-        self.pending = t.Turn(sample.token_ids[have:], sample.logprobs[have:], have, done=True)
+        self.pending = t.Turn(**part_of(sample, have), begin=have, done=True)
 
     def _place(self) -> tuple[str, int, int]:
         if not self.waits:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import groupby
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
 from paceline import types as t
+from paceline.columns import arrays_of
 from paceline.convert import values
 from paceline.convert.values import EnumPair, message, record
 from paceline.times import duration, seconds_of
@@ -291,9 +291,14 @@ def environment_spans(messages: Iterable[sample_pb2.EnvironmentSpan]) -> tuple[t
     return tuple(t.EnvironmentSpan(each.begin, each.end) for each in messages)
 
 
-def version_spans(messages: Iterable[sample_pb2.VersionSpan]) -> tuple[t.VersionSpan, ...]:
-    """Return the policy versions of the tokens of a response."""
-    return tuple(t.VersionSpan(each.begin, each.end, each.policy_version, each.mixed_kv) for each in messages)
+def version_spans(runs: Iterable[sample_pb2.VersionRun], begin: int = 0) -> tuple[t.VersionSpan, ...]:
+    """Return the policy versions of response tokens, the first of which has the index `begin`."""
+    spans = list[t.VersionSpan]()
+    for (version, mixed), same in groupby(runs, lambda run: (run.policy_version, run.mixed_kv)):
+        end = begin + sum(run.tokens for run in same)
+        spans.append(t.VersionSpan(begin, end, version, mixed))
+        begin = end
+    return tuple(spans)
 
 
 def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleCall]:
@@ -304,9 +309,8 @@ def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.Sampl
             slot=each.slot,
             number=each.number,
             begin=each.begin,
-            token_ids=np.array(each.token_ids, np.int64),
-            logprobs=np.array(each.logprobs, np.float32),
-            version_spans=version_spans(each.version_spans),
+            **arrays_of(each.tokens),
+            version_spans=version_spans(each.tokens.versions, each.begin),
             environment_spans=environment_spans(each.environment_spans),
         )
 
@@ -359,22 +363,18 @@ def provenance(message: sample_pb2.Provenance) -> t.Provenance:
 
 def sample(message: sample_pb2.Sample) -> t.Sample:
     """Return one response, its tokens as arrays."""
-    top_token_ids, top_logprobs = _likeliest(message, len(message.token_ids))
     return t.Sample(
+        **arrays_of(message.tokens),
         prompt_id=message.prompt_id,
         slot=message.slot,
-        token_ids=np.array(message.token_ids, np.int64),
-        logprobs=np.array(message.logprobs, np.float32),
         finish_reason=_REASON.member(message.finish_reason),
         status=_STATUS.member(message.status),
-        version_spans=version_spans(message.version_spans),
+        version_spans=version_spans(message.tokens.versions),
         provenance=provenance(message.provenance),
         seed=message.seed,
         error=message.error,
         nonfinite_logprobs=tuple(message.nonfinite_logprobs),
         stop_string=message.stop_string,
-        top_token_ids=top_token_ids,
-        top_logprobs=top_logprobs,
         prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
         environment_spans=environment_spans(message.environment_spans),
         calls=tuple(message.calls),
@@ -389,18 +389,8 @@ def _failure(message: sample_pb2.SampleFailure) -> t.SampleFailure:
 
 
 def _prompt_logprobs(message: sample_pb2.Sample) -> t.PromptLogprobs:
-    prompt = message.prompt_logprobs
-    logprobs = np.array(prompt.logprobs, np.float32)
-    return t.PromptLogprobs(logprobs, *_likeliest(prompt, len(logprobs)))
-
-
-def _likeliest(
-    message: sample_pb2.Sample | sample_pb2.PromptLogprobs | rollout_pb2.TokenDelta, tokens: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return the likeliest tokens of each position and their log-probabilities, [tokens, k] each."""
-    shape = (tokens, len(message.top_token_ids) // max(1, tokens))
-    ids, logprobs = np.array(message.top_token_ids, np.int64), np.array(message.top_logprobs, np.float32)
-    return ids.reshape(shape), logprobs.reshape(shape)
+    found = arrays_of(message.prompt_logprobs)
+    return t.PromptLogprobs(**{each.name: found[each.name] for each in fields(t.PromptLogprobs)})
 
 
 def generate_events(answer: rollout_pb2.GenerateResponse) -> Iterator[t.TokenDelta | t.Sample]:
@@ -408,9 +398,7 @@ def generate_events(answer: rollout_pb2.GenerateResponse) -> Iterator[t.TokenDel
     if answer.WhichOneof("event") == "sample":
         yield sample(answer.sample)
     else:
-        delta = answer.delta
-        tokens, logprobs = np.array(delta.token_ids, np.int64), np.array(delta.logprobs, np.float32)
-        yield t.TokenDelta(tokens, logprobs, *_likeliest(delta, len(tokens)))
+        yield t.TokenDelta(**arrays_of(answer.delta))
 
 
 def batch_status(message: rollout_pb2.BatchStatus) -> t.BatchStatus:

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
 
-import numpy as np
-import numpy.typing as npt
-
-TokenIds = npt.NDArray[np.int64]
+from paceline.columns import TokenIds
 
 
 class LogprobsMode(StrEnum):

@@ -8,9 +8,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from paceline.types.rollouts import Exactness, SampleKey, TokenIds
-
-Logprobs = npt.NDArray[np.float32]
+from paceline.columns import Logprobs, TokenColumns
+from paceline.types.rollouts import Exactness, SampleKey
 
 
 class FinishReason(StrEnum):
@@ -162,19 +161,18 @@ class SampleFailure:
     """Explanation for people."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """One response."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sample(TokenColumns):
+    """One response, stop token included.
+
+    With LENIENT the `logprobs` of the first `provenance.reused_prefix` tokens are under the version that they were
+    taken from.
+    """
 
     prompt_id: str
     """Name of its prompt in the batch."""
     slot: int
     """Index of the sample in its group."""
-    token_ids: TokenIds
-    """[tokens], the response, stop token included."""
-    logprobs: Logprobs
-    """[tokens], natural logarithms under the policy version of the sample; with LENIENT, for the first
-    `provenance.reused_prefix` tokens, under the version that they were taken from."""
     finish_reason: FinishReason
     """Reason for the end, as the model sees it."""
     status: SampleStatus
@@ -191,11 +189,6 @@ class Sample:
     """Positions whose log-probability was not finite."""
     stop_string: str = ""
     """The stop string that ended the sample, completed by its last token. Empty: it ended otherwise."""
-    top_token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    """[tokens, top_logprobs], the likeliest tokens of each position, the likeliest first."""
-    top_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    """[tokens, top_logprobs], their log-probabilities, of the same kind as `logprobs`; -inf if fewer tokens can be
-    sampled."""
     prompt_logprobs: PromptLogprobs | None = None
     """Set if they were requested and the sample has at least one token."""
     environment_spans: tuple[EnvironmentSpan, ...] = ()
@@ -234,22 +227,16 @@ class SampleEvent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenDelta:
+class TokenDelta(TokenColumns):
     """Tokens sampled since the last delta."""
 
-    token_ids: TokenIds
-    """[new]."""
-    logprobs: Logprobs
-    """[new]."""
-    top_token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
-    """[new, top_logprobs]."""
-    top_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    """[new, top_logprobs]."""
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SampleCall(TokenColumns):
+    """A tool call of a sample, which waits for tokens of its environment.
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleCall:
-    """A tool call of a sample, which waits for tokens of its environment."""
+    The tokens are those since the environment's last ones, or all so far; the last one completes the call.
+    """
 
     prompt_id: str
     """Name of the sample's prompt."""
@@ -259,10 +246,6 @@ class SampleCall:
     """Calls of the sample so far, this one included."""
     begin: int
     """Position of the first of these tokens in the response."""
-    token_ids: TokenIds
-    """[new], the tokens since the environment's last ones, or all so far; the last one completes the call."""
-    logprobs: Logprobs
-    """[new]."""
     version_spans: tuple[VersionSpan, ...]
     """Policy versions of the response so far."""
     environment_spans: tuple[EnvironmentSpan, ...]
@@ -274,14 +257,13 @@ class SampleCall:
         return self.begin + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """Tokens that a session generated since the last tokens of its environment."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Turn(TokenColumns):
+    """Tokens that a session generated since the last tokens of its environment.
 
-    token_ids: TokenIds
-    """[new]; the last one completes the call, unless the turn is the last."""
-    logprobs: Logprobs
-    """[new]."""
+    The last one completes the call, unless the turn is the last.
+    """
+
     begin: int
     """Position of the first of these tokens in the response."""
     done: bool

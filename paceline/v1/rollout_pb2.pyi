@@ -228,24 +228,20 @@ class StreamRolloutsResponse(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ..., finished: _Optional[int] = ..., total: _Optional[int] = ..., earlier: _Optional[_Iterable[_Union[FinishedSample, _Mapping]]] = ..., open: bool = ..., calls: _Optional[_Iterable[_Union[SampleCall, _Mapping]]] = ...) -> None: ...
 
 class SampleCall(_message.Message):
-    __slots__ = ("prompt_id", "slot", "number", "begin", "token_ids", "logprobs", "version_spans", "environment_spans")
+    __slots__ = ("prompt_id", "slot", "number", "begin", "tokens", "environment_spans")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_SPANS_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     slot: int
     number: int
     begin: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedScalarFieldContainer[float]
-    version_spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionSpan]
+    tokens: _sample_pb2.TokenColumns
     environment_spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.EnvironmentSpan]
-    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ..., environment_spans: _Optional[_Iterable[_Union[_sample_pb2.EnvironmentSpan, _Mapping]]] = ...) -> None: ...
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., number: _Optional[int] = ..., begin: _Optional[int] = ..., tokens: _Optional[_Union[_sample_pb2.TokenColumns, _Mapping]] = ..., environment_spans: _Optional[_Iterable[_Union[_sample_pb2.EnvironmentSpan, _Mapping]]] = ...) -> None: ...
 
 class FinishedSample(_message.Message):
     __slots__ = ("cursor", "sample")
@@ -281,25 +277,13 @@ class GenerateRequest(_message.Message):
     prefix_logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, run_id: _Optional[str] = ..., prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sample_pb2.SamplingParams, _Mapping]] = ..., exactness: _Optional[_Union[_sample_pb2.Exactness, _Mapping]] = ..., run_seed: _Optional[int] = ..., prefix_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class TokenDelta(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "top_token_ids", "top_logprobs")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedScalarFieldContainer[float]
-    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
-
 class GenerateResponse(_message.Message):
     __slots__ = ("delta", "sample")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
-    delta: TokenDelta
+    delta: _sample_pb2.TokenColumns
     sample: _sample_pb2.Sample
-    def __init__(self, delta: _Optional[_Union[TokenDelta, _Mapping]] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ...) -> None: ...
+    def __init__(self, delta: _Optional[_Union[_sample_pb2.TokenColumns, _Mapping]] = ..., sample: _Optional[_Union[_sample_pb2.Sample, _Mapping]] = ...) -> None: ...
 
 class CancelRolloutsRequest(_message.Message):
     __slots__ = ("run_id", "batch_id", "samples", "keep_partial")

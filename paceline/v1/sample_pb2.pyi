@@ -111,17 +111,29 @@ class Exactness(_message.Message):
     diversity_floor: float
     def __init__(self, level: _Optional[_Union[ExactnessLevel, str]] = ..., lenience: _Optional[float] = ..., reuse_delay: _Optional[int] = ..., kl_target: _Optional[float] = ..., diversity_floor: _Optional[float] = ...) -> None: ...
 
-class VersionSpan(_message.Message):
-    __slots__ = ("begin", "end", "policy_version", "mixed_kv")
-    BEGIN_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
+class VersionRun(_message.Message):
+    __slots__ = ("tokens", "policy_version", "mixed_kv")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     MIXED_KV_FIELD_NUMBER: _ClassVar[int]
-    begin: int
-    end: int
+    tokens: int
     policy_version: int
     mixed_kv: bool
-    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., policy_version: _Optional[int] = ..., mixed_kv: bool = ...) -> None: ...
+    def __init__(self, tokens: _Optional[int] = ..., policy_version: _Optional[int] = ..., mixed_kv: bool = ...) -> None: ...
+
+class TokenColumns(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "top_token_ids", "top_logprobs", "versions")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    versions: _containers.RepeatedCompositeFieldContainer[VersionRun]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., versions: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ...) -> None: ...
 
 class DraftSource(_message.Message):
     __slots__ = ("drafter", "drafted", "accepted")
@@ -201,55 +213,37 @@ class Provenance(_message.Message):
     cached_tokens: int
     def __init__(self, draft_sources: _Optional[_Iterable[_Union[DraftSource, _Mapping]]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., decode_steps: _Optional[int] = ..., verify_steps: _Optional[int] = ..., reused_prefix: _Optional[int] = ..., migrations: _Optional[int] = ..., resubmissions: _Optional[int] = ..., exactness: _Optional[_Union[Exactness, _Mapping]] = ..., lossless: bool = ..., instance_spans: _Optional[_Iterable[_Union[InstanceSpan, _Mapping]]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generation_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
-class PromptLogprobs(_message.Message):
-    __slots__ = ("logprobs", "top_token_ids", "top_logprobs")
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    logprobs: _containers.RepeatedScalarFieldContainer[float]
-    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
-
 class Sample(_message.Message):
-    __slots__ = ("prompt_id", "slot", "token_ids", "logprobs", "finish_reason", "status", "version_spans", "provenance", "seed", "error", "nonfinite_logprobs", "stop_string", "top_token_ids", "top_logprobs", "prompt_logprobs", "environment_spans", "calls", "failure")
+    __slots__ = ("prompt_id", "slot", "tokens", "finish_reason", "status", "provenance", "seed", "error", "nonfinite_logprobs", "stop_string", "prompt_logprobs", "environment_spans", "calls", "failure")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
-    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
-    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_SPANS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     slot: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    tokens: TokenColumns
     finish_reason: FinishReason
     status: SampleStatus
-    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     provenance: Provenance
     seed: int
     error: str
     nonfinite_logprobs: _containers.RepeatedScalarFieldContainer[int]
     stop_string: str
-    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    prompt_logprobs: PromptLogprobs
+    prompt_logprobs: TokenColumns
     environment_spans: _containers.RepeatedCompositeFieldContainer[EnvironmentSpan]
     calls: _containers.RepeatedScalarFieldContainer[int]
     failure: SampleFailure
-    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ..., stop_string: _Optional[str] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., environment_spans: _Optional[_Iterable[_Union[EnvironmentSpan, _Mapping]]] = ..., calls: _Optional[_Iterable[int]] = ..., failure: _Optional[_Union[SampleFailure, _Mapping]] = ...) -> None: ...
+    def __init__(self, prompt_id: _Optional[str] = ..., slot: _Optional[int] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., status: _Optional[_Union[SampleStatus, str]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., seed: _Optional[int] = ..., error: _Optional[str] = ..., nonfinite_logprobs: _Optional[_Iterable[int]] = ..., stop_string: _Optional[str] = ..., prompt_logprobs: _Optional[_Union[TokenColumns, _Mapping]] = ..., environment_spans: _Optional[_Iterable[_Union[EnvironmentSpan, _Mapping]]] = ..., calls: _Optional[_Iterable[int]] = ..., failure: _Optional[_Union[SampleFailure, _Mapping]] = ...) -> None: ...
 
 class SampleFailure(_message.Message):
     __slots__ = ("code", "field", "reason")

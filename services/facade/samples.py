@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ import grpc
 import structlog
 
 from paceline import types as t
+from paceline.columns import TokenBuffer
 from paceline.errors import DeadlineExceededError, InternalError, PacelineError, UnavailableError
 from services.contracts.errors import ResourceExhausted
 from services.facade.http_errors import error_of
@@ -38,20 +40,26 @@ class SampleOutput:
     """State of a sample while it is generated."""
 
     request: t.SampleRequest
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    columns: TokenBuffer = field(default_factory=TokenBuffer)
     finish_reason: t.FinishReason | None = None
     """None until the sample ends."""
     stop_string: str = ""
-    top_token_ids: list[list[int]] = field(default_factory=list)
-    """For each token, the requested number of likeliest tokens at its position."""
-    top_logprobs: list[list[float]] = field(default_factory=list)
     prompt_logprobs: t.PromptLogprobs | None = None
     version_spans: tuple[t.VersionSpan, ...] = ()
     """Spans of the tokens since the last loss of a gateway; earlier ones were lost with it."""
     provenance: t.Provenance = field(default_factory=t.Provenance)
     settled: bool = False
     """True once the sample is remembered as unfinished."""
+
+    @property
+    def token_ids(self) -> array[int]:
+        """The tokens so far."""
+        return self.columns.token_ids
+
+    @property
+    def logprobs(self) -> array[float]:
+        """Their log-probabilities."""
+        return self.columns.logprobs
 
     @property
     def prompt(self) -> list[int]:
@@ -210,10 +218,8 @@ class SampleGroup:
             async for event in events:
                 if not isinstance(event, t.TokenDelta):
                     return event
-                output.token_ids[place:] = event.token_ids.tolist()
-                output.logprobs[place:] = event.logprobs.tolist()
-                output.top_token_ids[place:] = event.top_token_ids.tolist()
-                output.top_logprobs[place:] = event.top_logprobs.tolist()
+                output.columns.cut(place)
+                output.columns.extend(event)
                 place = len(output.token_ids)
                 self._note_change(index)
         raise InternalError(grpc.StatusCode.INTERNAL, "the gateway ended a sample without saying how")

@@ -42,6 +42,7 @@ from services.platform.grpc.server import GrpcServer
 from services.platform.redis.connection import Keys, connect
 from services.platform.redis.registry import InstanceRecord, Registration
 from services.platform.tasks import end
+from tests.support.token_columns import columns
 
 _STATES = {
     "serving": fleet_pb2.INSTANCE_STATE_SERVING,
@@ -80,11 +81,11 @@ def likeliest_at(token: int, count: int) -> tuple[list[int], list[float]]:
     return [(token + 1 + place) % VOCAB for place in range(count)], [-place / 64 for place in range(count)]
 
 
-def told_of_prompt(item: pb.WorkItem) -> sample_pb2.PromptLogprobs | None:
+def told_of_prompt(item: pb.WorkItem) -> sample_pb2.TokenColumns | None:
     """Return what is told of the prompt of an item, if it asks for it: the same for every prompt token."""
     if not item.sampling.HasField("prompt_logprobs"):
         return None
-    told, after = sample_pb2.PromptLogprobs(), item.prompt_token_ids[1:]
+    told, after = sample_pb2.TokenColumns(), item.prompt_token_ids[1:]
     told.logprobs.extend(-token / 64 for token in after)
     for token in after:
         tokens, logprobs = likeliest_at(token, item.sampling.prompt_logprobs)
@@ -537,14 +538,16 @@ class FakeInstance(rpc.GenerationServiceServicer):
         if sample.new_tokens:
             told = [likeliest_at(token, sample.item.sampling.top_logprobs) for token in sample.new_tokens]
             response.deltas.add(
-                top_token_ids=[token for tokens, _ in told for token in tokens],
-                top_logprobs=[logprob for _, logprobs in told for logprob in logprobs],
                 handle=sample.item.handle,
-                token_ids=sample.new_tokens,
-                logprobs=sample.new_logprobs,
+                tokens=columns(
+                    sample.new_tokens,
+                    sample.new_logprobs,
+                    self.version,
+                    mixed_kv=sample.mixed_kv,
+                    top_token_ids=[token for tokens, _ in told for token in tokens],
+                    top_logprobs=[logprob for _, logprobs in told for logprob in logprobs],
+                ),
                 verified_logprobs=sample.new_verified + self.surplus_verified,
-                policy_version=self.version,
-                mixed_kv=sample.mixed_kv,
                 prompt_logprobs=None if sample.prompt_told else told_of_prompt(sample.item),
             )
             sample.prompt_told = True

@@ -250,11 +250,13 @@ class Caller:
         for delta in response.deltas:
             outcome = self.of(delta.handle)
             assert not outcome.over, f"tokens of {delta.handle} after its end"
-            assert len(delta.token_ids) == len(delta.logprobs) > 0
-            outcome.tokens += delta.token_ids
-            outcome.logprobs += delta.logprobs
-            outcome.versions += [delta.policy_version] * len(delta.token_ids)
-            outcome.mixed += [delta.mixed_kv] * len(delta.token_ids)
+            assert len(delta.tokens.token_ids) == len(delta.tokens.logprobs) > 0
+            outcome.tokens += delta.tokens.token_ids
+            outcome.logprobs += delta.tokens.logprobs
+            outcome.versions += [
+                run.policy_version for run in delta.tokens.versions for _ in range(run.tokens)
+            ]
+            outcome.mixed += [run.mixed_kv for run in delta.tokens.versions for _ in range(run.tokens)]
         for finished in response.finished:
             outcome = self.of(finished.handle)
             assert not outcome.over, f"{finished.handle} ended twice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.columns import ColumnSource
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKeys
@@ -21,7 +22,8 @@ from services.gateway.journal.record import (
 )
 from services.gateway.state.messages import BatchBuilder, build_groups
 from services.gateway.state.rollout_batch import RolloutBatch
-from services.gateway.state.sample import SamplePhase, TopTokens
+from services.gateway.state.sample import SamplePhase
+from tests.support.token_columns import columns
 
 KEY = ("run", "b")
 _STOPPED = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)
@@ -90,8 +92,13 @@ class JournalDriver:
         have = len(sample.tokens)
         places = range(have, min(have + count, self.lengths[index]))
         tokens, logprobs = [_token(index, at) for at in places], [_logprob(index, at) for at in places]
-        top = TopTokens([token + 1 for token in tokens for _ in range(2)], [-0.25, -0.5] * len(tokens))
-        assert self.batch.extend(index, sample.attempt, tokens, logprobs, 2.0, top=top)
+        new = columns(
+            tokens,
+            logprobs,
+            top_token_ids=[token + 1 for token in tokens for _ in range(2)],
+            top_logprobs=[-0.25, -0.5] * len(tokens),
+        )
+        assert self.batch.extend(index, sample.attempt, new, 2.0)
         if len(sample.tokens) == self.lengths[index]:
             self.batch.finish(index, sample.attempt, _STOPPED, 3.0)
 
@@ -174,8 +181,7 @@ class JournalDriver:
         assert self.record.request is not None
         self.batch = _rebuild(_BUILDER, self.record, self.record.request, partials)
         for sample in self.batch.samples:
-            self.check(sample.index, sample.tokens, sample.logprobs)
-            self.check_likeliest(sample.tokens, sample.top_tokens, sample.top_logprobs)
+            self.check(sample.index, sample.columns)
         self.lost_answer = False
         if lost := self.record.new_groups(self.request.groups):
             await self._add(lost)
@@ -192,9 +198,8 @@ class JournalDriver:
                 await self.look()
                 return
             sample = sample_pb2.Sample.FromString(payload)
-            assert len(sample.token_ids) == len(sample.logprobs) == self.lengths[index]
-            self.check(index, sample.token_ids, sample.logprobs)
-            self.check_likeliest(sample.token_ids, sample.top_token_ids, sample.top_logprobs)
+            assert len(sample.tokens.token_ids) == self.lengths[index]
+            self.check(index, sample.tokens)
             assert cursor > self.cursor
             self.cursor = cursor
             self.delivered.add(index)
@@ -218,12 +223,10 @@ class JournalDriver:
                 break
         assert self.delivered == set(range(len(self.lengths)))
 
-    def check_likeliest(self, tokens: Any, top_tokens: Any, top_logprobs: Any) -> None:
-        """Two of the likeliest tokens are told of each."""
-        assert list(top_tokens) == [token + 1 for token in tokens for _ in range(2)]
-        assert list(top_logprobs) == [-0.25, -0.5] * len(tokens)
-
-    def check(self, index: int, tokens: Any, logprobs: Any) -> None:
-        """Tokens are a sample's first ones."""
+    def check(self, index: int, found: ColumnSource) -> None:
+        """Check that columns are of a sample's first tokens, with two of the likeliest for each."""
+        tokens, logprobs = found.token_ids, found.logprobs
+        assert list(found.top_token_ids) == [token + 1 for token in tokens for _ in range(2)]
+        assert list(found.top_logprobs) == [-0.25, -0.5] * len(tokens)
         assert list(tokens) == [_token(index, at) for at in range(len(tokens))]
         assert list(logprobs) == [_logprob(index, at) for at in range(len(tokens))]

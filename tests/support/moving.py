@@ -213,11 +213,13 @@ class Movers:
     async def _take(self, place: int, response: pb.WorkResponse) -> None:
         for delta in response.deltas:
             journey = self._here(place, delta.handle)
-            assert len(delta.token_ids) == len(delta.logprobs) > 0
-            journey.tokens += delta.token_ids
-            journey.logprobs += delta.logprobs
-            journey.versions += [delta.policy_version] * len(delta.token_ids)
-            journey.mixed += [delta.mixed_kv] * len(delta.token_ids)
+            assert len(delta.tokens.token_ids) == len(delta.tokens.logprobs) > 0
+            journey.tokens += delta.tokens.token_ids
+            journey.logprobs += delta.tokens.logprobs
+            journey.versions += [
+                run.policy_version for run in delta.tokens.versions for _ in range(run.tokens)
+            ]
+            journey.mixed += [run.mixed_kv for run in delta.tokens.versions for _ in range(run.tokens)]
         for moved in response.moved:
             journey = self._here(place, moved.handle)
             assert moved.response_tokens == len(journey.item.prefix_token_ids) + len(journey.tokens)

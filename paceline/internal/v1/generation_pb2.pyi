@@ -68,26 +68,16 @@ class Claim(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., migration_id: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("handle", "token_ids", "logprobs", "verified_logprobs", "policy_version", "top_token_ids", "top_logprobs", "prompt_logprobs", "mixed_kv")
+    __slots__ = ("handle", "tokens", "verified_logprobs", "prompt_logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
-    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    MIXED_KV_FIELD_NUMBER: _ClassVar[int]
     handle: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    tokens: _sample_pb2.TokenColumns
     verified_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    policy_version: int
-    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    prompt_logprobs: _sample_pb2.PromptLogprobs
-    mixed_kv: bool
-    def __init__(self, handle: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[_sample_pb2.PromptLogprobs, _Mapping]] = ..., mixed_kv: bool = ...) -> None: ...
+    prompt_logprobs: _sample_pb2.TokenColumns
+    def __init__(self, handle: _Optional[int] = ..., tokens: _Optional[_Union[_sample_pb2.TokenColumns, _Mapping]] = ..., verified_logprobs: _Optional[_Iterable[float]] = ..., prompt_logprobs: _Optional[_Union[_sample_pb2.TokenColumns, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("handle", "finish_reason", "draft_sources", "decode_steps", "verify_steps", "queue_time", "generation_time", "reused_prefix", "cached_tokens", "resume_on", "stop_string", "cached_context_tokens", "prefill_time", "verify_time", "plain_time")

@@ -23,20 +23,21 @@ _sym_db = _symbol_database.Default()
 
 
 from paceline.v1 import rollout_pb2 as paceline_dot_v1_dot_rollout__pb2
-from paceline.v1 import sample_pb2 as paceline_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(paceline/internal/v1/rollout_event.proto\x12\x14paceline.internal.v1\x1a\x19paceline/v1/rollout.proto\x1a\x18paceline/v1/sample.proto\"\xd1\x01\n\x0fSerializedEvent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x13\n\x06sample\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\x12\x37\n\x07\x65\x61rlier\x18\x05 \x03(\x0b\x32&.paceline.internal.v1.SerializedSample\x12\x0c\n\x04open\x18\x06 \x01(\x08\x12&\n\x05\x63\x61lls\x18\x07 \x03(\x0b\x32\x17.paceline.v1.SampleCallB\t\n\x07_sample\"2\n\x10SerializedSample\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\x0c\"B\n\x0fSerializedSpans\x12/\n\rversion_spans\x18\x07 \x03(\x0b\x32\x18.paceline.v1.VersionSpanb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(paceline/internal/v1/rollout_event.proto\x12\x14paceline.internal.v1\x1a\x19paceline/v1/rollout.proto\"\xd1\x01\n\x0fSerializedEvent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x13\n\x06sample\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x10\n\x08\x66inished\x18\x03 \x01(\r\x12\r\n\x05total\x18\x04 \x01(\r\x12\x37\n\x07\x65\x61rlier\x18\x05 \x03(\x0b\x32&.paceline.internal.v1.SerializedSample\x12\x0c\n\x04open\x18\x06 \x01(\x08\x12&\n\x05\x63\x61lls\x18\x07 \x03(\x0b\x32\x17.paceline.v1.SampleCallB\t\n\x07_sample\"2\n\x10SerializedSample\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x0e\n\x06sample\x18\x02 \x01(\x0c\"C\n\x0cMergedSample\x12\x33\n\x06tokens\x18\x03 \x01(\x0b\x32#.paceline.internal.v1.MergedColumns\"\x0f\n\rMergedColumnsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.internal.v1.rollout_event_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERIALIZEDEVENT']._serialized_start=120
-  _globals['_SERIALIZEDEVENT']._serialized_end=329
-  _globals['_SERIALIZEDSAMPLE']._serialized_start=331
-  _globals['_SERIALIZEDSAMPLE']._serialized_end=381
-  _globals['_SERIALIZEDSPANS']._serialized_start=383
-  _globals['_SERIALIZEDSPANS']._serialized_end=449
+  _globals['_SERIALIZEDEVENT']._serialized_start=94
+  _globals['_SERIALIZEDEVENT']._serialized_end=303
+  _globals['_SERIALIZEDSAMPLE']._serialized_start=305
+  _globals['_SERIALIZEDSAMPLE']._serialized_end=355
+  _globals['_MERGEDSAMPLE']._serialized_start=357
+  _globals['_MERGEDSAMPLE']._serialized_end=424
+  _globals['_MERGEDCOLUMNS']._serialized_start=426
+  _globals['_MERGEDCOLUMNS']._serialized_end=441
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,4 @@
 from paceline.v1 import rollout_pb2 as _rollout_pb2
-from paceline.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -34,8 +33,12 @@ class SerializedSample(_message.Message):
     sample: bytes
     def __init__(self, cursor: _Optional[int] = ..., sample: _Optional[bytes] = ...) -> None: ...
 
-class SerializedSpans(_message.Message):
-    __slots__ = ("version_spans",)
-    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
-    version_spans: _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionSpan]
-    def __init__(self, version_spans: _Optional[_Iterable[_Union[_sample_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
+class MergedSample(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: MergedColumns
+    def __init__(self, tokens: _Optional[_Union[MergedColumns, _Mapping]] = ...) -> None: ...
+
+class MergedColumns(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

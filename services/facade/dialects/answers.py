@@ -119,7 +119,7 @@ class AnswerWriter:
             "stop_reason": output.stop_string or (last if stopped else None),
         }
         if self._body.return_token_ids:
-            tail["token_ids"] = output.token_ids[begin:]
+            tail["token_ids"] = output.token_ids[begin:].tolist()
         if reason is not None and output.prompt_logprobs is not None:
             tail["prompt_logprobs"] = self._prompt(output, output.prompt_logprobs)
         if reason is not None:
@@ -129,10 +129,7 @@ class AnswerWriter:
 
     def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:
         sampled = self._named(output.token_ids[begin:], output.logprobs[begin:])
-        likeliest = [
-            self._named(*each)
-            for each in zip(output.top_token_ids[begin:], output.top_logprobs[begin:], strict=True)
-        ] or [[] for _ in sampled]
+        likeliest = [self._named(*each) for each in output.columns.top_rows(begin)]
         if self._chat:
             content = [
                 {**_entry(*token), "top_logprobs": [_entry(*each) for each in others]}

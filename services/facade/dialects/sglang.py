@@ -317,7 +317,7 @@ class SglangWriter:
             "spec_verify_ct": provenance.verify_steps,
         }
         if self._body.return_logprob:
-            pairs = zip(finite(output.logprobs), output.token_ids, strict=True)
+            pairs = zip(finite(output.logprobs.tolist()), output.token_ids, strict=True)
             info["output_token_logprobs"] = [[value, token, self._text_of(token)] for value, token in pairs]
             if output.prompt_logprobs is not None:
                 info |= self._prompt(output, output.prompt_logprobs)
@@ -327,9 +327,9 @@ class SglangWriter:
                         [value, token, self._text_of(token)]
                         for value, token in zip(finite(values), tokens, strict=True)
                     ]
-                    for values, tokens in zip(output.top_logprobs, output.top_token_ids, strict=True)
+                    for tokens, values in output.columns.top_rows()
                 ]
-        return {"text": self._text(output), "output_ids": output.token_ids, "meta_info": info}
+        return {"text": self._text(output), "output_ids": output.token_ids.tolist(), "meta_info": info}
 
     def _prompt(self, output: SampleOutput, logprobs: t.PromptLogprobs) -> Json:
         """Return the log-probabilities of the prompt from the requested token on; the first token has none."""

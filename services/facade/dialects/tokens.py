@@ -235,7 +235,7 @@ class TokensWriter:
         stops = self._body.sampling_params.stop_token_ids or ()
         choice: Json = {
             "index": index,
-            "token_ids": output.token_ids[begin:],
+            "token_ids": output.token_ids[begin:].tolist(),
             "logprobs": self._logprobs_from(output, begin) if self._logprobs else None,
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
             "stop_reason": last if reason is t.FinishReason.STOP and last in stops else None,
@@ -247,7 +247,7 @@ class TokensWriter:
 
     def _logprobs_from(self, output: SampleOutput, begin: int) -> Json:
         # Clients of vLLM before 0.31 read `token`, later ones `token_id`.
-        pairs = zip(output.token_ids[begin:], finite(output.logprobs[begin:]), strict=True)
+        pairs = zip(output.token_ids[begin:], finite(output.logprobs[begin:].tolist()), strict=True)
         content = [
             {"token": f"token_id:{token}", "token_id": token, "logprob": value, "top_logprobs": []}
             for token, value in pairs

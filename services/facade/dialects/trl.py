@@ -154,10 +154,12 @@ def answer(
 def _logprobs_of(output: SampleOutput) -> list[tuple[list[int], list[float]]]:
     """Return the tokens to report at each position with their log-probabilities, the likeliest first."""
     found = []
-    for place, (token, logprob) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
-        tokens, values = [token], [logprob]
-        if output.request.sampling.top_logprobs:
-            tokens, values = output.top_token_ids[place], output.top_logprobs[place]
+    for token, logprob, (tokens, values) in zip(
+        output.token_ids, output.logprobs, output.columns.top_rows(), strict=True
+    ):
+        if not tokens:
+            tokens, values = [token], [logprob]
+        else:
             if token not in tokens:
                 # The sampled token is less likely than all of these.
                 tokens, values = [*tokens, token], [*values, logprob]

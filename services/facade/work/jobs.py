@@ -12,7 +12,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -153,21 +153,13 @@ async def packed(outputs: Sequence[SampleOutput]) -> list[bytes]:
     waiting: list[SampleOutput] = []
     items = 0
     for output in outputs:
-        waiting.append(_arrays(output))
+        waiting.append(output)
         items += size_of([output])
         if items >= _ITEMS_AT_ONCE:
             pieces.append(pickle.dumps(waiting, pickle.HIGHEST_PROTOCOL))
             waiting, items = [], 0
             await asyncio.sleep(0)
     return [*pieces, pickle.dumps(waiting, pickle.HIGHEST_PROTOCOL)]
-
-
-def _arrays(output: SampleOutput) -> SampleOutput:
-    tokens: Any = array("q", output.token_ids)
-    logprobs: Any = array("d", output.logprobs)
-    likeliest: Any = [array("q", each) for each in output.top_token_ids]
-    values: Any = [array("d", each) for each in output.top_logprobs]
-    return replace(output, token_ids=tokens, logprobs=logprobs, top_token_ids=likeliest, top_logprobs=values)
 
 
 def written(tokenizer: Tokenizer | None, pieces: Sequence[bytes], write: Write) -> bytes:

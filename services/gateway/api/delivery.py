@@ -216,13 +216,7 @@ async def _deltas(running: RunningBatch) -> AsyncIterator[pb.GenerateResponse]:
             # After a loss the last token is sampled again elsewhere, and could then differ.
             settled -= 1
         if settled > sent:
-            part = sample.part(sent, settled)
-            delta = pb.TokenDelta(
-                token_ids=part.tokens,
-                logprobs=part.logprobs,
-                top_token_ids=part.top_tokens,
-                top_logprobs=part.top_logprobs,
-            )
+            delta = sample.columns.message(sent, settled)
             # Count before the yield: the sample may grow while the delta is being sent.
             sent = settled
             yield pb.GenerateResponse(delta=delta)

@@ -94,7 +94,7 @@ def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> StoredRollout | Non
     if len(group.prefix) != len(group.prefix_logprobs):
         return None
     # Copy: the arrays of the sample are freed once they are in the journal.
-    logprobs = np.array(state.logprobs, dtype=np.float32)
+    logprobs = np.array(state.columns.logprobs, dtype=np.float32)
     logprobs[: len(state.verified)] = state.verified
     logprobs = np.concatenate([np.asarray(group.prefix_logprobs, np.float32), logprobs])
     if np.isnan(logprobs).any():
@@ -103,7 +103,7 @@ def rollout_of(batch: RolloutBatch, ending: SampleEnding) -> StoredRollout | Non
         run_id=batch.key[0],
         prompt_id=group.prompt_id,
         slot=state.slot,
-        version=state.versions[-1][1],
+        version=state.columns.versions[-1][1],
         kind=RolloutKind.HISTORY,
         step=batch.step,
         seed=state.seed,

@@ -176,7 +176,7 @@ def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
     state = batch.samples[ending.index]
     if batch.exactness.level != sample_pb2.EXACTNESS_LEVEL_EXACT:
         return None
-    if not ending.is_whole or len(state.versions) != 1:
+    if not ending.is_whole or len(state.columns.versions) != 1:
         return None
     group = batch.groups[state.group]
     if group.prefix or not batch.cached_run:
@@ -187,7 +187,7 @@ def sample_of(batch: RolloutBatch, ending: SampleEnding) -> FedSample | None:
         prompt_id=group.prompt_id,
         slot=state.slot,
         seed=state.seed if _is_plain(group.sampling) and not state.environment else None,
-        policy_version=state.versions[0][1],
+        policy_version=state.columns.versions[0][1],
         prompt=tuple(group.prompt_token_ids),
         response=tuple(state.tokens),
     )

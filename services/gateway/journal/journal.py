@@ -30,7 +30,7 @@ from services.gateway.state.rollout_batch import Account
 _LARGE_BYTES = 1 << 20
 # Most fields, and most tokens of chunks, that are read in one round trip.
 _READ_FIELDS, _READ_TOKENS = 1024, 1 << 19
-FORMAT = "4"
+FORMAT = "5"
 """Version of the journal's format."""
 _WRITE_DIGEST = hashlib.sha1(scripts.WRITE.encode(), usedforsecurity=False).hexdigest()
 

@@ -358,7 +358,7 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
         # `settled` usually excludes the last token, which may be sampled again.
         begin, end = state.journaled, state.settled
         if end - begin >= (1 if end == len(state.tokens) else least_tokens):
-            payload = pack(state.part(begin, end), state.version_spans(begin, end)) + state.turns(begin, end)
+            payload = pack(state.columns, begin, end) + state.turns(begin, end)
             write.extensions.append(TokenChunk(index, state.chunks, begin, end, payload))
             state.journaled, state.chunks = end, state.chunks + 1
             write.count(len(payload))
@@ -415,8 +415,8 @@ def _serialised(batch: RolloutBatch, ending: SampleEnding) -> tuple[bytes, Head]
     """Return an ended sample as bytes, beginning with the part that the journal has, and the head of that part."""
     state = batch.samples[ending.index]
     begin = state.journaled if state.chunks else 0
-    chunks = pack(state.part(0, begin), state.version_spans(0, begin)) + state.turns(0, begin)
-    rest = pack(state.part(begin)) + state.turns(begin) + sample_fields(batch, ending).SerializeToString()
+    chunks = pack(state.columns, 0, begin) + state.turns(0, begin)
+    rest = pack(state.columns, begin) + state.turns(begin) + sample_fields(batch, ending).SerializeToString()
     return chunks + rest, Head(state.chunks, begin, len(chunks)) if begin else WHOLE
 
 

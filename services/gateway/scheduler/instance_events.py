@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import structlog
 from google.rpc import code_pb2
 
+from paceline.columns import mismatch
 from paceline.internal.v1 import generation_pb2
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
@@ -27,7 +28,7 @@ from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.scheduler.turns import Steps, Turns
 from services.gateway.scheduler.work_link import Attempt, WorkLink
 from services.gateway.state.fleet_health import FleetHealth
-from services.gateway.state.sample import SamplePhase, TopTokens
+from services.gateway.state.sample import SamplePhase
 
 log = structlog.get_logger(__name__)
 
@@ -131,32 +132,14 @@ class InstanceEvents:
             attempt = link.held.get(delta.handle)
             if attempt is None:
                 continue
-            count, verified = len(delta.token_ids), delta.verified_logprobs
-            if count != len(delta.logprobs):
-                raise ValueError(f"{count} tokens with {len(delta.logprobs)} logprobs")
+            count, verified = len(delta.tokens.token_ids), delta.verified_logprobs
+            if wrong := mismatch(delta.tokens, attempt.batch.group_of(attempt.index).sampling):
+                raise ValueError(wrong)
             if len(verified) > count:
                 raise ValueError(f"{count} tokens with {len(verified)} verified logprobs")
-            version = delta.policy_version if delta.HasField("policy_version") else None
             if delta.HasField("prompt_logprobs"):
                 attempt.batch.set_prompt_logprobs(attempt.index, attempt.number, delta.prompt_logprobs)
-            each = attempt.batch.group_of(attempt.index).sampling.top_logprobs
-            if not len(delta.top_token_ids) == len(delta.top_logprobs) == count * each:
-                found = (
-                    f"{len(delta.top_token_ids)} top tokens and {len(delta.top_logprobs)} logprobs of them"
-                )
-                raise ValueError(f"{count} tokens with {found}; {each} for each token were requested")
-            top = TopTokens(delta.top_token_ids, delta.top_logprobs) if each else None
-            if attempt.batch.extend(
-                attempt.index,
-                attempt.number,
-                delta.token_ids,
-                delta.logprobs,
-                now,
-                verified,
-                version,
-                top,
-                mixed_kv=delta.mixed_kv,
-            ):
+            if attempt.batch.extend(attempt.index, attempt.number, delta.tokens, now, verified):
                 tokens += count
                 running = self.batches.by_key.get(attempt.batch.key)
                 if running is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -163,27 +163,15 @@ def check_continuation(
     return found
 
 
-def environment_top_tokens(tokens: Sequence[int], each: int) -> tuple[list[int], list[float]]:
-    """Return `each` top tokens for each token of the environment: the token itself, and padding."""
-    ids, logprobs = list[int](), list[float]()
-    for token in tokens if each else ():
-        ids += [token, *[0] * (each - 1)]
-        logprobs += [0.0, *[float("-inf")] * (each - 1)]
-    return ids, logprobs
-
-
 def sample_call(sample: GatewaySample, group: BatchGroup, *, whole: bool = False) -> rollout_pb2.SampleCall:
     """Return the call of a calling sample as the trainer gets it; with `whole`, with the whole response so far."""
     begin = 0 if whole or not sample.environment else sample.environment[-1][1]
-    part = sample.part(begin)
     return rollout_pb2.SampleCall(
         prompt_id=group.prompt_id,
         slot=sample.slot,
         number=len(sample.calls),
         begin=begin,
-        token_ids=part.tokens.tolist(),
-        logprobs=part.logprobs.tolist(),
-        version_spans=sample.version_spans(begin),
+        tokens=sample.columns.message(begin),
         environment_spans=environment_spans(sample.environment, begin),
     )
 

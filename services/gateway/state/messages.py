@@ -211,16 +211,12 @@ def work_item(
 def final_sample(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sample:
     """Return the sample as the trainer gets it, without the prefix of a Generate call."""
     state, result = batch.samples[ending.index], sample_fields(batch, ending)
-    # Protobuf copies lists faster than any other iterable.
-    result.token_ids.extend(state.tokens.tolist())
-    result.logprobs.extend(state.logprobs.tolist())
-    result.top_token_ids.extend(state.top_tokens.tolist())
-    result.top_logprobs.extend(state.top_logprobs.tolist())
+    result.tokens.CopyFrom(state.columns.message())
     return result
 
 
 def sample_fields(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sample:
-    """Return the sample as the trainer gets it, without its tokens and log-probabilities."""
+    """Return the sample as the trainer gets it, without its tokens."""
     state = batch.samples[ending.index]
     result = sample_pb2.Sample(
         prompt_id=batch.groups[state.group].prompt_id,
@@ -235,7 +231,6 @@ def sample_fields(batch: RolloutBatch, ending: SampleEnding) -> sample_pb2.Sampl
         nonfinite_logprobs=_nonfinite(state),
     )
     _fill(result.provenance, batch, state, ending)
-    result.version_spans.extend(state.version_spans())
     return result
 
 
@@ -253,7 +248,7 @@ def _fill(
     provenance.resubmissions = state.resubmissions
     provenance.exactness.CopyFrom(batch.exactness)
     lenient = batch.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
-    provenance.lossless = not (lenient or state.mixed_kv)
+    provenance.lossless = not (lenient or state.columns.mixed_kv)
     for span in state.spans:
         if span.end_token > span.begin_token:
             provenance.instance_spans.add(
@@ -270,7 +265,7 @@ def _fill(
 
 
 def _nonfinite(state: GatewaySample) -> list[int]:
-    if not state.logprobs:
+    if not state.tokens:
         return []
-    finite = np.isfinite(np.frombuffer(state.logprobs, np.float32))
+    finite = np.isfinite(np.frombuffer(state.columns.logprobs, np.float32))
     return [] if finite.all() else np.flatnonzero(~finite).tolist()

@@ -25,10 +25,11 @@ from typing import Self
 
 from google.rpc import code_pb2
 
+from paceline.columns import TokenBuffer, VersionRun
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKey
-from services.gateway.state.calls import CallRules, environment_top_tokens
+from services.gateway.state.calls import CallRules
 from services.gateway.state.sample import (
     BatchGroup,
     EventEffect,
@@ -36,7 +37,6 @@ from services.gateway.state.sample import (
     GenerationSpan,
     SampleEnding,
     SamplePhase,
-    TopTokens,
 )
 
 _STATUS = {
@@ -152,9 +152,9 @@ class RolloutBatch:
     def is_stale(self, index: int) -> bool:
         """Return True if an unfinished sample has tokens of a version that is too old."""
         sample = self.samples[index]
-        if self.max_staleness is None or not sample.versions or sample.phase is SamplePhase.ENDED:
+        if self.max_staleness is None or not sample.columns.versions or sample.phase is SamplePhase.ENDED:
             return False
-        return sample.versions[0][1] < self.current_version - self.max_staleness
+        return sample.columns.versions[0][1] < self.current_version - self.max_staleness
 
     def end_sample(
         self,
@@ -177,11 +177,8 @@ class RolloutBatch:
 
     def restore(self, index: int, journaled: sample_pb2.Sample, chunks: int) -> None:
         """Restore the tokens of a waiting sample from its chunks in the journal."""
-        sample, count = self.samples[index], len(journaled.token_ids)
-        for span in journaled.version_spans:
-            sample.stamp(span.begin, span.policy_version, mixed_kv=span.mixed_kv)
-        top, last = TopTokens(journaled.top_token_ids, journaled.top_logprobs), sample.versions[-1]
-        sample.append(journaled.token_ids, journaled.logprobs, last.version, top, mixed_kv=last.mixed_kv)
+        sample, count = self.samples[index], len(journaled.tokens.token_ids)
+        sample.columns.extend(journaled.tokens, journaled.tokens.versions)
         sample.calls.extend(journaled.calls)
         sample.environment.extend((span.begin, span.end) for span in journaled.environment_spans)
         if sample.calls and sample.calls[-1] == count:
@@ -220,21 +217,15 @@ class RolloutBatch:
         self,
         index: int,
         attempt: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
+        tokens: sample_pb2.TokenColumns,
         now: float,
         verified: Sequence[float] = (),
-        version: int | None = None,
-        top: TopTokens | None = None,
-        *,
-        mixed_kv: bool = False,
     ) -> bool:
         """Append tokens from the instance; return False if the attempt is not the current one.
 
-        `version` sampled them, according to the instance, with KV of earlier versions if `mixed_kv`; None: the
-        batch's current version. `verified` are the log-probabilities of the first of these tokens, if they were
-        taken from a cached rollout. They are ignored unless all earlier tokens of the sample were as well, and the
-        level is LENIENT.
+        Without versions they are of the batch's current version. `verified` are the log-probabilities of the first
+        of these tokens, if they were taken from a cached rollout. They are ignored unless all earlier tokens of the
+        sample were as well, and the level is LENIENT.
         """
         sample = self.samples[index]
         if not sample.is_running(attempt):
@@ -243,8 +234,8 @@ class RolloutBatch:
         if verified and lenient and len(sample.verified) == len(sample.tokens):
             sample.verified.extend(verified)
         before = sample.entries
-        sampled_by = self.current_version if version is None else version
-        sample.append(tokens, logprobs, sampled_by, top, mixed_kv=mixed_kv)
+        own = tokens.versions or (VersionRun(len(tokens.token_ids), self.current_version),)
+        sample.columns.extend(tokens, own if tokens.token_ids else ())
         self.held_tokens += sample.entries - before
         span = sample.spans[-1]
         span.end_token, span.end = len(sample.tokens), now
@@ -252,7 +243,7 @@ class RolloutBatch:
         self.unjournaled.add(index)
         return True
 
-    def set_prompt_logprobs(self, index: int, attempt: int, reported: sample_pb2.PromptLogprobs) -> None:
+    def set_prompt_logprobs(self, index: int, attempt: int, reported: sample_pb2.TokenColumns) -> None:
         """Record the log-probabilities of a sample's prompt, if the attempt is the current one."""
         sample = self.samples[index]
         if sample.is_running(attempt) and sample.prompt_logprobs is None:
@@ -288,11 +279,9 @@ class RolloutBatch:
         """Append the tokens of the environment to a calling sample, which then waits for an instance."""
         sample, before = self.samples[index], self.samples[index].entries
         assert sample.phase is SamplePhase.CALLING, f"sample {index} is {sample.phase}"
-        begin, each = len(sample.tokens), self.group_of(index).sampling.top_logprobs
-        top = TopTokens(*environment_top_tokens(tokens, each))
-        # They were not sampled: their log-probability is 0.
-        last = sample.versions[-1]
-        sample.append(tokens, [0.0] * len(tokens), last.version, top, mixed_kv=last.mixed_kv)
+        begin = len(sample.tokens)
+        # In runs of versions they count with the tokens before them.
+        sample.columns.extend(TokenBuffer.given(tokens, self.group_of(index).sampling.top_logprobs))
         sample.environment.append((begin, len(sample.tokens)))
         self.held_tokens += sample.entries - before
         sample.phase, sample.fruitless = SamplePhase.WAITING, 0

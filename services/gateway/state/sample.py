@@ -11,10 +11,8 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import numpy as np
-
+from paceline.columns import TokenBuffer, entries_of
 from paceline.internal.v1 import generation_pb2
 from paceline.times import seconds_of
 from paceline.v1 import sample_pb2
@@ -98,30 +96,6 @@ class SampleEnding:
         return self.status in (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
 
 
-class TopTokens(NamedTuple):
-    """Top tokens of consecutive positions and their log-probabilities, the same number for each position."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-
-
-class VersionMark(NamedTuple):
-    """Tokens from `begin` on were sampled by this policy version, with KV of earlier ones if `mixed_kv`."""
-
-    begin: int
-    version: int
-    mixed_kv: bool = False
-
-
-class TokenColumns(NamedTuple):
-    """Tokens of a sample, their log-probabilities, and the top tokens of each position with theirs."""
-
-    tokens: array[int]
-    logprobs: array[float]
-    top_tokens: array[int]
-    top_logprobs: array[float]
-
-
 @dataclass(slots=True)
 class GatewaySample:
     """State of one sample. `index` numbers the samples of the batch, group by group."""
@@ -134,20 +108,13 @@ class GatewaySample:
     instance_id: str = ""
     # Number of the current or last attempt, from 1.
     attempt: int = 0
-    # uint32 and float32, same length.
-    tokens: array[int] = field(default_factory=lambda: array("I"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    columns: TokenBuffer = field(default_factory=TokenBuffer)
     # LENIENT: float32, log-probabilities under the current policy of the first tokens, which were taken from a
     # cached rollout.
     verified: array[float] = field(default_factory=lambda: array("f"))
-    # uint32 and float32: for each token, the top tokens of its position, if requested.
-    top_tokens: array[int] = field(default_factory=lambda: array("I"))
-    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
     # Log-probabilities of the prompt, if requested and reported.
-    prompt_logprobs: sample_pb2.PromptLogprobs | None = None
+    prompt_logprobs: sample_pb2.TokenColumns | None = None
     spans: list[GenerationSpan] = field(default_factory=list)
-    # The versions that sampled the tokens, in order.
-    versions: list[VersionMark] = field(default_factory=list)
     # Lengths of the response at which it called a tool, and [begin, end) of the tokens of its environment.
     calls: list[int] = field(default_factory=list)
     environment: list[tuple[int, int]] = field(default_factory=list)
@@ -196,40 +163,16 @@ class GatewaySample:
         self.spans.append(GenerationSpan(instance_id, have, have, now, now))
         return self.attempt
 
-    def append(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        version: int,
-        top: TopTokens | None = None,
-        *,
-        mixed_kv: bool = False,
-    ) -> None:
-        """Append tokens that this policy version sampled, their log-probabilities, and the top tokens."""
-        if len(tokens):
-            self.stamp(len(self.tokens), version, mixed_kv=mixed_kv)
-        # As arrays: copying a message's values one by one takes ten times as long.
-        self.tokens.frombytes(np.asarray(tokens, np.uint32).tobytes())
-        self.logprobs.frombytes(np.asarray(logprobs, np.float32).tobytes())
-        if top is not None:
-            self.top_tokens.frombytes(np.asarray(top.token_ids, np.uint32).tobytes())
-            self.top_logprobs.frombytes(np.asarray(top.logprobs, np.float32).tobytes())
+    @property
+    def tokens(self) -> array[int]:
+        """The response tokens, uint32."""
+        return self.columns.token_ids
 
     @property
     def entries(self) -> int:
         """Number of tokens in memory, including the top tokens of each position and the entries of the prompt."""
         reported = self.prompt_logprobs
-        prompt = 0 if reported is None else len(reported.logprobs) + len(reported.top_token_ids)
-        return len(self.tokens) + len(self.top_tokens) + prompt
-
-    def part(self, begin: int = 0, end: int | None = None) -> TokenColumns:
-        """Return the columns of the tokens [begin, end)."""
-        last = len(self.tokens) if end is None else end
-        each = len(self.top_tokens) // max(1, len(self.tokens))
-        top = slice(each * begin, each * last)
-        return TokenColumns(
-            self.tokens[begin:last], self.logprobs[begin:last], self.top_tokens[top], self.top_logprobs[top]
-        )
+        return entries_of(self.columns) + (0 if reported is None else entries_of(reported))
 
     @property
     def ends_with_environment(self) -> bool:
@@ -264,47 +207,18 @@ class GatewaySample:
         reused = min(max(self.reused_prefix, len(self.verified)), len(self.tokens))
         return max(self.cached_tokens, reused), reused
 
-    def stamp(self, begin: int, version: int, *, mixed_kv: bool = False) -> None:
-        """Record that tokens from `begin` on are of this policy version, with KV of earlier ones if `mixed_kv`."""
-        # Called for each report of a sample, which seldom begins a span.
-        last = self.versions[-1] if self.versions else None
-        if last is None or last.version != version or last.mixed_kv != mixed_kv:
-            self.versions.append(VersionMark(begin, version, mixed_kv))
-
-    @property
-    def mixed_kv(self) -> bool:
-        """True if some tokens were sampled with KV of several versions."""
-        return any(mark.mixed_kv for mark in self.versions)
-
-    def version_spans(self, begin: int = 0, end: int | None = None) -> list[sample_pb2.VersionSpan]:
-        """Return the policy versions of the tokens [begin, end), as spans."""
-        spans, last = list[sample_pb2.VersionSpan](), len(self.tokens) if end is None else end
-        for first, version, mixed in reversed(self.versions):
-            first_here = max(first, begin)
-            if first_here < last:
-                spans.append(
-                    sample_pb2.VersionSpan(begin=first_here, end=last, policy_version=version, mixed_kv=mixed)
-                )
-            last = min(first, last)
-        return spans[::-1]
-
     def forget_tokens(self) -> None:
         """Drop all tokens."""
-        del self.tokens[:], self.logprobs[:], self.verified[:], self.versions[:]
-        del self.top_tokens[:], self.top_logprobs[:], self.calls[:], self.environment[:]
+        self.columns.clear()
+        del self.verified[:], self.calls[:], self.environment[:]
         self.prompt_logprobs = None
         self.journaled = self.chunks = 0
 
     def drop_last_token(self) -> None:
         """Drop the last token, which the next attempt samples again, and everything that refers to it."""
-        each = len(self.top_tokens) // max(1, len(self.tokens))
-        if self.tokens:
-            self.tokens.pop()
-            self.logprobs.pop()
-        have = len(self.tokens)
-        del self.top_tokens[each * have :], self.top_logprobs[each * have :]
+        have = max(0, len(self.tokens) - 1)
+        self.columns.cut(have)
         del self.verified[have:]
-        self.versions = [mark for mark in self.versions if mark.begin < have]
         self.reused_prefix = min(self.reused_prefix, have)
         self.spans = [span for span in self.spans if span.begin_token < have]
         for span in self.spans:

@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from paceline.columns import cut
 from services.contracts.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -188,9 +189,7 @@ class SampleStep:
 
     def cut(self, count: int) -> None:
         """Keep the first `count` tokens."""
-        each = len(self.top_token_ids) // max(1, len(self.token_ids))
-        del self.top_token_ids[each * count :], self.top_logprobs[each * count :]
-        del self.token_ids[count:], self.logprobs[count:]
+        cut(self, count)
         self.verified_logprobs = self.verified_logprobs[:count]
         self.reused, self.accepted = min(self.reused, count), min(self.accepted, count)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.columns import TokenLists
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.times import duration
 from paceline.v1 import fleet_pb2, sample_pb2
@@ -80,11 +81,7 @@ class RunningSample:
     quota: int = sys.maxsize
     report_at: float = math.inf
     started: float | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    # Most likely tokens at the positions of `tokens`, as in pb.Delta.
-    top_token_ids: list[int] = field(default_factory=list)
-    top_logprobs: list[float] = field(default_factory=list)
+    tokens: TokenLists = field(default_factory=TokenLists)
     # Scores of the prompt, until they are reported.
     prompt_scores: PromptScores | None = None
     generated: int = 0
@@ -145,11 +142,7 @@ class RunningSample:
             self.verify_seconds += ended - began
         else:
             self.plain_seconds += ended - began
-        self.tokens.extend(step.token_ids)
-        self.logprobs.extend(step.logprobs)
-        if step.top_token_ids:
-            self.top_token_ids.extend(step.top_token_ids)
-            self.top_logprobs.extend(step.top_logprobs)
+        self.tokens.extend(step)
         self.verified_logprobs.extend(step.verified_logprobs)
         self.prompt_scores = step.prompt_scores or self.prompt_scores
         self.reused_prefix += step.reused
@@ -197,18 +190,12 @@ class RunningSample:
             return None
         delta = pb.Delta(
             handle=self.handle,
-            token_ids=self.tokens,
-            logprobs=self.logprobs,
+            tokens=self.tokens.take(self.policy_version, mixed_kv=self.mixed_kv),
             verified_logprobs=self.verified_logprobs,
-            policy_version=self.policy_version,
-            mixed_kv=self.mixed_kv,
-            top_token_ids=self.top_token_ids,
-            top_logprobs=self.top_logprobs,
             prompt_logprobs=None if self.prompt_scores is None else _prompt_logprobs(self.prompt_scores),
         )
         self.prompt_scores = None
-        self.tokens, self.logprobs, self.verified_logprobs = [], [], []
-        self.top_token_ids, self.top_logprobs = [], []
+        self.verified_logprobs = []
         return delta
 
     def finished(self, finish: Finish | None, now: float) -> pb.Finished:
@@ -235,8 +222,8 @@ class RunningSample:
         )
 
 
-def _prompt_logprobs(scores: PromptScores) -> sample_pb2.PromptLogprobs:
-    return sample_pb2.PromptLogprobs(
+def _prompt_logprobs(scores: PromptScores) -> sample_pb2.TokenColumns:
+    return sample_pb2.TokenColumns(
         logprobs=scores.logprobs.tolist(),
         top_token_ids=scores.top_token_ids.ravel().tolist(),
         top_logprobs=scores.top_logprobs.ravel().tolist(),

@@ -180,12 +180,11 @@ class ResponseOutbox:
             self._deltas = {delta.handle: delta for delta in last.deltas}
         for delta in event.deltas:
             known = self._deltas.get(delta.handle)
-            # Tokens of another version stay in a separate delta, after the earlier ones.
-            if known is None or known.policy_version != delta.policy_version:
+            if known is None:
                 self._deltas[delta.handle] = last.deltas.add()
                 self._deltas[delta.handle].CopyFrom(delta)
             else:
-                # Appends to its lists.
+                # Appends to its columns, runs of versions included.
                 known.MergeFrom(delta)
         last.finished.extend(event.finished)
         last.refused.extend(event.refused)

@@ -220,10 +220,10 @@ class Pregenerator:
         for delta in report.deltas:
             self._leases.grow(
                 delta.handle,
-                delta.token_ids,
-                delta.logprobs,
-                delta.top_token_ids,
-                delta.top_logprobs,
+                delta.tokens.token_ids,
+                delta.tokens.logprobs,
+                delta.tokens.top_token_ids,
+                delta.tokens.top_logprobs,
                 self._config.fork_margin,
             )
         self._end(report.ended)

@@ -15,6 +15,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
+from paceline.convert.rollouts import version_spans
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc, sample_pb2, weight_pb2_grpc
 from services.contracts.gateway_keys import BatchKeys
 from services.contracts.seeds import sample_seed
@@ -204,13 +205,13 @@ def check_complete(request: rollout_pb2.SubmitRolloutsRequest, sample: sample_pb
     limit = request.sampling.max_tokens
     tokens, logprobs = response_of(seed, request.policy_version, limit, request.sampling.ignore_eos)
     assert sample.seed == seed
-    assert list(sample.token_ids) == tokens
-    assert list(sample.logprobs) == logprobs
+    assert list(sample.tokens.token_ids) == tokens
+    assert list(sample.tokens.logprobs) == logprobs
     truncated = len(tokens) == limit and (request.sampling.ignore_eos or tokens[-1] != 0)
     assert sample.status == (
         sample_pb2.SAMPLE_STATUS_TRUNCATED if truncated else sample_pb2.SAMPLE_STATUS_COMPLETED
     )
-    spans = [(span.begin, span.end, span.policy_version) for span in sample.version_spans]
+    spans = [(span.begin, span.end, span.policy_version) for span in version_spans(sample.tokens.versions)]
     assert spans == [(0, len(tokens), request.policy_version)]
     covered = [(span.begin_token, span.end_token) for span in sample.provenance.instance_spans]
     assert covered[0][0] == 0

@@ -284,7 +284,7 @@ async def a_single(world: World) -> Any:
 
 
 async def is_whole(world: World, request: Any, reply: Any) -> None:
-    assert reply[-1].sample.token_ids
+    assert reply[-1].sample.tokens.token_ids
     assert not world.term.batches.by_key
 
 

@@ -243,7 +243,7 @@ async def test_a_cancellation_survives_a_restart(cluster: Cluster) -> None:
     fake.hold_at, fake.deaf = None, False
     events = {e.sample.slot: e.sample for e in await second.trainer.collect(request)}
     assert events[0].status == sample_pb2.SAMPLE_STATUS_ABORTED
-    assert len(events[0].token_ids) == 7
+    assert len(events[0].tokens.token_ids) == 7
     assert events[1].status == sample_pb2.SAMPLE_STATUS_TRUNCATED
     await journal.aclose()
 

@@ -16,7 +16,8 @@ from paceline import AsyncClient, Group, SamplingParams
 from tests.integration.gateway.conftest import Cluster
 
 _ROOT = Path(paceline.__file__).parents[1]
-_MOST = {"paceline": 118, "services/gateway": 315}
+_COLUMNS = "paceline/columns.py"
+_MOST = {"paceline": 118, _COLUMNS: 16, "services/gateway": 315}
 """Bounds of the functions of one sample. A change that needs more has to be worth a reader's time."""
 
 
@@ -43,6 +44,8 @@ def functions(found: set[CodeType], folder: str) -> list[str]:
         path = Path(code.co_filename)
         if (
             path.is_relative_to(_ROOT / folder)
+            # The record of tokens counts once, for the SDK and the gateway together.
+            and (folder == _COLUMNS or path != _ROOT / _COLUMNS)
             and "_pb2" not in path.name
             and not code.co_name.startswith("<")
         ):

@@ -40,8 +40,8 @@ async def test_every_whole_sample_is_kept_as_it_was_delivered(
     }
     for sample in samples:
         kept = store.rollouts()[sample.prompt_id, sample.slot, 0]
-        assert kept.tokens.tolist() == list(sample.token_ids)
-        assert kept.logprobs.tolist() == list(sample.logprobs)
+        assert kept.tokens.tolist() == list(sample.tokens.token_ids)
+        assert kept.logprobs.tolist() == list(sample.tokens.logprobs)
         assert (kept.run_id, kept.step, kept.seed) == ("run", 3, sample.seed)
         assert (kept.kind, kept.finished) == (RolloutKind.HISTORY, True)
     await until(lambda: gateway.metric("history_rollouts_total", outcome="stored") == 20, "it is counted")
@@ -61,20 +61,20 @@ async def test_samples_of_generate_calls_are_kept_with_what_their_caller_brought
     await until(lambda: ("p", 3, 0) in store.rollouts(), "it is stored")
     kept = store.rollouts()["p", 3, 0]
     assert (kept.run_id, kept.step, kept.seed, kept.kind) == ("run", 2, whole.seed, RolloutKind.HISTORY)
-    assert kept.tokens.tolist() == list(whole.token_ids)
+    assert kept.tokens.tolist() == list(whole.tokens.token_ids)
     assert (fake.accepted[-1].run_id, fake.accepted[-1].prompt_id) == ("run", "p"), (
         "it drafts from earlier ones"
     )
     # Another one goes on with its first tokens: what is kept is whole again.
     asked.prompt_id = "resumed"
-    asked.prefix_token_ids.extend(whole.token_ids[:10])
-    asked.prefix_logprobs.extend(whole.logprobs[:10])
+    asked.prefix_token_ids.extend(whole.tokens.token_ids[:10])
+    asked.prefix_logprobs.extend(whole.tokens.logprobs[:10])
     *_, rest = [event.sample async for event in generate(asked, timeout=CALL)]
-    assert len(rest.token_ids) == 20
+    assert len(rest.tokens.token_ids) == 20
     await until(lambda: ("resumed", 3, 0) in store.rollouts(), "it is stored")
     kept = store.rollouts()["resumed", 3, 0]
-    assert kept.tokens.tolist() == [*whole.token_ids[:10], *rest.token_ids]
-    assert kept.logprobs.tolist() == [*whole.logprobs[:10], *rest.logprobs]
+    assert kept.tokens.tolist() == [*whole.tokens.token_ids[:10], *rest.tokens.token_ids]
+    assert kept.logprobs.tolist() == [*whole.tokens.logprobs[:10], *rest.tokens.logprobs]
     asked.prompt_id = "unknown"
     del asked.prefix_logprobs[:]
     assert [event async for event in generate(asked, timeout=CALL)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.convert.rollouts import version_spans
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
 from services.contracts.gateway_keys import GatewayKeys
 from services.contracts.seeds import sample_seed
@@ -31,7 +32,7 @@ Spans = list[tuple[int, int, int]]
 
 
 def spans_of(sample: sample_pb2.Sample) -> Spans:
-    return [(span.begin, span.end, span.policy_version) for span in sample.version_spans]
+    return [(span.begin, span.end, span.policy_version) for span in version_spans(sample.tokens.versions)]
 
 
 def check_versions(request: rollout_pb2.SubmitRolloutsRequest, sample: sample_pb2.Sample) -> Spans:
@@ -41,7 +42,7 @@ def check_versions(request: rollout_pb2.SubmitRolloutsRequest, sample: sample_pb
     for begin, end, version in spans:
         assert begin == len(want) < end
         want += [token_at(seed, position, version) for position in range(begin, end)]
-    assert list(zip(sample.token_ids, sample.logprobs, strict=True)) == want
+    assert list(zip(sample.tokens.token_ids, sample.tokens.logprobs, strict=True)) == want
     return spans
 
 
@@ -116,7 +117,7 @@ async def test_samples_that_keep_their_kv_say_so_after_their_gateway_and_instanc
     begin, cut, end = 0, HELD, 2 * HELD - 1
     want = [(begin, cut, 0), (cut, end, 1), (end, 40, 1)]
     assert [check_versions(request, sample) for sample in samples] == [want] * 3
-    marked = [[span.mixed_kv for span in sample.version_spans] for sample in samples]
+    marked = [[span.mixed_kv for span in version_spans(sample.tokens.versions)] for sample in samples]
     assert marked == [[False, True, False]] * 3
     assert not any(sample.provenance.lossless for sample in samples)
 

@@ -125,7 +125,7 @@ async def test_samples_and_rewards_are_fed_as_they_were_delivered(
             sample.seed,
             request.policy_version,
             prompts[sample.prompt_id],
-            tuple(sample.token_ids),
+            tuple(sample.tokens.token_ids),
         )
         for sample in samples
     }

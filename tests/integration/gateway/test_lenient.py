@@ -24,7 +24,8 @@ def lenient(**fields: Any) -> sample_pb2.Exactness:
 def cache(fake: FakeInstance, samples: list[sample_pb2.Sample]) -> None:
     """What the instance would find in the store."""
     for sample in samples:
-        fake.cached[sample.prompt_id, sample.slot] = Cached(list(sample.token_ids), list(sample.logprobs))
+        tokens = sample.tokens
+        fake.cached[sample.prompt_id, sample.slot] = Cached(list(tokens.token_ids), list(tokens.logprobs))
 
 
 async def rollout(
@@ -68,10 +69,10 @@ async def test_a_second_epoch_takes_over_what_it_may_and_says_so(cluster: Cluste
     for sample in await rollout(gateway, request):
         old = before[sample.prompt_id, sample.slot]
         assert sample.seed != old.seed
-        assert list(sample.token_ids[:7]) == list(old.token_ids[:7])
-        assert list(sample.logprobs[:7]) == list(old.logprobs[:7]), "those of the cached policy"
+        assert list(sample.tokens.token_ids[:7]) == list(old.tokens.token_ids[:7])
+        assert list(sample.tokens.logprobs[:7]) == list(old.tokens.logprobs[:7]), "those of the cached policy"
         rest = [token_at(sample.seed, position, 0) for position in range(7, 20)]
-        assert list(zip(sample.token_ids[7:], sample.logprobs[7:], strict=True)) == rest
+        assert list(zip(sample.tokens.token_ids[7:], sample.tokens.logprobs[7:], strict=True)) == rest
         provenance = sample.provenance
         assert (provenance.reused_prefix, provenance.cached_tokens) == (7, 20)
         assert not provenance.lossless
@@ -109,7 +110,7 @@ async def test_a_sample_taken_over_from_end_to_end_is_fully_reused(cluster: Clus
     again.step = 4
     for sample in await rollout(gateway, again):
         cached = fake.cached[sample.prompt_id, sample.slot]
-        assert list(sample.token_ids) == list(cached.tokens)
+        assert list(sample.tokens.token_ids) == list(cached.tokens)
         assert sample.provenance.reused_prefix == len(cached.tokens)
     assert gateway.metric("fully_reused_samples_total", level="lenient") == 12
 
@@ -151,9 +152,9 @@ async def test_a_lenient_sample_that_lost_its_instance_goes_on_as_the_policy_has
     before = {sample.slot: sample for sample in first}
     for event in await gateway.trainer.collect(request):
         sample, old = event.sample, before[event.sample.slot]
-        assert list(sample.token_ids[:11]) == list(old.token_ids[:11])
+        assert list(sample.tokens.token_ids[:11]) == list(old.tokens.token_ids[:11])
         rest = [token_at(sample.seed, position, 0) for position in range(11, 30)]
-        assert list(zip(sample.token_ids[11:], sample.logprobs[11:], strict=True)) == rest
+        assert list(zip(sample.tokens.token_ids[11:], sample.tokens.logprobs[11:], strict=True)) == rest
         assert sample.provenance.reused_prefix == 11
         assert sample.provenance.resubmissions == 1
 
@@ -168,7 +169,7 @@ async def test_an_instance_that_tells_nonsense_costs_its_connection_and_no_sampl
     assert {s.status for s in samples} == {sample_pb2.SAMPLE_STATUS_TRUNCATED}
     for sample in samples:
         wanted = [token_at(sample.seed, position, 0) for position in range(40)]
-        assert list(zip(sample.token_ids, sample.logprobs, strict=True)) == wanted
+        assert list(zip(sample.tokens.token_ids, sample.tokens.logprobs, strict=True)) == wanted
     assert {span.instance_id for s in samples for span in s.provenance.instance_spans} == {"i1"}
 
 
@@ -198,8 +199,8 @@ async def test_one_lenient_sample_can_be_generated_and_its_deltas_stay_true(clus
     while event := await call.read():
         received += event.delta.token_ids
         last = event.sample
-    assert received == list(last.token_ids)
-    assert last.token_ids[11] != tokens[11]
+    assert received == list(last.tokens.token_ids)
+    assert last.tokens.token_ids[11] != tokens[11]
     assert last.provenance.reused_prefix == 11
     assert fakes[1].accepted[0].run_id == "run"
 

@@ -193,7 +193,7 @@ async def test_a_sample_that_is_cancelled_on_its_way_is_claimed_and_ended(cluste
     statuses = {(e.sample.prompt_id, e.sample.slot): e.sample for e in events}
     cancelled = statuses.pop((key.prompt_id, key.slot))
     assert cancelled.status == sample_pb2.SAMPLE_STATUS_ABORTED
-    assert len(cancelled.token_ids) >= 12
+    assert len(cancelled.tokens.token_ids) >= 12
     for other in statuses.values():
         check_complete(request, other)
 

@@ -120,9 +120,9 @@ async def test_cancelled_samples_are_delivered_as_aborted(cluster: Cluster, keep
     assert len(events) == 12
     assert {e.sample.status for e in events} == {sample_pb2.SAMPLE_STATUS_ABORTED}
     assert {e.sample.finish_reason for e in events} == {sample_pb2.FINISH_REASON_ABORTED}
-    lengths = sorted(len(e.sample.token_ids) for e in events)
+    lengths = sorted(len(e.sample.tokens.token_ids) for e in events)
     assert lengths == [0] * 8 + [6 if keep_partial else 0] * 4
-    assert all(len(e.sample.logprobs) == len(e.sample.token_ids) for e in events)
+    assert all(len(e.sample.tokens.logprobs) == len(e.sample.tokens.token_ids) for e in events)
     assert fake.running() == []
 
 
@@ -190,7 +190,7 @@ async def test_samples_past_the_deadline_are_delivered_as_aborted_with_their_tok
         await gateway.trainer.submit(request)
         events = await gateway.trainer.collect(request)
         assert [event.sample.status for event in events] == [sample_pb2.SAMPLE_STATUS_ABORTED] * 2
-        lengths = [len(event.sample.token_ids) for event in events]
+        lengths = [len(event.sample.tokens.token_ids) for event in events]
         if lengths == [5, 5]:
             return
     pytest.fail(f"the samples are delivered with {lengths} tokens")
@@ -331,14 +331,14 @@ async def test_generate_sends_deltas_and_then_the_whole_sample(cluster: Cluster)
     events = [event async for event in gateway.trainer.rollouts.Generate(request, timeout=CALL)]
     *deltas, last = events
     assert len(deltas) > 1
-    assert [t for event in deltas for t in event.delta.token_ids] == list(last.sample.token_ids)
-    assert [p for event in deltas for p in event.delta.logprobs] == list(last.sample.logprobs)
+    assert [t for event in deltas for t in event.delta.token_ids] == list(last.sample.tokens.token_ids)
+    assert [p for event in deltas for p in event.delta.logprobs] == list(last.sample.tokens.logprobs)
     batch = make_batch(max_tokens=60, ignore_eos=True)
     check_complete(batch, last.sample)
-    request.prefix_token_ids.extend(last.sample.token_ids[:20])
+    request.prefix_token_ids.extend(last.sample.tokens.token_ids[:20])
     *_, resumed = [event async for event in gateway.trainer.rollouts.Generate(request, timeout=CALL)]
-    assert list(resumed.sample.token_ids) == list(last.sample.token_ids[20:])
-    assert list(fake.accepted[-1].prefix_token_ids) == list(last.sample.token_ids[:20])
+    assert list(resumed.sample.tokens.token_ids) == list(last.sample.tokens.token_ids[20:])
+    assert list(fake.accepted[-1].prefix_token_ids) == list(last.sample.tokens.token_ids[:20])
     assert all(item.streamed for item in fake.accepted)
     await gateway.trainer.submit(batch)
     await gateway.trainer.collect(batch)

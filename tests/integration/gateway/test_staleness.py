@@ -110,7 +110,7 @@ async def test_a_batch_that_refuses_ends_them_and_takes_no_more(cluster: Cluster
     samples = [event.sample for event in await gateway.trainer.collect(request)]
     ended = [each for each in samples if each.status == sample_pb2.SAMPLE_STATUS_ABORTED]
     assert {each.prompt_id for each in ended} == {"p0"}
-    assert [len(each.token_ids) for each in ended] == [5] * 4, "with the tokens that they had"
+    assert [len(each.tokens.token_ids) for each in ended] == [5] * 4, "with the tokens that they had"
     assert len(samples) == 8
 
 

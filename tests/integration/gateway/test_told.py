@@ -38,11 +38,11 @@ def _check(request: rollout_pb2.SubmitRolloutsRequest, sample: sample_pb2.Sample
     (group,) = [group for group in request.groups if group.prompt_id == sample.prompt_id]
     whole, stop = _tokens(request, sample.prompt_id, sample.slot), list(group.sampling.stop)
     end = next((place + 1 for place, token in enumerate(whole) if f"w{token}" in stop), LENGTH)
-    assert list(sample.token_ids) == whole[:end]
+    assert list(sample.tokens.token_ids) == whole[:end]
     assert sample.stop_string == (f"w{whole[end - 1]}" if end < LENGTH else "")
     told = [likeliest_at(token, 2) for token in whole[:end]]
-    assert list(sample.top_token_ids) == [token for tokens, _ in told for token in tokens]
-    assert list(sample.top_logprobs) == [value for _, values in told for value in values]
+    assert list(sample.tokens.top_token_ids) == [token for tokens, _ in told for token in tokens]
+    assert list(sample.tokens.top_logprobs) == [value for _, values in told for value in values]
     asked = item(1, group.prompt_token_ids, prompt_logprobs=1)
     assert sample.prompt_logprobs == told_of_prompt(asked)
 

@@ -21,6 +21,7 @@ from paceline import (
     SamplingParams,
     ToolUse,
 )
+from paceline.convert.rollouts import version_spans
 from paceline.times import duration
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.gateway_keys import BatchKeys
@@ -273,7 +274,7 @@ async def go_on(
 def following(
     call: rollout_pb2.SampleCall, tokens: list[int], *, more: int = 0, **fields: Any
 ) -> rollout_pb2.Continuation:
-    position = call.begin + len(call.token_ids) + more
+    position = call.begin + len(call.tokens.token_ids) + more
     return rollout_pb2.Continuation(
         prompt_id=call.prompt_id, slot=call.slot, position=position, token_ids=tokens, **fields
     )
@@ -311,9 +312,9 @@ async def test_answers_are_all_taken_or_none_and_may_be_repeated(cluster: Cluste
     again, other = await called(gateway, request, 3, whole=True)
     assert again.keys() == {("p0", 0), ("p0", 2), ("p0", 3)}
     assert again["p0", 2] == third
-    begin = len(first.token_ids)
+    begin = len(first.tokens.token_ids)
     assert (again["p0", 0].begin, again["p0", 0].number) == (0, 2)
-    assert list(again["p0", 0].token_ids)[begin : begin + 2] == [7, 8]
+    assert list(again["p0", 0].tokens.token_ids)[begin : begin + 2] == [7, 8]
     assert [(span.begin, span.end) for span in again["p0", 0].environment_spans] == [(begin, begin + 2)]
     other.cancel()
     # Its continuation came to the stream that was open, too, from behind the answer on.
@@ -337,8 +338,8 @@ async def test_samples_whose_environment_is_silent_end_with_their_tokens(cluster
     for sample in samples:
         assert sample.finish_reason == sample_pb2.FINISH_REASON_ABANDONED
         assert sample.status == sample_pb2.SAMPLE_STATUS_ABORTED
-        assert list(sample.calls) == [len(sample.token_ids)]
-        assert sample.token_ids[-1] in CALLS
+        assert list(sample.calls) == [len(sample.tokens.token_ids)]
+        assert sample.tokens.token_ids[-1] in CALLS
     assert gateway.metric("abandoned_calls_total") == 4
     assert await go_on(gateway, patient, *(following(call, [7]) for call in calls.values())) == 4
 
@@ -374,8 +375,8 @@ async def test_what_the_journal_has_of_a_call_is_what_was_told(cluster: Cluster)
     await redis.aclose()
     for (_, slot), call in calls.items():
         kept = sample_pb2.Sample.FromString(chunks[f"{slot}:0".encode()])
-        assert list(kept.token_ids) == list(call.token_ids)
-        assert list(kept.calls) == [len(call.token_ids)]
+        assert list(kept.tokens.token_ids) == list(call.tokens.token_ids)
+        assert list(kept.calls) == [len(call.tokens.token_ids)]
 
 
 async def test_sessions_go_on_under_weights_that_come_between_two_calls(cluster: Cluster) -> None:
@@ -390,11 +391,10 @@ async def test_sessions_go_on_under_weights_that_come_between_two_calls(cluster:
     assert await go_on(gateway, request, *(following(call, [7, 8]) for call in calls.values())) == 4
     again, _ = await called(gateway, request, 4, whole=True)
     for key, call in again.items():
-        cut, seed = len(calls[key].token_ids), sample_seed(SEED, STEP, *key)
-        assert [(span.begin, span.end, span.policy_version) for span in call.version_spans] == [
-            (0, cut + 2, 0),
-            (cut + 2, len(call.token_ids), 1),
-        ]
-        for position, token in enumerate(call.token_ids):
+        cut, seed = len(calls[key].tokens.token_ids), sample_seed(SEED, STEP, *key)
+        assert [
+            (span.begin, span.end, span.policy_version) for span in version_spans(call.tokens.versions)
+        ] == [(0, cut + 2, 0), (cut + 2, len(call.tokens.token_ids), 1)]
+        for position, token in enumerate(call.tokens.token_ids):
             if position < cut or position >= cut + 2:
                 assert token == token_at(seed, position, int(position > cut))[0]

@@ -109,9 +109,11 @@ async def test_the_likeliest_tokens_and_the_prompt_are_told_once(policy: Policy)
         await caller.send([item])
         await caller.ended(1)
         deltas = [delta for response in caller.responses for delta in response.deltas]
-    tokens = [token for delta in deltas for token in delta.token_ids]
+    tokens = [token for delta in deltas for token in delta.tokens.token_ids]
     assert len(tokens) == 20
-    assert [len(delta.top_token_ids) for delta in deltas] == [3 * len(delta.token_ids) for delta in deltas]
+    assert [len(delta.tokens.top_token_ids) for delta in deltas] == [
+        3 * len(delta.tokens.token_ids) for delta in deltas
+    ]
     told = [delta.prompt_logprobs for delta in deltas if delta.HasField("prompt_logprobs")]
     assert [(len(each.logprobs), len(each.top_token_ids)) for each in told] == [
         (len(item.prompt_token_ids) - 1, 2 * (len(item.prompt_token_ids) - 1))

@@ -28,6 +28,7 @@ from paceline.v1 import (
     weight_pb2_grpc,
 )
 from tests.support.ports import free_port
+from tests.support.token_columns import columns
 
 
 @dataclass
@@ -75,11 +76,9 @@ def samples_of(batch: rollout_pb2.SubmitRolloutsRequest) -> list[sample_pb2.Samp
         sample_pb2.Sample(
             prompt_id=group.prompt_id,
             slot=slot,
-            token_ids=[len(group.prompt_token_ids), slot, 7],
-            logprobs=[-0.5, -1.0, -0.25],
+            tokens=columns([len(group.prompt_token_ids), slot, 7], [-0.5, -1.0, -0.25], batch.policy_version),
             finish_reason=sample_pb2.FINISH_REASON_STOP,
             status=sample_pb2.SAMPLE_STATUS_COMPLETED,
-            version_spans=[sample_pb2.VersionSpan(begin=0, end=3, policy_version=batch.policy_version)],
             seed=2**63 + slot,
         )
         for group in batch.groups
@@ -159,10 +158,10 @@ class Rollouts(_Servicer, rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await self.enter("Generate", context)
         for token in (5, 6):
-            delta = rollout_pb2.TokenDelta(token_ids=[token], logprobs=[-1.0])
+            delta = columns([token], [-1.0])
             yield rollout_pb2.GenerateResponse(delta=delta)
         await self.enter("Generate.middle", context)
-        sample = sample_pb2.Sample(prompt_id=request.prompt_id, token_ids=[5, 6], logprobs=[-1.0, -1.0])
+        sample = sample_pb2.Sample(prompt_id=request.prompt_id, tokens=columns([5, 6], [-1.0, -1.0]))
         yield rollout_pb2.GenerateResponse(sample=sample)
 
     async def CancelRollouts(self, request: Any, context: Any) -> Any:

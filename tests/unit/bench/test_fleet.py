@@ -69,7 +69,7 @@ async def test_simulated_engines_report_every_token_once_and_every_end() -> None
             assert isinstance(response, pb.WorkResponse)
             for delta in response.deltas:
                 assert delta.handle not in ended
-                tokens[delta.handle].extend(delta.token_ids)
+                tokens[delta.handle].extend(delta.tokens.token_ids)
             ended.extend(finished.handle for finished in response.finished)
         running.cancel()
     assert sorted(ended) == list(seeds)

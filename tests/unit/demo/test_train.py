@@ -19,15 +19,15 @@ SMALL = Options(steps=5, prompts=4, samples=2, pool=8)
 def sample(prompt_id: str, slot: int, text: str) -> Sample:
     ids = np.array(tokenizer.encode(text))
     return Sample(
-        prompt_id,
-        slot,
-        ids,
-        np.full(len(ids), -0.5, np.float32),
-        FinishReason.STOP,
-        SampleStatus.COMPLETED,
-        (),
-        Provenance(),
-        0,
+        prompt_id=prompt_id,
+        slot=slot,
+        token_ids=ids,
+        logprobs=np.full(len(ids), -0.5, np.float32),
+        finish_reason=FinishReason.STOP,
+        status=SampleStatus.COMPLETED,
+        version_spans=(),
+        provenance=Provenance(),
+        seed=0,
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from examples.minimal_trainer import whole_groups
 from paceline import Sample, convert
 from paceline.v1 import sample_pb2
+from tests.support.token_columns import columns
 
 FAILED = sample_pb2.SAMPLE_STATUS_FAILED
 
@@ -14,7 +15,7 @@ FAILED = sample_pb2.SAMPLE_STATUS_FAILED
 def sample(prompt_id: str, slot: int, tokens: int, **fields: object) -> Sample:
     ids, logprobs = [1] * tokens, [0.0] * tokens
     return convert.sample(
-        sample_pb2.Sample(prompt_id=prompt_id, slot=slot, token_ids=ids, logprobs=logprobs, **fields)  # type: ignore[arg-type]
+        sample_pb2.Sample(prompt_id=prompt_id, slot=slot, tokens=columns(ids, logprobs), **fields)  # type: ignore[arg-type]
     )
 
 

@@ -29,6 +29,7 @@ from services.facade.dialects.vllm import CompletionBody, completion_prompts
 from services.facade.sample_names import GivenNames, RequestedSamples, SampleNames
 from services.facade.samples import SampleOutput
 from services.facade.text import TemplateTraits
+from tests.support.token_columns import buffer
 
 RAW, PROCESSED = t.LogprobsMode.RAW, t.LogprobsMode.PROCESSED
 
@@ -40,7 +41,7 @@ def requests_of(prompts: list[list[int]], samples: int, seed: int = 5) -> list[t
 
 def output_of(tokens: list[int], **fields: Any) -> SampleOutput:
     request = t.SampleRequest("r", "p", [7, 8])
-    return SampleOutput(request, tokens, [-float(token) for token in tokens], **fields)
+    return SampleOutput(request, buffer(tokens, [-float(token) for token in tokens]), **fields)
 
 
 def test_samples_are_named_by_prompt_and_place() -> None:
@@ -240,7 +241,7 @@ def test_reasons_and_stop_tokens() -> None:
 
 def test_a_resumed_sample_has_the_prompt_that_was_sent_and_may_have_no_token_of_its_own() -> None:
     request = t.SampleRequest("r", "p", [7, 8], slot=2, step=3, prefix_token_ids=[4, 5])
-    output = SampleOutput(request, [], [], t.FinishReason.STOP)
+    output = SampleOutput(request, finish_reason=t.FinishReason.STOP)
     found = SglangWriter(sglang.GenerateBody(input_ids=[1]), "id", 3, None).whole([output])
     assert isinstance(found, dict)
     info = found["meta_info"]
@@ -290,7 +291,9 @@ def test_the_text_is_without_the_stop_string_that_ended_it() -> None:
 
 
 def test_the_likeliest_tokens_are_told_in_every_dialect() -> None:
-    output = output_of([4, 5], top_token_ids=[[6, 4], [7, 8]], top_logprobs=[[-0.5, -4.0], [-1.0, -math.inf]])
+    output = output_of([4, 5])
+    output.columns.top_token_ids.extend([6, 4, 7, 8])
+    output.columns.top_logprobs.extend([-0.5, -4.0, -1.0, -math.inf])
     output.request = replace(output.request, sampling=t.SamplingParams(top_logprobs=2))
     head = ("cmpl-1", 0, "m")
     body = CompletionBody(prompt=[1], logprobs=2)

@@ -18,6 +18,7 @@ from services.facade.sample_names import (
     given_names,
 )
 from services.facade.samples import SampleOutput
+from tests.support.token_columns import buffer
 
 SAMPLING = t.SamplingParams(max_tokens=20)
 RUN = GivenNames("run")
@@ -32,7 +33,7 @@ def ended(
 ) -> SampleOutput:
     """Return a sample that has ended with these tokens."""
     logprobs = [-0.5 * token for token in tokens]
-    return SampleOutput(request, tokens, logprobs, reason)
+    return SampleOutput(request, buffer(tokens, logprobs), reason)
 
 
 def keys(requests: list[t.SampleRequest]) -> list[tuple[int, int]]:

@@ -59,14 +59,14 @@ class Scripted:
             whole = delta(request.slot, begin, LENGTH)
             failure = self.failure
             yield t.Sample(
-                request.prompt_id,
-                request.slot,
-                whole.token_ids,
-                whole.logprobs,
-                t.FinishReason.LENGTH,
-                t.SampleStatus.TRUNCATED if failure is None else t.SampleStatus.FAILED,
-                (t.VersionSpan(0, LENGTH - begin, 4, mixed_kv=True),),
-                t.Provenance(),
+                prompt_id=request.prompt_id,
+                slot=request.slot,
+                token_ids=whole.token_ids,
+                logprobs=whole.logprobs,
+                finish_reason=t.FinishReason.LENGTH,
+                status=t.SampleStatus.TRUNCATED if failure is None else t.SampleStatus.FAILED,
+                version_spans=(t.VersionSpan(0, LENGTH - begin, 4, mixed_kv=True),),
+                provenance=t.Provenance(),
                 seed=1,
                 error="" if failure is None else failure.reason,
                 failure=failure,
@@ -85,8 +85,8 @@ async def test_a_lost_gateway_costs_nothing_and_the_last_token_is_sampled_again(
     client = Scripted(lost_at=(2, 5))
     async with in_work(client).generate([request(1)]) as group:
         (output,) = await group.wait()
-    assert output.token_ids == [100, 101, 102, 103, 104, 105]
-    assert output.logprobs == [-100.0, -101.0, -102.0, -103.0, -104.0, -105.0]
+    assert output.token_ids.tolist() == [100, 101, 102, 103, 104, 105]
+    assert output.logprobs.tolist() == [-100.0, -101.0, -102.0, -103.0, -104.0, -105.0]
     assert client.prefixes == [[], [100], [100, 101, 102, 103]]
     # The last gateway counted from its own first token, and did not know of the losses.
     assert output.version_spans == (t.VersionSpan(4, LENGTH, 4, mixed_kv=True),)
@@ -103,7 +103,7 @@ async def test_log_probabilities_of_a_prefix_are_sent_where_all_of_them_are_know
         resumed = replace(request(1), prefix_token_ids=[100], prefix_logprobs=logprobs)
         async with in_work(client).generate([resumed]) as group:
             (output,) = await group.wait()
-        assert output.token_ids == [101, 102, 103, 104, 105]
+        assert output.token_ids.tolist() == [101, 102, 103, 104, 105]
         assert client.prefixes == [[100], [100, 101]]
         assert client.known == sent
 
@@ -151,7 +151,7 @@ async def test_an_aborted_request_keeps_its_tokens() -> None:
         assert await samples.abort("rid-7".__eq__) == 2
         assert samples.running == 0
         outputs = await group.wait()
-    assert [output.token_ids for output in outputs] == [[0, 1, 2], [100, 101, 102]]
+    assert [output.token_ids.tolist() for output in outputs] == [[0, 1, 2], [100, 101, 102]]
     assert {output.finish_reason for output in outputs} == {t.FinishReason.ABORTED}
     assert client.running == 0
 
@@ -218,7 +218,7 @@ async def test_requests_wait_during_a_pause() -> None:
             client.held.set()
             await before.wait()
             assert samples.running == 0
-            assert [output.token_ids for output in after.outputs] == [[], []]
+            assert [output.token_ids.tolist() for output in after.outputs] == [[], []]
             assert client.running == 0
             samples.resume()
             outputs = await after.wait()
@@ -233,4 +233,4 @@ async def test_a_request_that_waits_can_be_aborted() -> None:
     async with samples.generate([request()]) as group:
         assert await samples.abort() == 1
         (output,) = await group.wait()
-    assert (output.finish_reason, output.token_ids) == (t.FinishReason.ABORTED, [])
+    assert (output.finish_reason, output.token_ids.tolist()) == (t.FinishReason.ABORTED, [])

@@ -30,6 +30,7 @@ from services.gateway.state.sample import BatchGroup, GatewaySample
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.redis.registry import InstanceRecord
 from services.platform.tasks import ExponentialBackoff
+from tests.support.token_columns import columns
 
 VERSION = 7
 STOP = sample_pb2.FINISH_REASON_STOP
@@ -222,7 +223,7 @@ async def turn() -> None:
 def tokens(handle: int, *values: int) -> pb.WorkResponse:
     """Return a message with new tokens of a sample, each with log-probability -1."""
     response = pb.WorkResponse()
-    response.deltas.add(handle=handle, token_ids=values, logprobs=[-1.0] * len(values))
+    response.deltas.add(handle=handle, tokens=columns(values, [-1.0] * len(values)))
     return response
 
 

@@ -112,7 +112,7 @@ async def test_an_instance_is_not_listened_to_in_a_pause() -> None:
     link = WorkLink("a", 1, slots, ExponentialBackoff(1, 1), stub, receive, Pace(60.0), backlog)
     task = asyncio.create_task(link.run())
     call.responses.put_nowait(tokens(1, 5))
-    assert (await heard.get()).deltas[0].token_ids == [5]
+    assert (await heard.get()).deltas[0].tokens.token_ids == [5]
     backlog.add(101)
     for value in (6, 7):
         call.responses.put_nowait(tokens(1, value))
@@ -120,7 +120,7 @@ async def test_an_instance_is_not_listened_to_in_a_pause() -> None:
     # One was taken from the stream, and is kept back; the other is left with the instance.
     assert (heard.qsize(), call.responses.qsize()) == (0, 1)
     backlog.clear()
-    assert [(await heard.get()).deltas[0].token_ids for _ in range(2)] == [[6], [7]]
+    assert [(await heard.get()).deltas[0].tokens.token_ids for _ in range(2)] == [[6], [7]]
     await end([task])
 
 

@@ -10,21 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from paceline import convert
+from paceline.columns import TokenBuffer, VersionMark
 from paceline.internal.v1 import generation_pb2
 from paceline.times import duration, seconds_of
 from paceline.v1 import sample_pb2
-from services.gateway.journal.chunks import WHOLE, Head, PartialSample, TokenChunk, join_spans, pack
+from services.gateway.journal.chunks import WHOLE, Head, PartialSample, TokenChunk, pack
 from services.gateway.journal.record import collect, has_more, settle, undo
 from services.gateway.state.messages import final_sample, work_item
 from services.gateway.state.rollout_batch import RolloutBatch
-from services.gateway.state.sample import (
-    BatchGroup,
-    EventEffect,
-    GatewaySample,
-    SamplePhase,
-    TokenColumns,
-    TopTokens,
-)
+from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
+from tests.support.token_columns import columns
 from tests.unit.gateway.scheduler_parts import record_of
 
 STOP, LENGTH, ABORTED = (
@@ -55,9 +51,11 @@ def restore(batch: RolloutBatch, chunks: list[TokenChunk]) -> None:
 
 
 def joined(payload: bytes) -> sample_pb2.Sample:
-    """Return a sample as it is delivered."""
+    """Return a sample as it is delivered, with one run of versions where chunks have several."""
     sample = sample_pb2.Sample.FromString(payload)
-    join_spans(sample)
+    whole = TokenBuffer()
+    whole.extend(sample.tokens, sample.tokens.versions)
+    sample.tokens.CopyFrom(whole.message())
     return sample
 
 
@@ -68,17 +66,16 @@ def finished(reason: sample_pb2.FinishReason, **fields: float) -> generation_pb2
 def test_an_undisturbed_sample_is_assembled_with_its_provenance() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    assert batch.extend(0, attempt, [5, 6], [-1.0, -2.0], 1003.0)
-    assert batch.extend(0, attempt, [7], [-0.5], 1004.0)
+    assert batch.extend(0, attempt, columns([5, 6], [-1.0, -2.0]), 1003.0)
+    assert batch.extend(0, attempt, columns([7], [-0.5]), 1004.0)
     report = finished(STOP, queue_time=duration(0.5), decode_steps=2, verify_steps=1)
     report.draft_sources.add(drafter="suffix", drafted=4, accepted=1)
     assert batch.finish(0, attempt, report, 1005.0) is EventEffect.ENDED
     sample = final_sample(batch, batch.endings[0])
     assert (sample.prompt_id, sample.slot, sample.seed) == ("p", 0, 100)
-    assert (list(sample.token_ids), list(sample.logprobs)) == ([5, 6, 7], [-1.0, -2.0, -0.5])
+    assert (list(sample.tokens.token_ids), list(sample.tokens.logprobs)) == ([5, 6, 7], [-1.0, -2.0, -0.5])
     assert (sample.finish_reason, sample.status) == (STOP, sample_pb2.SAMPLE_STATUS_COMPLETED)
-    (span,) = sample.version_spans
-    assert (span.begin, span.end, span.policy_version) == (0, 3, 7)
+    assert list(sample.tokens.versions) == [sample_pb2.VersionRun(tokens=3, policy_version=7)]
     provenance = sample.provenance
     assert (provenance.drafted, provenance.accepted, provenance.decode_steps) == (4, 1, 2)
     assert (seconds_of(provenance.queue_time), seconds_of(provenance.generation_time)) == (1.5, 3.5)
@@ -91,16 +88,16 @@ def test_an_undisturbed_sample_is_assembled_with_its_provenance() -> None:
 def test_a_lost_sample_goes_on_from_all_but_its_last_token() -> None:
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0)
+    batch.extend(0, first, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0)
     assert batch.lost(0, first, 1003.0) is EventEffect.WAITING
     second = batch.assign(0, "i1", 1004.0)
     item = work_item(batch, batch.samples[0], handle=9)
     assert (list(item.prompt_token_ids), list(item.prefix_token_ids)) == ([1, 2], [5, 6])
     assert (item.seed, item.policy_version, item.handle) == (100, 7, 9)
-    batch.extend(0, second, [7, 8], [-3.0, -4.0], 1005.0)
+    batch.extend(0, second, columns([7, 8], [-3.0, -4.0]), 1005.0)
     batch.finish(0, second, finished(LENGTH), 1006.0)
     sample = final_sample(batch, batch.endings[0])
-    assert list(sample.token_ids) == [5, 6, 7, 8]
+    assert list(sample.tokens.token_ids) == [5, 6, 7, 8]
     assert sample.status == sample_pb2.SAMPLE_STATUS_TRUNCATED
     assert sample.provenance.resubmissions == 1
     spans = [(s.instance_id, s.begin_token, s.end_token) for s in sample.provenance.instance_spans]
@@ -111,20 +108,20 @@ def test_events_of_an_earlier_attempt_change_nothing() -> None:
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
     batch.lost(0, first, 1002.0)
-    assert not batch.extend(0, first, [5], [-1.0], 1003.0)
+    assert not batch.extend(0, first, columns([5], [-1.0]), 1003.0)
     second = batch.assign(0, "i1", 1004.0)
-    assert not batch.extend(0, first, [5], [-1.0], 1005.0)
+    assert not batch.extend(0, first, columns([5], [-1.0]), 1005.0)
     assert batch.finish(0, first, finished(STOP), 1005.0) is EventEffect.IGNORED
     assert batch.lost(0, first, 1005.0) is EventEffect.IGNORED
     assert batch.refused(0, first, 1005.0) is EventEffect.IGNORED
-    assert batch.extend(0, second, [6], [-1.0], 1006.0)
+    assert batch.extend(0, second, columns([6], [-1.0]), 1006.0)
     assert list(batch.samples[0].tokens) == [6]
 
 
 def test_being_refused_takes_no_tokens_away() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6, 7], [-1.0] * 3, 1002.0)
+    batch.extend(0, attempt, columns([5, 6, 7], [-1.0] * 3), 1002.0)
     batch.lost(0, attempt, 1003.0)
     for _ in range(2):
         assert batch.refused(0, batch.assign(0, "i1", 1004.0), 1004.0) is EventEffect.WAITING
@@ -155,7 +152,7 @@ def test_the_first_step_is_when_the_instance_says_not_when_it_first_reported() -
     batch = make()
     batch.lost(0, batch.assign(0, "i0", 1001.0), 1002.0)
     second = batch.assign(0, "i1", 1003.0)
-    batch.extend(0, second, [5, 6], [-1.0, -2.0], 1008.0)
+    batch.extend(0, second, columns([5, 6], [-1.0, -2.0]), 1008.0)
     third = batch.moved(0, second, "i2", 2, 1009.0)
     assert third is not None
     batch.finish(0, third, finished(STOP, queue_time=duration(0.5)), 1010.0)
@@ -167,7 +164,7 @@ def test_an_attempt_that_brought_tokens_starts_the_count_again() -> None:
     batch = make(max_attempts=2)
     for round_number in range(5):
         attempt = batch.assign(0, "i0", 1001.0)
-        batch.extend(0, attempt, [1, 2], [-1.0, -1.0], 1001.0)
+        batch.extend(0, attempt, columns([1, 2], [-1.0, -1.0]), 1001.0)
         assert batch.lost(0, attempt, 1002.0) is EventEffect.WAITING
         assert len(batch.samples[0].tokens) == round_number + 1
 
@@ -176,30 +173,30 @@ def test_an_attempt_that_brought_tokens_starts_the_count_again() -> None:
 def test_a_cancelled_sample_ends_as_aborted_with_or_without_tokens(keep: bool) -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6], [-1.0, -1.0], 1002.0)
+    batch.extend(0, attempt, columns([5, 6], [-1.0, -1.0]), 1002.0)
     assert batch.cancel(0, keep) is SamplePhase.ASSIGNED
     assert batch.cancel(0, not keep) is SamplePhase.ENDED
-    batch.extend(0, attempt, [7], [-1.0], 1003.0)
+    batch.extend(0, attempt, columns([7], [-1.0]), 1003.0)
     assert batch.finish(0, attempt, finished(STOP), 1004.0) is EventEffect.ENDED
     sample = final_sample(batch, batch.endings[0])
     assert (sample.status, sample.finish_reason) == (sample_pb2.SAMPLE_STATUS_ABORTED, ABORTED)
-    assert list(sample.token_ids) == ([5, 6, 7] if keep else [])
-    assert len(sample.version_spans) == keep
+    assert list(sample.tokens.token_ids) == ([5, 6, 7] if keep else [])
+    assert len(sample.tokens.versions) == keep
 
 
 def test_a_cancelled_sample_whose_instance_is_lost_is_not_sent_elsewhere() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5], [-1.0], 1002.0)
+    batch.extend(0, attempt, columns([5], [-1.0]), 1002.0)
     batch.cancel(0, keep_partial=True)
     assert batch.lost(0, attempt, 1003.0) is EventEffect.ENDED
-    assert list(final_sample(batch, batch.endings[0]).token_ids) == [5]
+    assert list(final_sample(batch, batch.endings[0]).tokens.token_ids) == [5]
 
 
 def test_an_end_that_nobody_asked_for_is_a_hand_over() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6], [-1.0, -1.0], 1002.0)
+    batch.extend(0, attempt, columns([5, 6], [-1.0, -1.0]), 1002.0)
     assert batch.finish(0, attempt, finished(ABORTED, decode_steps=2), 1003.0) is EventEffect.WAITING
     assert list(batch.samples[0].tokens) == [5]
     assert batch.samples[0].decode_steps == 2
@@ -217,7 +214,7 @@ def test_one_that_is_handed_on_for_the_others_sake_is_not_to_blame() -> None:
 def test_the_stop_string_that_ended_a_sample_is_told() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5], [-1.0], 1002.0)
+    batch.extend(0, attempt, columns([5], [-1.0]), 1002.0)
     batch.finish(0, attempt, generation_pb2.Finished(finish_reason=STOP, stop_string="###"), 1003.0)
     assert final_sample(batch, batch.endings[0]).stop_string == "###"
 
@@ -225,7 +222,7 @@ def test_the_stop_string_that_ended_a_sample_is_told() -> None:
 def test_nonfinite_logprobs_are_reported_by_position() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6, 7, 8], [-1.0, float("-inf"), float("nan"), -3.0e38], 1002.0)
+    batch.extend(0, attempt, columns([5, 6, 7, 8], [-1.0, float("-inf"), float("nan"), -3.0e38]), 1002.0)
     batch.finish(0, attempt, finished(STOP), 1003.0)
     assert list(final_sample(batch, batch.endings[0]).nonfinite_logprobs) == [1, 2]
 
@@ -233,13 +230,13 @@ def test_nonfinite_logprobs_are_reported_by_position() -> None:
 def test_unfinished_samples_are_journaled_once_they_have_grown_enough() -> None:
     batch = make()
     record, attempt = record_of(batch), batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0)
+    batch.extend(0, attempt, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0)
     assert not collect(batch, record, 3)
     assert not has_more(batch, record)
-    batch.extend(0, attempt, [8], [-4.0], 1003.0)
+    batch.extend(0, attempt, columns([8], [-4.0]), 1003.0)
     (chunk,) = collect(batch, record, 3).extensions
     assert (chunk.number, chunk.begin, chunk.end) == (0, 0, 3)
-    batch.extend(0, attempt, [9], [-5.0], 1004.0)
+    batch.extend(0, attempt, columns([9], [-5.0]), 1004.0)
     assert not collect(batch, record, 3)
 
 
@@ -248,17 +245,17 @@ def test_a_sample_that_ends_is_written_without_its_chunks_and_they_make_it_whole
     record, writes = record_of(batch), []
     for each in (batch, other):
         attempt = each.assign(0, "i0", 1001.0)
-        each.extend(0, attempt, [5, 6, 7], [-1.0, -2.0, float("nan")], 1002.0)
+        each.extend(0, attempt, columns([5, 6, 7], [-1.0, -2.0, float("nan")]), 1002.0)
         if each is batch:
             writes.append(collect(batch, record))
-        each.extend(0, attempt, [8, 300_000], [-4.0, -5.0], 1003.0)
+        each.extend(0, attempt, columns([8, 300_000], [-4.0, -5.0]), 1003.0)
         if each is batch:
             writes.append(collect(batch, record))
         each.finish(0, attempt, finished(STOP), 1005.0)
     chunks = [chunk for write in writes for chunk in write.extensions]
     assert [(chunk.number, chunk.begin, chunk.end) for chunk in chunks] == [(0, 0, 2), (1, 2, 4)]
     (ended,) = collect(batch, record).ended
-    assert list(sample_pb2.Sample.FromString(ended.rest).token_ids) == [300_000]
+    assert list(sample_pb2.Sample.FromString(ended.rest).tokens.token_ids) == [300_000]
     # However it is put together, it is what it would be without chunks.
     stored = b"".join(chunk.payload for chunk in chunks) + ended.rest
     want = final_sample(other, other.endings[0]).SerializeToString(deterministic=True)
@@ -269,7 +266,7 @@ def test_a_sample_that_ends_is_written_without_its_chunks_and_they_make_it_whole
 def test_a_sample_whose_chunks_are_torn_is_written_whole_and_kept_until_then() -> None:
     batch = make()
     record, attempt = record_of(batch), batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0)
+    batch.extend(0, attempt, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0)
     settle(batch, record, collect(batch, record), [])
     batch.finish(0, attempt, finished(STOP), 1005.0)
     write = collect(batch, record)
@@ -279,17 +276,17 @@ def test_a_sample_whose_chunks_are_torn_is_written_whole_and_kept_until_then() -
     assert has_more(batch, record)
     (ended,) = collect(batch, record).ended
     assert (ended.head, ended.rest) == (WHOLE, ended.payload)
-    assert list(sample_pb2.Sample.FromString(ended.payload).token_ids) == [5, 6, 7]
+    assert list(sample_pb2.Sample.FromString(ended.payload).tokens.token_ids) == [5, 6, 7]
 
 
 def test_an_undone_chunk_is_written_again_with_what_came_meanwhile() -> None:
     batch = make()
     record, attempt = record_of(batch), batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0)
+    batch.extend(0, attempt, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0)
     settle(batch, record, collect(batch, record), [])
-    batch.extend(0, attempt, [8], [-4.0], 1003.0)
+    batch.extend(0, attempt, columns([8], [-4.0]), 1003.0)
     write = collect(batch, record)
-    batch.extend(0, attempt, [9], [-5.0], 1003.0)
+    batch.extend(0, attempt, columns([9], [-5.0]), 1003.0)
     undo(batch, write)
     (chunk,) = collect(batch, record).extensions
     assert (chunk.number, chunk.begin, chunk.end) == (1, 2, 4)
@@ -298,21 +295,21 @@ def test_an_undone_chunk_is_written_again_with_what_came_meanwhile() -> None:
 def test_restored_samples_go_on_from_the_journal() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0)
+    batch.extend(0, attempt, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0)
     fresh = make()
     restore(fresh, collect(batch, record_of(batch)).extensions)
     assert list(fresh.samples[0].tokens) == [5, 6]
     assert fresh.samples[0].resubmissions == 1
     attempt = fresh.assign(0, "i1", 1005.0)
-    fresh.extend(0, attempt, [7, 8], [-3.0, -4.0], 1006.0)
+    fresh.extend(0, attempt, columns([7, 8], [-3.0, -4.0]), 1006.0)
     (chunk,) = collect(fresh, record_of(fresh)).extensions
     assert (chunk.number, chunk.begin, chunk.end) == (1, 2, 3)
     fresh.finish(0, attempt, finished(STOP), 1007.0)
-    assert list(final_sample(fresh, fresh.endings[0]).token_ids) == [5, 6, 7, 8]
+    assert list(final_sample(fresh, fresh.endings[0]).tokens.token_ids) == [5, 6, 7, 8]
 
 
 def chunk_of(tokens: list[int], logprobs: list[float]) -> bytes:
-    return pack(TokenColumns(array("I", tokens), array("f", logprobs), array("I"), array("f")))
+    return pack(TokenBuffer(array("I", tokens), array("f", logprobs), versions=[VersionMark(0, 7)]))
 
 
 @pytest.mark.parametrize(
@@ -326,14 +323,14 @@ def test_chunks_that_are_not_what_their_head_promises_are_of_no_use(spoilt: byte
 def test_a_moved_sample_goes_on_as_a_new_attempt_that_is_no_resubmission() -> None:
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6], [-1.0, -1.0], 1002.0)
+    batch.extend(0, first, columns([5, 6], [-1.0, -1.0]), 1002.0)
     second = batch.moved(0, first, "i1", 2, 1003.0)
     assert second == first + 1
-    assert not batch.extend(0, first, [9], [-1.0], 1004.0), "the donor has nothing more to say"
-    assert batch.extend(0, second, [7], [-1.0], 1004.0)
+    assert not batch.extend(0, first, columns([9], [-1.0]), 1004.0), "the donor has nothing more to say"
+    assert batch.extend(0, second, columns([7], [-1.0]), 1004.0)
     assert batch.finish(0, second, finished(STOP, decode_steps=3), 1005.0) is EventEffect.ENDED
     sample = final_sample(batch, batch.endings[0])
-    assert list(sample.token_ids) == [5, 6, 7]
+    assert list(sample.tokens.token_ids) == [5, 6, 7]
     spans = [(s.instance_id, s.begin_token, s.end_token) for s in sample.provenance.instance_spans]
     assert spans == [("i0", 0, 2), ("i1", 2, 3)]
     assert (sample.provenance.resubmissions, sample.provenance.decode_steps) == (0, 3)
@@ -342,7 +339,7 @@ def test_a_moved_sample_goes_on_as_a_new_attempt_that_is_no_resubmission() -> No
 def test_a_moved_sample_that_is_lost_before_it_brought_anything_keeps_all_its_tokens() -> None:
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6], [-1.0, -1.0], 1002.0)
+    batch.extend(0, first, columns([5, 6], [-1.0, -1.0]), 1002.0)
     second = batch.moved(0, first, "i1", 2, 1003.0)
     assert second is not None
     assert batch.lost(0, second, 1004.0) is EventEffect.WAITING
@@ -355,7 +352,7 @@ def test_a_moved_sample_counts_the_prefix_that_its_caller_brought() -> None:
     batch = make()
     batch.groups[0] = BatchGroup("p", [1, 2], sample_pb2.SamplingParams(max_tokens=50), prefix=(3, 4))
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5], [-1.0], 1002.0)
+    batch.extend(0, first, columns([5], [-1.0]), 1002.0)
     assert batch.moved(0, first, "i1", 1, 1003.0) is None
     assert batch.moved(0, first, "i1", 3, 1003.0) == first + 1
 
@@ -394,10 +391,16 @@ class SampleMachine(RuleBasedStateMachine):
             tokens = self.truth[have : have + wanted]
             version = self.version - behind
             logprobs = [-(version + mixed / 2)] * len(tokens)
-            top, attempt = TopTokens(*likeliest_of(tokens)), self.sample.attempt
-            assert self.batch.extend(
-                0, attempt, tokens, logprobs, self.now, version=version, top=top, mixed_kv=mixed
+            top_token_ids, top_logprobs = likeliest_of(tokens)
+            new = columns(
+                tokens,
+                logprobs,
+                version,
+                mixed_kv=mixed,
+                top_token_ids=top_token_ids,
+                top_logprobs=top_logprobs,
             )
+            assert self.batch.extend(0, self.sample.attempt, new, self.now)
             if have + len(tokens) == len(self.truth):
                 self.batch.finish(0, self.sample.attempt, finished(STOP), self.now)
 
@@ -421,7 +424,7 @@ class SampleMachine(RuleBasedStateMachine):
     @rule(old=st.integers(0, 3))
     def late_event(self, old: int) -> None:
         attempt = self.sample.attempt - 1 - old
-        assert not self.batch.extend(0, attempt, [1], [0.0], self.now)
+        assert not self.batch.extend(0, attempt, columns([1], [0.0]), self.now)
         assert self.batch.finish(0, attempt, finished(STOP), self.now) is EventEffect.IGNORED
 
     @rule()
@@ -441,15 +444,16 @@ class SampleMachine(RuleBasedStateMachine):
         self.batch = make(samples=1, max_attempts=5)
         self.batch.current_version = self.version
         sample = joined(b"".join(self.journal))
-        if sample.token_ids:
+        if sample.tokens.token_ids:
             self.batch.restore(0, sample, len(self.journal))
 
     @invariant()
     def tokens_are_a_prefix_of_the_truth(self) -> None:
         tokens = list(self.sample.tokens)
         assert tokens == self.truth[: len(tokens)]
-        assert len(self.sample.logprobs) == len(tokens)
-        assert (list(self.sample.top_tokens), list(self.sample.top_logprobs)) == likeliest_of(tokens)
+        assert len(self.sample.columns.logprobs) == len(tokens)
+        own = self.sample.columns
+        assert (list(own.top_token_ids), list(own.top_logprobs)) == likeliest_of(tokens)
 
     @invariant()
     def tokens_of_unfinished_samples_are_counted(self) -> None:
@@ -458,8 +462,8 @@ class SampleMachine(RuleBasedStateMachine):
 
     @invariant()
     def spans_tell_who_sampled_each_token(self) -> None:
-        sample = sample_pb2.Sample(version_spans=self.sample.version_spans())
-        assert versions_of(sample) == [-logprob for logprob in self.sample.logprobs]
+        sample = sample_pb2.Sample(tokens=self.sample.columns.message())
+        assert versions_of(sample) == [-logprob for logprob in self.sample.columns.logprobs]
 
     @invariant()
     def delivered_at_most_once_and_whole(self) -> None:
@@ -467,15 +471,15 @@ class SampleMachine(RuleBasedStateMachine):
         for payload in self.payloads:
             sample = sample_pb2.Sample.FromString(payload)
             if sample.status == sample_pb2.SAMPLE_STATUS_COMPLETED:
-                assert list(sample.token_ids) == self.truth
-            told = (list(sample.top_token_ids), list(sample.top_logprobs))
-            assert told == likeliest_of(list(sample.token_ids))
+                assert list(sample.tokens.token_ids) == self.truth
+            told = (list(sample.tokens.top_token_ids), list(sample.tokens.top_logprobs))
+            assert told == likeliest_of(list(sample.tokens.token_ids))
             spans = [(s.begin_token, s.end_token) for s in sample.provenance.instance_spans]
             covered = [token for begin, end in spans for token in range(begin, end)]
-            assert covered == list(range(len(sample.token_ids)))
-            join_spans(sample)
-            assert versions_of(sample) == [-logprob for logprob in sample.logprobs]
-            marks = [(span.policy_version, span.mixed_kv) for span in sample.version_spans]
+            assert covered == list(range(len(sample.tokens.token_ids)))
+            assert versions_of(sample) == [-logprob for logprob in sample.tokens.logprobs]
+            spans = convert.sample(sample).version_spans
+            marks = [(span.policy_version, span.mixed_kv) for span in spans]
             assert all(before != after for before, after in pairwise(marks))
             assert sample.provenance.lossless == (not any(mixed for _, mixed in marks))
 
@@ -486,12 +490,10 @@ def likeliest_of(tokens: list[int]) -> tuple[list[int], list[float]]:
 
 
 def versions_of(sample: sample_pb2.Sample) -> list[float]:
-    """Return the version of each token, half more with KV of several; the spans must follow one another."""
-    found: list[float] = []
-    for span in sample.version_spans:
-        assert span.begin == len(found) < span.end
-        found += [span.policy_version + span.mixed_kv / 2] * (span.end - span.begin)
-    return found
+    """Return the version of each token, half more with KV of several."""
+    return [
+        run.policy_version + run.mixed_kv / 2 for run in sample.tokens.versions for _ in range(run.tokens)
+    ]
 
 
 TestSampleMachine = SampleMachine.TestCase
@@ -502,7 +504,7 @@ TestSampleMachine.settings = settings(max_examples=60, stateful_step_count=30, d
 def test_tokens_of_any_size_survive_the_journal(tokens: list[int]) -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, tokens, [-0.25] * len(tokens), 1002.0)
+    batch.extend(0, attempt, columns(tokens, [-0.25] * len(tokens)), 1002.0)
     write = collect(batch, record_of(batch))
     fresh = make()
     restore(fresh, write.extensions)

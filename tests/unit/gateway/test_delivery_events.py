@@ -11,6 +11,7 @@ from paceline.v1 import sample_pb2
 from services.gateway.api import delivery
 from services.gateway.api.delivery import events_of
 from services.gateway.journal.record import BatchHead, BatchRecord
+from tests.support.token_columns import columns
 
 
 def record_of(samples: int) -> BatchRecord:
@@ -25,7 +26,7 @@ def record_of(samples: int) -> BatchRecord:
 
 
 def _payload(index: int) -> bytes:
-    sample = sample_pb2.Sample(prompt_id="p", slot=index, token_ids=[index, 150_000], logprobs=[-1.0, -0.5])
+    sample = sample_pb2.Sample(prompt_id="p", slot=index, tokens=columns([index, 150_000], [-1.0, -0.5]))
     return sample.SerializeToString()
 
 

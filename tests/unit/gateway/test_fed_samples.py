@@ -10,6 +10,7 @@ from paceline.v1 import rollout_pb2, sample_pb2
 from services.gateway.feeds.learner import sample_of
 from services.gateway.state.messages import BatchBuilder
 from services.gateway.state.sample import SampleEnding
+from tests.support.token_columns import buffer
 
 BUILDER = BatchBuilder(max_seconds=1.0, max_attempts=1)
 ENDING = SampleEnding(0, sample_pb2.FINISH_REASON_STOP, sample_pb2.SAMPLE_STATUS_COMPLETED, 1.0)
@@ -19,7 +20,7 @@ def fed(sampling: dict[str, Any], **fields: Any) -> Any:
     request = rollout_pb2.GenerateRequest(run_id="run", prompt_id="p", step=3, prompt_token_ids=[1], **fields)
     request.sampling.CopyFrom(sample_pb2.SamplingParams(**sampling))
     batch = BUILDER.from_generate(request, ("run", "g"), 7, accepted_at=0.0)
-    batch.samples[0].append([4, 5], [-1.0, -1.0], version=7)
+    batch.samples[0].columns = buffer([4, 5], [-1.0, -1.0], version=7)
     return sample_of(batch, ENDING), batch.samples[0].seed
 
 

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from paceline.columns import VersionMark
 from paceline.internal.v1 import generation_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.sampling import ModelLimits
@@ -15,8 +16,9 @@ from services.gateway.api.validation import as_submission, check_groups, check_s
 from services.gateway.journal.journal import merged
 from services.gateway.journal.record import BatchHead, BatchRecord
 from services.gateway.state.messages import BatchBuilder, build_groups
-from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase, VersionMark
+from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
 from services.gateway.state.update_book import PublishedVersion, UpdateBook
+from tests.support.token_columns import columns
 from tests.unit.gateway.scheduler_parts import SchedulerParts, a_batch
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64)
@@ -142,7 +144,7 @@ def stale_batch(*, regenerates: bool) -> Any:
     batch = a_batch(2, max_staleness=1, regenerates=regenerates)
     batch.current_version = first = batch.policy_version
     attempt = batch.assign(0, "i0", 1.0)
-    assert batch.extend(0, attempt, [5, 6], [-1.0, -2.0], 2.0)
+    assert batch.extend(0, attempt, columns([5, 6], [-1.0, -2.0]), 2.0)
     batch.current_version = first + 1
     assert not batch.is_stale(0)
     batch.current_version = first + 2
@@ -155,14 +157,14 @@ def test_a_sample_that_is_renewed_begins_without_tokens_and_its_last_attempt_is_
     batch = stale_batch(regenerates=True)
     assert batch.renew(0) is EventEffect.WAITING
     assert (batch.held_tokens, batch.unjournaled) == (0, set())
-    assert not batch.extend(0, 1, [7], [-1.0], 3.0)
+    assert not batch.extend(0, 1, columns([7], [-1.0]), 3.0)
     assert batch.finish(0, 1, STOPPED, 3.0) is EventEffect.IGNORED
     attempt = batch.assign(0, "i1", 4.0)
     assert attempt == 2
-    assert batch.extend(0, attempt, [8], [-1.0], 5.0)
+    assert batch.extend(0, attempt, columns([8], [-1.0]), 5.0)
     assert batch.finish(0, attempt, STOPPED, 6.0) is EventEffect.ENDED
     assert list(batch.samples[0].tokens) == [8]
-    assert batch.samples[0].versions == [VersionMark(0, batch.current_version)]
+    assert batch.samples[0].columns.versions == [VersionMark(0, batch.current_version)]
     assert not batch.is_stale(0)
 
 
@@ -182,7 +184,7 @@ def test_a_sample_whose_old_tokens_came_late_is_caught_at_its_end(regenerates: b
 def test_without_a_bound_nothing_is_too_old() -> None:
     batch = a_batch()
     attempt = batch.assign(0, "i0", 1.0)
-    assert batch.extend(0, attempt, [5], [-1.0], 2.0)
+    assert batch.extend(0, attempt, columns([5], [-1.0]), 2.0)
     batch.current_version += 100
     assert not batch.is_stale(0)
 

@@ -18,6 +18,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import BatchGroup, GatewaySample
 from services.platform.tasks import end
+from tests.support.token_columns import columns
 
 
 class Store:
@@ -66,7 +67,7 @@ class Feed:
 
     def end(self, batch: RolloutBatch, index: int, tokens: int = 10) -> None:
         attempt = batch.assign(index, "i0", 0.0)
-        batch.extend(index, attempt, [1] * tokens, [-1.0] * tokens, 0.0)
+        batch.extend(index, attempt, columns([1] * tokens, [-1.0] * tokens), 0.0)
         report = generation_pb2.Finished(finish_reason=sample_pb2.FINISH_REASON_STOP)
         batch.finish(index, attempt, report, 0.0)
         self.history.offer(batch, batch.endings[-1])

@@ -19,6 +19,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import EventEffect
 from services.platform.tasks import Notifier
+from tests.support.token_columns import columns
 from tests.unit.gateway.scheduler_parts import LONG, a_batch, finished, record_of, tokens, turn
 
 
@@ -67,7 +68,7 @@ class Written:
 
     def end(self, batch: RolloutBatch, index: int) -> None:
         delta, end = tokens(1, 5).deltas[0], finished(1).finished[0]
-        assert batch.extend(index, 1, delta.token_ids, delta.logprobs, 1.0)
+        assert batch.extend(index, 1, columns(delta.tokens.token_ids, delta.tokens.logprobs), 1.0)
         assert batch.finish(index, 1, end, 1.0) is EventEffect.ENDED
         self.writer.touch(batch)
 

@@ -16,6 +16,7 @@ from services.gateway.journal.record import collect
 from services.gateway.state.messages import BatchBuilder, exactness_of, final_sample, work_item
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample
+from tests.support.token_columns import columns
 from tests.unit.gateway.scheduler_parts import record_of
 
 EXACT, LENIENT = sample_pb2.EXACTNESS_LEVEL_EXACT, sample_pb2.EXACTNESS_LEVEL_LENIENT
@@ -55,14 +56,14 @@ def kept(batch: RolloutBatch) -> StoredRollout:
 def test_a_lenient_sample_is_marked_and_its_history_carries_the_verified_log_probabilities() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6], [-1.0, -2.0], 1002.0, [-1.5, -2.5])
-    batch.extend(0, attempt, [7, 8], [-3.0, -4.0], 1003.0, [-3.5])
-    batch.extend(0, attempt, [9], [-5.0], 1004.0)
+    batch.extend(0, attempt, columns([5, 6], [-1.0, -2.0]), 1002.0, [-1.5, -2.5])
+    batch.extend(0, attempt, columns([7, 8], [-3.0, -4.0]), 1003.0, [-3.5])
+    batch.extend(0, attempt, columns([9], [-5.0]), 1004.0)
     provenance = end(batch, attempt, reused_prefix=3, cached_tokens=4)
     assert (provenance.reused_prefix, provenance.cached_tokens, provenance.lossless) == (3, 4, False)
     assert provenance.exactness == sample_pb2.Exactness(level=LENIENT, lenience=1.5)
     sample = final_sample(batch, batch.endings[0])
-    assert list(sample.logprobs) == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert list(sample.tokens.logprobs) == [-1.0, -2.0, -3.0, -4.0, -5.0]
     rollout = kept(batch)
     assert rollout.logprobs.tolist() == [-1.5, -2.5, -3.5, -4.0, -5.0]
     assert rollout.tokens.tolist() == [5, 6, 7, 8, 9]
@@ -78,7 +79,7 @@ def test_a_lenient_sample_is_marked_and_its_history_carries_the_verified_log_pro
 def test_what_is_kept_does_not_go_with_the_tokens() -> None:
     batch = make(EXACT)
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6], [-1.0, -2.0], 1002.0)
+    batch.extend(0, attempt, columns([5, 6], [-1.0, -2.0]), 1002.0)
     end(batch, attempt)
     rollout = kept(batch)
     collect(batch, record_of(batch))
@@ -91,11 +92,11 @@ def test_a_lenient_sample_that_is_resumed_counts_what_it_still_has_of_its_cached
     """The token that is sampled again is the policy's own, though it was taken over before."""
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0, [-1.5, -2.5, -3.5])
+    batch.extend(0, first, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0, [-1.5, -2.5, -3.5])
     assert batch.lost(0, first, 1003.0) is EventEffect.WAITING
     second = batch.assign(0, "i1", 1004.0)
     assert list(work_item(batch, batch.samples[0], 1).prefix_token_ids) == [5, 6]
-    batch.extend(0, second, [70, 8], [-0.5, -4.0], 1005.0)
+    batch.extend(0, second, columns([70, 8], [-0.5, -4.0]), 1005.0)
     provenance = end(batch, second)
     # The instance that was lost could not say how long the cached rollout was: at least so long.
     assert (provenance.reused_prefix, provenance.cached_tokens) == (2, 2)
@@ -105,11 +106,11 @@ def test_a_lenient_sample_that_is_resumed_counts_what_it_still_has_of_its_cached
 def test_a_lenient_sample_that_is_handed_over_keeps_the_count_of_the_first_attempt() -> None:
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0, [-1.5, -2.5])
+    batch.extend(0, first, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0, [-1.5, -2.5])
     report = finished(ABORTED, reused_prefix=2, cached_tokens=9)
     assert batch.finish(0, first, report, 1003.0) is EventEffect.WAITING
     second = batch.assign(0, "i1", 1004.0)
-    batch.extend(0, second, [7, 8], [-3.0, -4.0], 1005.0)
+    batch.extend(0, second, columns([7, 8], [-3.0, -4.0]), 1005.0)
     provenance = end(batch, second)
     assert (provenance.reused_prefix, provenance.cached_tokens) == (2, 9)
 
@@ -117,10 +118,10 @@ def test_a_lenient_sample_that_is_handed_over_keeps_the_count_of_the_first_attem
 def test_a_token_that_was_taken_over_and_is_sampled_again_counts_no_more() -> None:
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0, [-1.5, -2.5, -3.5])
+    batch.extend(0, first, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0, [-1.5, -2.5, -3.5])
     batch.finish(0, first, finished(ABORTED, reused_prefix=3, cached_tokens=9), 1003.0)
     second = batch.assign(0, "i1", 1004.0)
-    batch.extend(0, second, [70, 8], [-0.5, -4.0], 1005.0)
+    batch.extend(0, second, columns([70, 8], [-0.5, -4.0]), 1005.0)
     provenance = end(batch, second)
     assert (provenance.reused_prefix, provenance.cached_tokens) == (2, 9)
 
@@ -128,10 +129,10 @@ def test_a_token_that_was_taken_over_and_is_sampled_again_counts_no_more() -> No
 def test_a_lenient_sample_left_without_tokens_begins_anew() -> None:
     batch = make()
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5], [-1.0], 1002.0, [-1.5])
+    batch.extend(0, first, columns([5], [-1.0]), 1002.0, [-1.5])
     batch.lost(0, first, 1003.0)
     second = batch.assign(0, "i1", 1004.0)
-    batch.extend(0, second, [5, 6], [-1.0, -2.0], 1005.0, [-1.5, -2.5])
+    batch.extend(0, second, columns([5, 6], [-1.0, -2.0]), 1005.0, [-1.5, -2.5])
     provenance = end(batch, second, reused_prefix=2, cached_tokens=2)
     assert (provenance.reused_prefix, provenance.cached_tokens) == (2, 2)
     assert kept(batch).logprobs.tolist() == [-1.5, -2.5]
@@ -140,13 +141,13 @@ def test_a_lenient_sample_left_without_tokens_begins_anew() -> None:
 def test_after_a_restart_the_delivered_log_probabilities_are_kept() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6, 7], [-1.0, -2.0, -3.0], 1002.0, [-1.5, -2.5, -3.5])
+    batch.extend(0, attempt, columns([5, 6, 7], [-1.0, -2.0, -3.0]), 1002.0, [-1.5, -2.5, -3.5])
     (chunk,) = collect(batch, record_of(batch)).extensions
     fresh = make()
     stored = sample_pb2.Sample.FromString(chunk.payload)
     fresh.restore(0, stored, 1)
     attempt = fresh.assign(0, "i1", 1005.0)
-    fresh.extend(0, attempt, [8], [-4.0], 1006.0)
+    fresh.extend(0, attempt, columns([8], [-4.0]), 1006.0)
     provenance = end(fresh, attempt)
     assert (provenance.reused_prefix, provenance.cached_tokens, provenance.lossless) == (0, 0, False)
     assert kept(fresh).logprobs.tolist() == [-1.0, -2.0, -4.0]
@@ -155,10 +156,10 @@ def test_after_a_restart_the_delivered_log_probabilities_are_kept() -> None:
 def test_each_attempt_of_an_exact_sample_tells_of_the_whole_response() -> None:
     batch = make(EXACT)
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6, 7], [-1.0] * 3, 1002.0)
+    batch.extend(0, first, columns([5, 6, 7], [-1.0] * 3), 1002.0)
     batch.finish(0, first, finished(ABORTED, reused_prefix=3, cached_tokens=8), 1003.0)
     second = batch.assign(0, "i1", 1004.0)
-    batch.extend(0, second, [7, 8, 9], [-1.0] * 3, 1005.0)
+    batch.extend(0, second, columns([7, 8, 9], [-1.0] * 3), 1005.0)
     provenance = end(batch, second, reused_prefix=4, cached_tokens=8)
     assert (provenance.reused_prefix, provenance.cached_tokens, provenance.lossless) == (4, 8, True)
 
@@ -166,10 +167,10 @@ def test_each_attempt_of_an_exact_sample_tells_of_the_whole_response() -> None:
 def test_an_instance_that_finds_no_rollout_does_not_hide_what_another_found() -> None:
     batch = make(EXACT)
     first = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, first, [5, 6, 7], [-1.0] * 3, 1002.0)
+    batch.extend(0, first, columns([5, 6, 7], [-1.0] * 3), 1002.0)
     batch.finish(0, first, finished(ABORTED, reused_prefix=2, cached_tokens=8), 1003.0)
     second = batch.assign(0, "i1", 1004.0)
-    batch.extend(0, second, [7, 8], [-1.0] * 2, 1005.0)
+    batch.extend(0, second, columns([7, 8], [-1.0] * 2), 1005.0)
     provenance = end(batch, second)
     assert (provenance.reused_prefix, provenance.cached_tokens) == (2, 8)
 
@@ -180,7 +181,7 @@ def test_verified_log_probabilities_of_what_is_not_lenient_are_left_out(
 ) -> None:
     batch = make(level)
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5], [-1.0], 1002.0, [-9.0])
+    batch.extend(0, attempt, columns([5], [-1.0]), 1002.0, [-9.0])
     assert end(batch, attempt).reused_prefix == 0
     assert kept(batch).logprobs.tolist() == [-1.0]
 
@@ -188,8 +189,8 @@ def test_verified_log_probabilities_of_what_is_not_lenient_are_left_out(
 def test_verified_log_probabilities_after_a_token_without_are_left_out() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5], [-1.0], 1002.0)
-    batch.extend(0, attempt, [6], [-2.0], 1003.0, [-9.0])
+    batch.extend(0, attempt, columns([5], [-1.0]), 1002.0)
+    batch.extend(0, attempt, columns([6], [-2.0]), 1003.0, [-9.0])
     end(batch, attempt)
     assert kept(batch).logprobs.tolist() == [-1.0, -2.0]
 
@@ -197,7 +198,7 @@ def test_verified_log_probabilities_after_a_token_without_are_left_out() -> None
 def test_a_count_beyond_the_response_is_cut() -> None:
     batch = make(EXACT)
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6], [-1.0] * 2, 1002.0)
+    batch.extend(0, attempt, columns([5, 6], [-1.0] * 2), 1002.0)
     provenance = end(batch, attempt, reused_prefix=9, cached_tokens=5)
     assert (provenance.reused_prefix, provenance.cached_tokens) == (2, 5)
 
@@ -205,18 +206,18 @@ def test_a_count_beyond_the_response_is_cut() -> None:
 def test_samples_cut_short_or_without_numbers_are_not_kept() -> None:
     aborted = make()
     attempt = aborted.assign(0, "i0", 1001.0)
-    aborted.extend(0, attempt, [5], [-1.0], 1002.0)
+    aborted.extend(0, attempt, columns([5], [-1.0]), 1002.0)
     aborted.cancel(0, True)
     aborted.abort(0, 1003.0)
     assert rollout_of(aborted, aborted.endings[0]) is None
     failed = make()
     attempt = failed.assign(0, "i0", 1001.0)
-    failed.extend(0, attempt, [5], [-1.0], 1002.0)
+    failed.extend(0, attempt, columns([5], [-1.0]), 1002.0)
     failed.fail(0, "broken", 1003.0)
     assert rollout_of(failed, failed.endings[0]) is None
     odd = make()
     attempt = odd.assign(0, "i0", 1001.0)
-    odd.extend(0, attempt, [5], [float("nan")], 1002.0)
+    odd.extend(0, attempt, columns([5], [float("nan")]), 1002.0)
     odd.finish(0, attempt, finished(), 1003.0)
     assert rollout_of(odd, odd.endings[0]) is None
 
@@ -224,11 +225,11 @@ def test_samples_cut_short_or_without_numbers_are_not_kept() -> None:
 def test_a_discarded_sample_has_reused_nothing() -> None:
     batch = make()
     attempt = batch.assign(0, "i0", 1001.0)
-    batch.extend(0, attempt, [5, 6], [-1.0] * 2, 1002.0, [-1.5] * 2)
+    batch.extend(0, attempt, columns([5, 6], [-1.0] * 2), 1002.0, [-1.5] * 2)
     batch.cancel(0, keep_partial=False)
     batch.finish(0, attempt, finished(ABORTED, reused_prefix=2, cached_tokens=4), 1003.0)
     sample = final_sample(batch, batch.endings[0])
-    assert list(sample.token_ids) == []
+    assert list(sample.tokens.token_ids) == []
     assert sample.provenance.reused_prefix == 0
 
 
@@ -245,7 +246,7 @@ def test_verified_log_probabilities_are_always_of_the_first_tokens(
         begin = len(state.tokens)
         new = range(begin, begin + tokens)
         values = [float(position) for position in new][:verified]
-        batch.extend(0, attempt, new, [-1.0] * tokens, 1002.0, values)
+        batch.extend(0, attempt, columns(new, [-1.0] * tokens), 1002.0, values)
         if lost:
             batch.lost(0, attempt, 1003.0)
             attempt = batch.assign(0, "i0", 1004.0)

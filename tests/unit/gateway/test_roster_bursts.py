@@ -19,6 +19,7 @@ from services.gateway.scheduler.placement import InstanceSlots
 from services.gateway.scheduler.turns import Pace
 from services.gateway.scheduler.work_link import Attempt, WorkLink
 from services.platform.tasks import ExponentialBackoff, end
+from tests.support.token_columns import columns
 from tests.unit.gateway.fake_engine import FakeWorkCall, rpc_error
 from tests.unit.gateway.roster_parts import Fleet
 from tests.unit.gateway.scheduler_parts import VERSION, a_batch, turn
@@ -133,7 +134,7 @@ async def test_a_long_message_is_processed_in_parts_and_in_order() -> None:
     link = WorkLink("a", 1, slots, backoff, stub, receive, Pace(0.0), backlog)
     long, short = pb.WorkResponse(), pb.WorkResponse()
     for handle in range(150):
-        long.deltas.add(handle=handle, token_ids=[handle], logprobs=[-1.0])
+        long.deltas.add(handle=handle, tokens=columns([handle], [-1.0]))
         long.finished.add(handle=handle)
     long.refused.add(handle=1000)
     short.finished.add(handle=1001)

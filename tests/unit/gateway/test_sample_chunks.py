@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from array import array
 
+from google.protobuf import empty_pb2
+from google.protobuf.unknown_fields import UnknownFieldSet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.columns import TokenBuffer
 from paceline.v1 import sample_pb2
-from services.gateway.journal.chunks import join_spans, pack, whole
-from services.gateway.state.sample import TokenColumns
+from services.gateway.journal.chunks import pack, whole
+from tests.support.token_columns import columns
 
 TOKENS = st.one_of(st.integers(0, 200_000), st.integers(0, 2**32 - 1))
 LOGPROBS = st.floats(width=32, allow_nan=False)
@@ -23,44 +26,22 @@ def test_pieces_in_a_row_are_one_message(pairs: list[tuple[int, float]], cut: in
     for likeliest in (False, True):
         # Two of each position.
         top_tokens, top_logprobs = (tokens * 2, logprobs * 2) if likeliest else (array("I"), array("f"))
-        parts = [
-            TokenColumns(tokens[part], logprobs[part], top_tokens[twice], top_logprobs[twice])
-            for part, twice in ((slice(cut), slice(2 * cut)), (slice(cut, None), slice(2 * cut, None)))
-        ]
-        payload = b"".join(map(pack, parts)) + rest
-        assert sample_pb2.Sample.FromString(payload) == sample_pb2.Sample(
-            prompt_id="p",
-            slot=3,
-            token_ids=tokens,
-            logprobs=logprobs,
-            top_token_ids=top_tokens,
-            top_logprobs=top_logprobs,
-        )
+        sent = columns(tokens, logprobs, top_token_ids=top_tokens, top_logprobs=top_logprobs)
+        buffer = TokenBuffer()
+        buffer.extend(sent)
+        payload = pack(buffer, 0, min(cut, len(pairs))) + pack(buffer, min(cut, len(pairs))) + rest
+        found = sample_pb2.Sample.FromString(payload)
+        assert (found.prompt_id, found.slot, found.tokens) == ("p", 3, sent)
+        assert sample_pb2.Sample.FromString(whole(payload)) == found
+        assert _fields(whole(payload)).count(3) == (len(pairs) > 0)
 
 
 def test_usual_tokens_take_three_bytes_and_their_log_probabilities_four() -> None:
-    columns = TokenColumns(array("I", [149_999] * 100), array("f", [-0.5] * 100), array("I"), array("f"))
-    assert len(pack(columns)) == 700 + 2 * 3
+    buffer = TokenBuffer(array("I", [149_999] * 100), array("f", [-0.5] * 100))
+    assert len(pack(buffer)) == 700 + 3 * 3
 
 
-VERSIONS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3), st.booleans()), max_size=5)
-
-
-@given(VERSIONS, VERSIONS, st.booleans())
-def test_only_the_spans_of_a_serialised_sample_are_joined(
-    first: list[tuple[int, int, bool]], rest: list[tuple[int, int, bool]], chunked: bool
-) -> None:
-    sample = sample_pb2.Sample(prompt_id="p", token_ids=[7] * 300, logprobs=[-0.5] * 300, seed=5, error="e")
-    sample.provenance.queue_time.nanos = 9
-    at = 0
-    for length, version, mixed in (*first, *rest):
-        sample.version_spans.add(begin=at, end=at + length, policy_version=version, mixed_kv=mixed)
-        at += length
-    head = (
-        sample_pb2.Sample(version_spans=sample.version_spans[: len(first)])
-        if chunked
-        else sample_pb2.Sample()
-    )
-    joined = sample_pb2.Sample.FromString(whole(head.SerializeToString() + sample.SerializeToString()))
-    join_spans(sample)
-    assert joined == sample
+def _fields(payload: bytes) -> list[int]:
+    """Return the numbers of a message's fields, each as often as it is in the bytes."""
+    found = UnknownFieldSet(empty_pb2.Empty.FromString(payload))
+    return [field.field_number for field in found]

@@ -15,6 +15,7 @@ from services.gateway.scheduler.work_link import report_interval
 from services.gateway.state.calls import CallRules
 from services.gateway.state.messages import final_sample
 from services.gateway.state.sample import SamplePhase
+from tests.support.token_columns import columns
 from tests.unit.gateway.scheduler_parts import (
     SchedulerParts,
     a_batch,
@@ -175,7 +176,7 @@ async def test_a_message_whose_lengths_do_not_match_is_an_error_of_the_link() ->
     running = parts.scheduler.add(a_batch(1))
     await turn()
     broken = tokens(link.items[0].handle, 5, 6)
-    broken.deltas[0].logprobs.pop()
+    broken.deltas[0].tokens.logprobs.pop()
     with pytest.raises(ValueError, match="2 tokens with 1 logprobs"):
         parts.events.responded(link, broken)
     assert texts(running) == [[]]
@@ -400,8 +401,7 @@ async def test_a_recovered_batch_goes_on_from_the_journaled_tokens() -> None:
     parts = SchedulerParts()
     batch = a_batch(3)
     batch.mark_ended(0)
-    spans = [sample_pb2.VersionSpan(end=2, policy_version=batch.policy_version)]
-    batch.restore(1, sample_pb2.Sample(token_ids=[5, 6], logprobs=[-1.0] * 2, version_spans=spans), 1)
+    batch.restore(1, sample_pb2.Sample(tokens=columns([5, 6], [-1.0] * 2, batch.policy_version)), 1)
     batch.cancel(2, keep_partial=True)
     link = parts.link("a")
     running = parts.scheduler.add(batch, events=1)

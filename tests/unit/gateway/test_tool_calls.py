@@ -9,13 +9,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from paceline import convert
 from paceline.internal.v1 import generation_pb2
 from paceline.times import duration
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.errors import AlreadyExists, FailedPrecondition
 from services.contracts.sampling import ModelLimits
 from services.gateway.api.validation import check_groups, check_submit
-from services.gateway.journal.chunks import Head, PartialSample, join_spans
+from services.gateway.journal.chunks import Head, PartialSample
 from services.gateway.journal.record import collect, settle
 from services.gateway.scheduler.placement import InstancePool, InstanceSlots, WaitingQueue, WaitingSample
 from services.gateway.state.calls import (
@@ -30,6 +31,7 @@ from services.gateway.state.calls import (
 from services.gateway.state.messages import BatchBuilder, work_item
 from services.gateway.state.rollout_batch import RolloutBatch
 from services.gateway.state.sample import EventEffect, SamplePhase
+from tests.support.token_columns import columns
 from tests.unit.gateway.scheduler_parts import a_batch, record_of
 
 CALL, END = 9, 2
@@ -44,7 +46,7 @@ def calling_batch(most: int = 100, samples: int = 1) -> RolloutBatch:
 def speak(batch: RolloutBatch, *tokens: int, stop_string: str = "") -> EventEffect:
     """Let the first sample get these tokens on an instance, and stop."""
     attempt = batch.assign(0, "i0", 1.0)
-    batch.extend(0, attempt, tokens, [-1.0] * len(tokens), 2.0)
+    batch.extend(0, attempt, columns(tokens, [-1.0] * len(tokens)), 2.0)
     report = generation_pb2.Finished()
     report.CopyFrom(STOPPED)
     report.stop_string = stop_string
@@ -68,20 +70,20 @@ def test_a_call_waits_and_what_the_environment_says_is_part_of_the_response() ->
     sample = batch.samples[0]
     assert (sample.phase, sample.settled, batch.ended) == (SamplePhase.CALLING, 2, 0)
     call = sample_call(sample, batch.group_of(0))
-    assert (call.number, call.begin, list(call.token_ids)) == (1, 0, [5, CALL])
+    assert (call.number, call.begin, list(call.tokens.token_ids)) == (1, 0, [5, CALL])
     batch.answer(0, [7, END])
     assert (sample.phase, sample.settled, sample.ends_with_environment) == (SamplePhase.WAITING, 4, True)
     item = work_item(batch, sample, handle=1)
     assert (list(item.prefix_token_ids), item.environment_last) == ([5, CALL, 7, END], True)
     assert speak(batch, 6, 8, stop_string="</call>") is EventEffect.CALLING
     assert not work_item(batch, sample, handle=1).environment_last
-    assert list(sample_call(sample, batch.group_of(0)).token_ids) == [6, 8]
+    assert list(sample_call(sample, batch.group_of(0)).tokens.token_ids) == [6, 8]
     whole = sample_call(sample, batch.group_of(0), whole=True)
-    assert list(whole.token_ids) == [5, CALL, 7, END, 6, 8]
+    assert list(whole.tokens.token_ids) == [5, CALL, 7, END, 6, 8]
     assert [(span.begin, span.end) for span in whole.environment_spans] == [(2, 4)]
     batch.answer(0, [7])
     assert speak(batch, END) is EventEffect.ENDED
-    assert list(sample.logprobs) == [-1, -1, 0, 0, -1, -1, 0, -1]
+    assert list(sample.columns.logprobs) == [-1, -1, 0, 0, -1, -1, 0, -1]
     assert (sample.calls, sample.environment) == ([2, 6], [(2, 4), (6, 7)])
     assert [span.cached_context for span in sample.spans] == [3, 3, 3]
 
@@ -94,7 +96,7 @@ def test_a_lost_turn_begins_again_behind_what_the_environment_said() -> None:
     batch.lost(0, attempt, 5.0)
     assert list(batch.samples[0].tokens) == [5, CALL, 7]
     attempt = batch.assign(0, "i1", 4.0)
-    batch.extend(0, attempt, [6], [-1.0], 5.0)
+    batch.extend(0, attempt, columns([6], [-1.0]), 5.0)
     batch.lost(0, attempt, 5.0)
     assert list(batch.samples[0].tokens) == [5, CALL, 7]
     assert work_item(batch, batch.samples[0], 1).environment_last
@@ -137,13 +139,12 @@ def test_the_likeliest_tokens_of_the_environments_positions_are_its_own() -> Non
     batch = calling_batch()
     batch.group_of(0).sampling.top_logprobs = 2
     attempt, sample = batch.assign(0, "i0", 1.0), batch.samples[0]
-    sample.append([CALL], [-1.0], 7)
-    sample.top_tokens.extend([CALL, 4])
-    sample.top_logprobs.extend([-1.0, -2.0])
+    new = columns([CALL], [-1.0], top_token_ids=[CALL, 4], top_logprobs=[-1.0, -2.0])
+    batch.extend(0, attempt, new, 1.5)
     batch.finish(0, attempt, STOPPED, 2.0)
     batch.answer(0, [7])
-    assert list(sample.top_tokens) == [CALL, 4, 7, 0]
-    assert list(sample.top_logprobs) == [-1, -2, 0, -float("inf")]
+    assert list(sample.columns.top_token_ids) == [CALL, 4, 7, 0]
+    assert list(sample.columns.top_logprobs) == [-1, -2, 0, -float("inf")]
 
 
 # What is journaled --------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def test_chunks_and_rest_are_the_sample_however_they_were_cut(
         attempt = batch.assign(0, "i0", 1.0)
         for token in range(said):
             last = token == said - 1
-            batch.extend(0, attempt, [CALL if last else 10 + token], [-0.5], 2.0)
+            batch.extend(0, attempt, columns([CALL if last else 10 + token], [-0.5]), 2.0)
             write()
         expected += [*range(10, 9 + said), CALL]
         batch.finish(0, attempt, STOPPED, 3.0)
@@ -200,12 +201,14 @@ def test_chunks_and_rest_are_the_sample_however_they_were_cut(
     last_write = collect(batch, record)
     (ended,) = last_write.ended
     told = sample_pb2.Sample.FromString(b"".join(chunks[: ended.head.chunks]) + ended.rest)
-    join_spans(told)
-    assert list(told.token_ids) == [*expected, END]
+    assert list(told.tokens.token_ids) == [*expected, END]
     assert [(span.begin, span.end) for span in told.environment_spans] == environment
     assert list(told.calls) == calls
-    assert [(span.begin, span.end) for span in told.version_spans] == [(0, len(expected) + 1)]
-    assert told == sample_pb2.Sample.FromString(ended.payload) or len(told.version_spans) == 1
+    assert [(span.begin, span.end) for span in convert.sample(told).version_spans] == [(0, len(expected) + 1)]
+    own = sample_pb2.Sample.FromString(ended.payload)
+    for each in (told, own):
+        del each.tokens.versions[:]
+    assert told == own
 
 
 # Answers ------------------------------------------------------------------------------------------------

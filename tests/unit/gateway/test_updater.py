@@ -10,6 +10,7 @@ import grpc
 import pytest
 from redis.exceptions import ConnectionError as RedisDown
 
+from paceline.columns import VersionMark
 from paceline.internal.v1 import generation_pb2, generation_pb2_grpc
 from paceline.v1 import sample_pb2, weight_pb2
 from services.contracts.errors import (
@@ -29,7 +30,6 @@ from services.gateway.journal import fenced_records
 from services.gateway.scheduler.turns import Pace
 from services.gateway.state.fleet_health import MemberState
 from services.gateway.state.messages import final_sample
-from services.gateway.state.sample import VersionMark
 from services.gateway.state.update_book import (
     InFlightTreatment,
     PublishedVersion,
@@ -56,7 +56,7 @@ NEW = VERSION + 1
 def versioned(handle: int, version: int, *values: int) -> generation_pb2.WorkResponse:
     """Return a message with new tokens of a sample that this version sampled."""
     response = tokens(handle, *values)
-    response.deltas[0].policy_version = version
+    response.deltas[0].tokens.versions.add(tokens=len(values), policy_version=version)
     return response
 
 
@@ -378,7 +378,7 @@ async def test_samples_go_on_under_the_new_version_wherever_they_are() -> None:
     assert updating.book.published == PublishedVersion(NEW, "/weights/8", "sum", update_id, VERSION)
     batch = running.batch
     marks = [VersionMark(0, VERSION), VersionMark(2, NEW)]
-    assert [each.versions for each in batch.samples if each.tokens] == [marks]
+    assert [each.columns.versions for each in batch.samples if each.tokens] == [marks]
     # What waits is for instances with the new version, and so is what is lost.
     await turn()
     assert len(link.items) == 1, "it has the old version"
@@ -405,7 +405,7 @@ async def test_samples_that_keep_their_kv_are_marked_until_another_instance_resu
     assert (finished_update.continued, finished_update.instances[0].kept_samples) == (1, 4)
     assert updating.engines["a"].in_flight == [weight_pb2.IN_FLIGHT_KEEP_KV]
     kept = versioned(item.handle, NEW, 7, 8)
-    kept.deltas[0].mixed_kv = True
+    kept.deltas[0].tokens.versions[0].mixed_kv = True
     updating.parts.events.responded(link, kept)
     updating.parts.events.link_lost(link, "gone")
     other.slots.room = 8
@@ -414,8 +414,8 @@ async def test_samples_that_keep_their_kv_are_marked_until_another_instance_resu
     updating.parts.events.responded(other, finished(other.items[0].handle, sample_pb2.FINISH_REASON_STOP))
     sample = final_sample(running.batch, running.batch.endings[0])
     # The last token of a lost sample is sampled again.
-    assert [(s.begin, s.end, s.policy_version, s.mixed_kv) for s in sample.version_spans] == [
-        (0, 2, VERSION, False), (2, 3, NEW, True), (3, 4, NEW, False)
+    assert [(s.tokens, s.policy_version, s.mixed_kv) for s in sample.tokens.versions] == [
+        (2, VERSION, False), (1, NEW, True), (1, NEW, False)
     ]  # fmt: skip
     assert not sample.provenance.lossless
 
@@ -455,7 +455,7 @@ async def test_samples_that_are_aborted_end_with_the_tokens_they_have() -> None:
     endings = running.batch.endings
     assert {each.status for each in endings} == {sample_pb2.SAMPLE_STATUS_ABORTED}
     found = [final_sample(running.batch, each) for each in endings]
-    assert sorted(list(each.token_ids) for each in found) == [[], [], [5, 6, 7]]
+    assert sorted(list(each.tokens.token_ids) for each in found) == [[], [], [5, 6, 7]]
     assert (updating.book.version, updating.engines["a"].in_flight) == (NEW, [weight_pb2.IN_FLIGHT_REFUSE])
 
 

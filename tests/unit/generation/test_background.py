@@ -138,8 +138,8 @@ class Rig:
             self.reports.append(report)
             for delta in report.deltas:
                 assert delta.handle not in self.ended, "tokens after the end of their sample"
-                assert list(delta.logprobs) == [-float(token) for token in delta.token_ids]
-                self.tokens.setdefault(delta.handle, []).extend(delta.token_ids)
+                assert list(delta.tokens.logprobs) == [-float(token) for token in delta.tokens.token_ids]
+                self.tokens.setdefault(delta.handle, []).extend(delta.tokens.token_ids)
             for handle, finished in report.ended:
                 assert handle not in self.ended, "two ends of one sample"
                 self.ended[handle] = finished
@@ -150,7 +150,7 @@ class Rig:
         while not self.real.outbox.empty():
             event = self.real.outbox.get_nowait()
             assert isinstance(event, pb.WorkResponse)
-            found += [token for delta in event.deltas for token in delta.token_ids]
+            found += [token for delta in event.deltas for token in delta.tokens.token_ids]
         return found
 
     def value(self, name: str, **labels: str) -> float:
@@ -366,7 +366,7 @@ async def test_a_report_comes_every_so_many_steps_and_with_every_end(rigs: Calla
     await rig.call(start)
     await rig.step(0)
     await rig.read()
-    grown = [sum(len(each.token_ids) for each in report.deltas) for report in rig.reports]
+    grown = [sum(len(each.tokens.token_ids) for each in report.deltas) for report in rig.reports]
     # Flushed every 5 steps of 10 seconds, and at the end.
     assert [each for each in grown if each] == [5, 5, 5, 5, 2]
     assert [report.due for report in rig.reports if report.deltas] == [True] * 4 + [False]

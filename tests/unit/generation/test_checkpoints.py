@@ -19,6 +19,7 @@ from services.generation.loop import work_stream
 from services.generation.loop.samples import RunningSample
 from services.generation.loop.work_stream import CheckpointRules, Checkpoints, ResponseOutbox, WorkStream
 from services.generation.migration.arrivals import UnclaimedStream
+from tests.support.token_columns import columns
 from tests.unit.generation.scripted import sample_request
 
 RULES = CheckpointRules(tokens=100, seconds=5.0)
@@ -84,8 +85,8 @@ class Work:
         assert isinstance(response, pb.WorkResponse)
         assert (response.load, response.policy_version) == (LOAD, 3)
         for delta in response.deltas:
-            assert list(delta.logprobs) == [-float(token) for token in delta.token_ids]
-            self.told.setdefault(delta.handle, []).extend(delta.token_ids)
+            assert list(delta.tokens.logprobs) == [-float(token) for token in delta.tokens.token_ids]
+            self.told.setdefault(delta.handle, []).extend(delta.tokens.token_ids)
         for kind in ("finished", "refused", "moved"):
             for event in getattr(response, kind):
                 self.told.setdefault(event.handle, []).append(kind)
@@ -106,7 +107,7 @@ def test_a_sample_reports_after_so_many_tokens(events: asyncio.AbstractEventLoop
         work.step(seconds=1.0)
         work.flush()
         assert len(work.stream.samples[1].tokens) < 10
-    sizes = [len(d.token_ids) for r in work.responses() for d in r.deltas]
+    sizes = [len(d.tokens.token_ids) for r in work.responses() for d in r.deltas]
     # The reader came late: one delta.
     assert sum(sizes) >= 90
     assert len(sizes) == 1
@@ -134,7 +135,7 @@ def test_a_streamed_sample_reports_with_every_flush(events: asyncio.AbstractEven
         work.step(2)
         work.flush()
         (response,) = work.responses()
-        assert {len(delta.token_ids) for delta in response.deltas if delta.handle == 1} == {2}
+        assert {len(delta.tokens.token_ids) for delta in response.deltas if delta.handle == 1} == {2}
 
 
 def test_an_end_is_sent_at_once_with_the_last_tokens(events: asyncio.AbstractEventLoop) -> None:
@@ -349,25 +350,26 @@ def test_responses_are_merged_up_to_a_size(events: asyncio.AbstractEventLoop) ->
 def test_verified_logprobs_are_merged_with_their_tokens(events: asyncio.AbstractEventLoop) -> None:
     box = ResponseOutbox(events)
     for tokens, verified in (([1, 2], [-1.0, -2.0]), ([3, 4], [-3.0]), ([5], [])):
-        delta = pb.Delta(handle=1, token_ids=tokens, logprobs=tokens, verified_logprobs=verified)
+        delta = pb.Delta(handle=1, tokens=columns(tokens, tokens), verified_logprobs=verified)
         box.put(pb.WorkResponse(deltas=[delta]))
     response = box.get_nowait()
     assert isinstance(response, pb.WorkResponse)
     (delta,) = response.deltas
-    assert (list(delta.token_ids), list(delta.verified_logprobs)) == ([1, 2, 3, 4, 5], [-1, -2, -3])
+    assert (list(delta.tokens.token_ids), list(delta.verified_logprobs)) == ([1, 2, 3, 4, 5], [-1, -2, -3])
 
 
-def test_tokens_of_two_versions_are_not_merged(events: asyncio.AbstractEventLoop) -> None:
+def test_merged_tokens_keep_their_versions(events: asyncio.AbstractEventLoop) -> None:
     box = ResponseOutbox(events)
     for token, version in ((1, 7), (2, 7), (3, 8), (4, 8)):
         for handle in (1, 2):
-            delta = pb.Delta(handle=handle, token_ids=[token], logprobs=[0.0], policy_version=version)
+            delta = pb.Delta(handle=handle, tokens=columns([token], [0.0], version))
             box.put(pb.WorkResponse(deltas=[delta]))
     response = box.get_nowait()
     assert isinstance(response, pb.WorkResponse)
-    found = [(each.handle, each.policy_version, list(each.token_ids)) for each in response.deltas]
-    assert sorted(found) == [(1, 7, [1, 2]), (1, 8, [3, 4]), (2, 7, [1, 2]), (2, 8, [3, 4])]
-    assert [each[1] for each in found if each[0] == 1] == [7, 8], "in their order"
+    found = {each.handle: each.tokens for each in response.deltas}
+    assert [list(found[handle].token_ids) for handle in (1, 2)] == [[1, 2, 3, 4]] * 2
+    runs = [(run.tokens, run.policy_version) for run in found[1].versions for _ in range(run.tokens)]
+    assert runs == [(1, 7), (1, 7), (1, 8), (1, 8)]
 
 
 def test_the_end_of_the_stream_comes_after_everything(events: asyncio.AbstractEventLoop) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from paceline.columns import mismatch
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.contracts.errors import Aborted, DataLoss, FailedPrecondition, ServiceError, Unavailable
@@ -61,11 +62,12 @@ def versioned(caller: Caller, handle: int) -> Versioned:
     """Return the tokens of a sample as its stream was told of them, by version."""
     found: Versioned = []
     for delta in (delta for told in caller.stream.told for delta in told.deltas if delta.handle == handle):
-        assert len(delta.token_ids) == len(delta.logprobs)
-        if found and found[-1][0] == delta.policy_version:
-            found[-1][1].extend(delta.token_ids)
-        else:
-            found.append((delta.policy_version, list(delta.token_ids)))
+        assert not mismatch(delta.tokens)
+        tokens = iter(delta.tokens.token_ids)
+        for run in delta.tokens.versions:
+            if not found or found[-1][0] != run.policy_version:
+                found.append((run.policy_version, []))
+            found[-1][1].extend(islice(tokens, run.tokens))
     return found
 
 
@@ -89,7 +91,8 @@ async def test_samples_go_on_and_their_tokens_are_of_the_version_that_sampled_th
 def marks(caller: Caller, handle: int) -> list[tuple[int, bool]]:
     """Return the versions of a sample's tokens, and whether they are marked as of mixed KV, in order."""
     deltas = (delta for told in caller.stream.told for delta in told.deltas if delta.handle == handle)
-    return [each for each, _ in groupby((delta.policy_version, delta.mixed_kv) for delta in deltas)]
+    runs = (run for delta in deltas for run in delta.tokens.versions)
+    return [each for each, _ in groupby((run.policy_version, run.mixed_kv) for run in runs)]
 
 
 async def test_samples_that_keep_their_kv_are_marked_until_an_update_takes_it(rig: UpdatedRig) -> None:
@@ -134,8 +137,9 @@ async def test_tokens_that_a_slow_caller_has_not_taken_keep_their_version(rig: U
     await rig.step(4)
     response = caller.stream.outbox.get_nowait()
     assert isinstance(response, pb.WorkResponse)
-    found = [(delta.policy_version, list(delta.token_ids)) for delta in response.deltas]
-    assert found == [(0, [0, 1]), (1, [2, 3, 4, 5])]
+    (delta,) = response.deltas
+    assert list(delta.tokens.token_ids) == [0, 1, 2, 3, 4, 5]
+    assert [(run.tokens, run.policy_version) for run in delta.tokens.versions] == [(2, 0), (4, 1)]
 
 
 async def test_weights_that_are_given_up_while_they_are_read_hold_up_no_others(

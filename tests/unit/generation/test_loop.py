@@ -140,8 +140,8 @@ class Caller:
         self.responses.append(event)
         for delta in event.deltas:
             assert delta.handle not in self.finished, "tokens after the end of their sample"
-            assert list(delta.logprobs) == [-float(token) for token in delta.token_ids]
-            self.tokens.setdefault(delta.handle, []).extend(delta.token_ids)
+            assert list(delta.tokens.logprobs) == [-float(token) for token in delta.tokens.token_ids]
+            self.tokens.setdefault(delta.handle, []).extend(delta.tokens.token_ids)
         for finished in event.finished:
             assert finished.handle not in self.finished, "two ends of one sample"
             self.finished[finished.handle] = finished
@@ -167,7 +167,7 @@ async def rigs() -> AsyncIterator[Callable[..., Rig]]:
 def lengths(caller: Caller, handle: int) -> list[int]:
     """Tokens of a sample in each response that has some."""
     told = caller.stream.told
-    return [len(d.token_ids) for response in told for d in response.deltas if d.handle == handle]
+    return [len(d.tokens.token_ids) for response in told for d in response.deltas if d.handle == handle]
 
 
 async def test_every_sample_gets_its_tokens_once_and_then_its_end(rigs: Callable[..., Rig]) -> None:

@@ -77,8 +77,8 @@ class Rig:
             before = len(self.tokens.get(delta.handle, []))
             if delta.verified_logprobs:
                 assert before == len(self.verified.get(delta.handle, []))
-            self.tokens.setdefault(delta.handle, []).extend(delta.token_ids)
-            self.logprobs.setdefault(delta.handle, []).extend(delta.logprobs)
+            self.tokens.setdefault(delta.handle, []).extend(delta.tokens.token_ids)
+            self.logprobs.setdefault(delta.handle, []).extend(delta.tokens.logprobs)
             self.verified.setdefault(delta.handle, []).extend(delta.verified_logprobs)
         self.finished |= {finished.handle: finished for finished in event.finished}
 

@@ -17,6 +17,7 @@ from services.generation.engine.types import Finish, SampleStep
 from services.generation.loop.metrics import EngineMetrics, reached
 from services.generation.loop.samples import RunningSample
 from services.generation.loop.work_stream import WorkStream
+from tests.support.token_columns import columns
 from tests.unit.generation.scripted import sample_request
 
 
@@ -35,10 +36,10 @@ async def test_a_delta_has_the_tokens_since_the_last_one() -> None:
     assert sample.take_delta() is None
     sample.record(step(1), 12.0, 12.5, "")
     sample.record(step(2, 3), 13.0, 13.5, "")
-    assert sample.take_delta() == pb.Delta(handle=1, token_ids=[1, 2, 3], logprobs=[-1, -1, -1])
+    assert sample.take_delta() == pb.Delta(handle=1, tokens=columns([1, 2, 3], [-1, -1, -1]))
     assert sample.take_delta() is None
     sample.record(step(4), 14.0, 14.5, "")
-    assert sample.take_delta() == pb.Delta(handle=1, token_ids=[4], logprobs=[-1])
+    assert sample.take_delta() == pb.Delta(handle=1, tokens=columns([4], [-1]))
     assert sample.generated == 4
 
 
@@ -84,7 +85,7 @@ async def test_a_flush_is_one_response_and_nothing_is_no_response() -> None:
     stream.flush(load, 7, 12.0, everything=True)
     response = await asyncio.wait_for(stream.outbox.get(), 5)
     assert isinstance(response, pb.WorkResponse)
-    assert {delta.handle: list(delta.token_ids) for delta in response.deltas} == {1: [1], 2: [2]}
+    assert {delta.handle: list(delta.tokens.token_ids) for delta in response.deltas} == {1: [1], 2: [2]}
     assert [finished.handle for finished in response.finished] == [2]
     assert [refused.handle for refused in response.refused] == [3]
     assert (response.load, response.policy_version) == (load, 7)

@@ -151,7 +151,7 @@ async def test_a_handle_may_be_used_again_once_its_sample_has_ended(rig: Rig) ->
     tokens: list[list[int]] = []
     async with asyncio.timeout(WAIT):
         async for response in rig.service.Work(requests(), None):  # type: ignore[arg-type]
-            tokens += [list(delta.token_ids) for delta in response.deltas]
+            tokens += [list(delta.tokens.token_ids) for delta in response.deltas]
             if response.finished and over.is_set():
                 break
             if response.finished:

@@ -12,18 +12,19 @@ import yaml
 
 from kernels.suffix_index.records import TEXT_COST
 from kernels.suffix_index.suffix_index import MOST_TOKENS
+from paceline.columns import TokenBuffer
 from paceline.v1 import sample_pb2
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.drafts import store
 from services.gateway.config import GatewayConfig
 from services.gateway.journal.chunks import pack
 from services.gateway.scheduler.active_batches import _TOKEN_BYTES
-from services.gateway.state.sample import TokenColumns
 from services.generation.config import GenerationConfig
 from services.generation.loop.work_stream import CheckpointRules
 from services.platform.config import ServiceConfig
 from services.reallocator.config import ReallocatorConfig
 from services.reallocator.planning.decision_scope import MOST_LISTED
+from tests.support.token_columns import columns
 from tests.unit.helm.release import CHART, ROOT
 
 TEXT = (ROOT / "docs/sizing.md").read_text()
@@ -52,19 +53,19 @@ def _processor() -> tuple[float, float]:
 def test_a_token_takes_the_bytes_of_the_code() -> None:
     bytes_of = {row[0]: row[1] for row in _rows("| where |")}
     ids, logprobs = range(100_000, 132_768), [-0.5] * 32_768
-    columns = TokenColumns(array("I", ids), array("f", logprobs), array("I"), array("f"))
-    top = columns._replace(top_tokens=array("I", ids), top_logprobs=array("f", logprobs))
-    assert len(pack(columns)) / 32_768 == pytest.approx(7, abs=0.01)
-    assert (len(pack(top)) - len(pack(columns))) / 32_768 == pytest.approx(7, abs=0.01)
+    plain = TokenBuffer(array("I", ids), array("f", logprobs))
+    top = TokenBuffer(plain.token_ids, plain.logprobs, plain.token_ids, plain.logprobs)
+    assert len(pack(plain)) / 32_768 == pytest.approx(7, abs=0.01)
+    assert (len(pack(top)) - len(pack(plain))) / 32_768 == pytest.approx(7, abs=0.01)
     # As the SDK gets it and as an instance reports it.
-    sample = sample_pb2.Sample(token_ids=ids, logprobs=logprobs)
+    sample = sample_pb2.Sample(tokens=columns(ids, logprobs))
     assert sample.ByteSize() / 32_768 == pytest.approx(7, abs=0.01)
     assert bytes_of["journal in Redis, and each hop of the network"] == "7"
     assert bytes_of["- for each of `top_logprobs`"] == "7"
     share = 21 * 7 * 32_768 / ServiceConfig.model_fields["max_message_bytes"].default
     assert f"`top_logprobs: 20` uses to {share:.0%}".replace("%", " %") in TEXT
     assert bytes_of["gateway, until the sample ends"] == str(_TOKEN_BYTES) == "8"
-    assert columns.tokens.itemsize + columns.logprobs.itemsize == _TOKEN_BYTES
+    assert plain.token_ids.itemsize + plain.logprobs.itemsize == _TOKEN_BYTES
 
 
 def test_draft_stores_hold_what_rollouts_cost() -> None:

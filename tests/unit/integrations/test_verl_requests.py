@@ -15,6 +15,7 @@ from paceline.errors import InvalidArgumentError
 from paceline.integrations.verl.requests import SampleQueue
 from paceline.transport.interface import Ended, Stream, Unary
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
+from tests.support.token_columns import columns
 
 A, B, C = [1, 2], [3], [4, 5, 6]
 SHORT, LONGER = SamplingParams(max_tokens=8), SamplingParams(max_tokens=9)
@@ -81,7 +82,9 @@ class GatewayInMemory:
         status = await self._ended[batch_id]
         keys = [(group.prompt_id, slot) for group in batch.groups for slot in range(group.samples)]
         for cursor, (prompt_id, slot) in enumerate(keys, 1):
-            sample = sample_pb2.Sample(prompt_id=prompt_id, slot=slot, token_ids=[7, slot], status=status)
+            sample = sample_pb2.Sample(
+                prompt_id=prompt_id, slot=slot, tokens=columns([7, slot], []), status=status
+            )
             yield rollout_pb2.StreamRolloutsResponse(
                 cursor=cursor, sample=sample, finished=cursor, total=len(keys)
             )

@@ -167,7 +167,7 @@ def test_an_unclaimed_sample_keeps_its_tokens_for_its_stream() -> None:
     assert sample.stream is stream
     delta = sample.take_delta()
     assert delta is not None
-    assert (delta.handle, list(delta.token_ids)) == (7, [1, 2])
+    assert (delta.handle, list(delta.tokens.token_ids)) == (7, [1, 2])
 
 
 def test_a_sample_that_ended_unclaimed_ends_for_its_stream() -> None:

@@ -10,6 +10,7 @@ from paceline.blocking import finish
 from paceline.calls import GatewayCalls
 from paceline.convert import rollouts
 from paceline.v1 import rollout_pb2, sample_pb2, weight_pb2
+from tests.support.token_columns import columns
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
@@ -72,13 +73,13 @@ def test_provenance_tells_of_the_cached_rollout() -> None:
 
 
 def test_spans_and_updates_tell_of_kept_kv() -> None:
-    spans = [
-        sample_pb2.VersionSpan(begin=0, end=3, policy_version=4),
-        sample_pb2.VersionSpan(begin=3, end=5, policy_version=5, mixed_kv=True),
-    ]
+    runs = [sample_pb2.VersionRun(tokens=each, policy_version=4) for each in (1, 2)]
+    runs.append(sample_pb2.VersionRun(tokens=2, policy_version=5, mixed_kv=True))
+    tokens = sample_pb2.TokenColumns(versions=runs)
     wanted = (t.VersionSpan(0, 3, 4), t.VersionSpan(3, 5, 5, mixed_kv=True))
-    assert convert.sample(sample_pb2.Sample(version_spans=spans)).version_spans == wanted
-    call = rollout_pb2.StreamRolloutsResponse(calls=[rollout_pb2.SampleCall(version_spans=spans)])
+    assert convert.sample(sample_pb2.Sample(tokens=tokens)).version_spans == wanted
+    call = rollout_pb2.StreamRolloutsResponse(calls=[rollout_pb2.SampleCall(begin=9, tokens=tokens)])
+    wanted = (t.VersionSpan(9, 12, 4), t.VersionSpan(12, 14, 5, mixed_kv=True))
     assert [each.version_spans for each in convert.sample_calls(call)] == [wanted]
     answer = weight_pb2.FinishUpdateResponse(instances=[weight_pb2.InstanceUpdate(kept_samples=6)])
     assert [each.kept_samples for each in convert.update_finished(answer).instances] == [6]
@@ -108,7 +109,7 @@ def test_a_failed_sample_tells_code_field_and_reason(number: int, code: str) -> 
 
 
 def test_an_enum_value_from_the_future_is_unspecified() -> None:
-    message = sample_pb2.Sample(token_ids=[1], logprobs=[0.0])
+    message = sample_pb2.Sample(tokens=columns([1], [0.0]))
     message.status = 99  # type: ignore[assignment]
     assert convert.sample(message).status is t.SampleStatus.UNSPECIFIED
 
@@ -140,14 +141,9 @@ def test_all_constraints_of_sampling_are_sent() -> None:
 
 def test_values_of_positions_are_a_row_of_each() -> None:
     message = sample_pb2.Sample(
-        token_ids=[5, 6],
-        logprobs=[-1, -2],
+        tokens=columns([5, 6], [-1, -2], top_token_ids=[5, 7, 8, 6], top_logprobs=[-1, -2, -0.5, -2]),
         stop_string="x",
-        top_token_ids=[5, 7, 8, 6],
-        top_logprobs=[-1, -2, -0.5, -2],
-        prompt_logprobs=sample_pb2.PromptLogprobs(
-            logprobs=[-3], top_token_ids=[9, 1], top_logprobs=[-0.5, -1]
-        ),
+        prompt_logprobs=sample_pb2.TokenColumns(logprobs=[-3], top_token_ids=[9, 1], top_logprobs=[-0.5, -1]),
     )
     sample = rollouts.sample(message)
     assert sample.stop_string == "x"
@@ -156,5 +152,5 @@ def test_values_of_positions_are_a_row_of_each() -> None:
     told = sample.prompt_logprobs
     assert told is not None
     assert (told.logprobs.tolist(), told.top_token_ids.tolist()) == ([-3], [[9, 1]])
-    plain = rollouts.sample(sample_pb2.Sample(token_ids=[5], logprobs=[-1]))
+    plain = rollouts.sample(sample_pb2.Sample(tokens=columns([5], [-1])))
     assert (plain.top_token_ids.shape, plain.prompt_logprobs) == ((1, 0), None)

@@ -10,6 +10,7 @@ from paceline import types as t
 from paceline.batches.rollout import AsyncRollout
 from paceline.convert import rollouts
 from paceline.v1 import sample_pb2
+from tests.support.token_columns import columns
 
 
 class GrowingRollout(AsyncRollout):
@@ -26,7 +27,7 @@ class GrowingRollout(AsyncRollout):
 
 
 async def test_a_group_that_is_known_late_is_given_at_the_end() -> None:
-    messages = [sample_pb2.Sample(prompt_id="p0", slot=slot, token_ids=[1], logprobs=[0]) for slot in (1, 0)]
+    messages = [sample_pb2.Sample(prompt_id="p0", slot=slot, tokens=columns([1], [0])) for slot in (1, 0)]
     samples = [rollouts.sample(message) for message in messages]
     groups = [group async for group in GrowingRollout(samples, Group("p0", [1, 2], 2)).by_group()]
     assert [[sample.slot for sample in group] for group in groups] == [[0, 1]]

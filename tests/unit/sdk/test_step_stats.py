@@ -30,14 +30,14 @@ def sample(
     spans = tuple(t.VersionSpan(place, place + 1, version) for place, version in enumerate(versions))
     ran = (t.InstanceSpan("i0", 0, length, 100.0, 100.0 + seconds),) if steps else ()
     return t.Sample(
-        "p",
-        0,
-        np.arange(length),
-        np.zeros(length, dtype=np.float32),
-        t.FinishReason.STOP,
-        status,
-        spans,
-        t.Provenance(
+        prompt_id="p",
+        slot=0,
+        token_ids=np.arange(length),
+        logprobs=np.zeros(length, dtype=np.float32),
+        finish_reason=t.FinishReason.STOP,
+        status=status,
+        version_spans=spans,
+        provenance=t.Provenance(
             drafted=drafted,
             accepted=accepted,
             decode_steps=steps,

@@ -42,15 +42,15 @@ def text(folder: Path) -> Text:
 def sample(text: Text, response: str, **fields: Any) -> Sample:
     ids = text.tokenizer.encode(response, add_special_tokens=False)
     made = Sample(
-        "p0",
-        0,
-        np.array(ids, np.int64),
-        np.zeros(len(ids), np.float32),
-        FinishReason.STOP,
-        SampleStatus.COMPLETED,
-        (),
-        Provenance(),
-        0,
+        prompt_id="p0",
+        slot=0,
+        token_ids=np.array(ids, np.int64),
+        logprobs=np.zeros(len(ids), np.float32),
+        finish_reason=FinishReason.STOP,
+        status=SampleStatus.COMPLETED,
+        version_spans=(),
+        provenance=Provenance(),
+        seed=0,
     )
     return replace(made, **fields)
 
