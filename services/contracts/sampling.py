@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import Violation
+from paceline.transport.channel import MAX_MESSAGE_BYTES
 from paceline.v1 import sample_pb2
 from services.contracts.schemas import schema_faults
 
@@ -110,6 +111,8 @@ class ModelLimits:
     max_model_len: int
     has_text: bool = False
     end_tokens: tuple[int, ...] = ()
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Most bytes of a message, of which a whole sample is one."""
 
 
 def resolve(params: sample_pb2.SamplingParams | None) -> Sampling:

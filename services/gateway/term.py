@@ -160,7 +160,7 @@ class LeadershipTerm:
         builder = BatchBuilder(
             config.max_batch_seconds, config.max_attempts, config.max_calls, config.call_wait_seconds
         )
-        checks = FleetChecks(self.fleet, self.book, self.batches.accounts)
+        checks = FleetChecks(self.fleet, self.book, self.batches.accounts, config.max_message_bytes)
         self.recovery = BatchRecovery(
             self.journal, self._records, self.batches, self.scheduler, builder, self.book, self.hinting
         )

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from paceline.transport.channel import MAX_MESSAGE_BYTES
 from paceline.v1 import rollout_pb2 as pb
 from services.contracts.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from services.contracts.gateway_keys import BatchKey
@@ -54,6 +55,7 @@ class FleetChecks:
     fleet: FleetHealth
     book: UpdateBook
     accounts: Accounts
+    max_message_bytes: int
 
     @property
     def version(self) -> int:
@@ -142,6 +144,8 @@ class FleetChecks:
             max_model_len=min(record.max_model_len for record in records),
             has_text=all(record.has_text for record in records),
             end_tokens=tuple(records[0].end_tokens),
+            # The SDK takes no larger messages, even of a gateway that is configured for them.
+            max_message_bytes=min(self.max_message_bytes, MAX_MESSAGE_BYTES),
         )
 
 

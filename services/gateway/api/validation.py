@@ -14,6 +14,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from paceline.columns import message_bytes
 from paceline.errors import Violation
 from paceline.times import seconds_of
 from paceline.v1 import fleet_pb2, rollout_pb2, sample_pb2
@@ -33,6 +34,8 @@ _BATCH_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Names of prompts become part of seeds, logs and history: long ones are a mistake.
 _LONGEST_PROMPT_ID = 256
+# One of so many shares of a message is left for the other fields of its sample.
+_SHARES = 64
 ENOUGH = 64
 """Number of violations after which a check stops: a reader needs no more."""
 _UNKNOWN_LEVEL = "is not an exactness level; allowed are EXACT, COUPLED_HISTORY, LENIENT and REJECTION"
@@ -151,7 +154,10 @@ def check_groups(
     violations = _unless(bool(groups), "groups", "is empty; a batch has at least one group")
     seen: dict[str, int] = {}
     for number, group in enumerate(groups):
-        violations += _check_group(group, batch, f"groups[{number}]", limits)
+        # A fault of the batch's parameters may show in each of its groups.
+        known = {each.field for each in violations}
+        fresh = _check_group(group, batch, f"groups[{number}]", limits)
+        violations += [each for each in fresh if each.field not in known]
         first = seen.setdefault(group.prompt_id, number)
         found = f"is {group.prompt_id!r}, as groups[{first}]; prompt ids are unique in a batch"
         violations += _unless(first == number, f"groups[{number}].prompt_id", found)
@@ -180,7 +186,30 @@ def check_generate(request: rollout_pb2.GenerateRequest, limits: ModelLimits) ->
         *check_tokens(prefix, limits, "prefix_token_ids", allow_empty=True),
         *_unless(given in (0, len(prefix)), "prefix_logprobs", counted),
         *check_lengths(len(prompt), len(prefix), sampling, limits, "prompt_token_ids"),
+        *check_sample_size(len(prompt), sampling, limits, "sampling"),
     ]
+
+
+def check_sample_size(
+    prompt_len: int, sampling: Sampling, limits: ModelLimits, field: str
+) -> list[Violation]:
+    """Return the violation of sampling parameters with which a whole sample could exceed a message."""
+    top, of_prompt = sampling.top_logprobs, sampling.prompt_logprobs
+    room = max(0, limits.max_model_len - prompt_len)
+    tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    most = limits.max_message_bytes * (_SHARES - 1) // _SHARES
+    prompt = 0 if of_prompt is None else message_bytes(prompt_len, of_prompt, limits.vocab_size)
+    size = prompt + message_bytes(tokens, top, limits.vocab_size)
+    if size <= most:
+        return []
+    fitting = (most - prompt) // message_bytes(1, top, limits.vocab_size)
+    limit = f"could have {size} bytes, and a message has room for {most}"
+    if fitting < 1:
+        asked = f"is {of_prompt}: the values of {prompt_len} prompt tokens {limit}"
+        return [Violation(f"{field}.prompt_logprobs", f"{asked}; request fewer, or shorten the prompt")]
+    name, fault = ("top_logprobs", f"is {top}: a") if top else ("max_tokens", f"allows {tokens}: a")
+    way_out = f"set max_tokens to at most {fitting}" + (", or request fewer" if top else "")
+    return [Violation(f"{field}.{name}", f"{fault} sample of {tokens} tokens {limit}; {way_out}")]
 
 
 def check_exactness(exactness: sample_pb2.Exactness) -> list[Violation]:
@@ -290,8 +319,11 @@ def _check_group(
         if batch.HasField("tools"):
             violations += check_sampling_with_tools(group.sampling, batch.tools, f"{field}.sampling")
     violations += check_tokens(group.prompt_token_ids, limits, f"{field}.prompt_token_ids")
-    violations += check_lengths(len(group.prompt_token_ids), 0, sampling, limits, f"{field}.prompt_token_ids")
-    return violations
+    prompt = len(group.prompt_token_ids)
+    violations += check_lengths(prompt, 0, sampling, limits, f"{field}.prompt_token_ids")
+    return violations + check_sample_size(
+        prompt, sampling, limits, f"{field}.sampling" if own else "sampling"
+    )
 
 
 def first_difference(known: Message, requested: Message, skipped: Sequence[str] = ()) -> tuple[str, str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 
+from paceline.columns import TokenBuffer
+from paceline.transport.channel import MAX_MESSAGE_BYTES
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.contracts.sampling import ModelLimits
-from services.gateway.api.validation import check_exactness, check_generate, check_report
+from services.gateway.api.validation import check_exactness, check_generate, check_report, check_submit
 from services.gateway.state.lenience import CEILING
 
 LENIENT = sample_pb2.EXACTNESS_LEVEL_LENIENT
@@ -136,3 +139,46 @@ def test_a_report_names_every_sample_once_with_a_finite_reward() -> None:
         rollout_pb2.Reward(prompt_id="p", slot=0, reward=-1.0),
     ]
     assert report(rewards=rewards) == ["rewards[1].reward", "rewards[2].reward", "rewards[3]"]
+
+
+LONG = ModelLimits(vocab_size=150_000, max_model_len=131_072)
+
+
+def refused(prompt: int = 1, **sampling: int) -> list[tuple[str, str]]:
+    """Return the violations of two groups and of a single sample, which are the same."""
+    params = sample_pb2.SamplingParams(**sampling)
+    groups = [
+        rollout_pb2.Group(prompt_id=name, prompt_token_ids=[1] * prompt, samples=1) for name in ("a", "b")
+    ]
+    batch = rollout_pb2.SubmitRolloutsRequest(
+        run_id="r", batch_id="b", sampling=params, exactness=sample_pb2.Exactness(), groups=groups
+    )
+    single = rollout_pb2.GenerateRequest(prompt_token_ids=[1] * prompt, sampling=params)
+    found = check_submit(batch, LONG)
+    assert found == check_generate(single, LONG)
+    return [(each.field, each.description) for each in found]
+
+
+def test_a_sample_that_may_be_larger_than_a_message_is_refused_with_a_way_out() -> None:
+    ((field, fault),) = refused(top_logprobs=20)
+    assert field == "sampling.top_logprobs"
+    assert fault.startswith(
+        "is 20: a sample of 131071 tokens could have 19267437 bytes, and a message has room "
+    )
+    (fitting,) = re.findall(r"set max_tokens to at most (\d+)", fault)
+    assert refused(top_logprobs=20, max_tokens=int(fitting)) == []
+    assert len(refused(top_logprobs=20, max_tokens=int(fitting) + 1)) == 1
+    assert refused(top_logprobs=16) == []
+    # What is promised to fit does, with all its other fields.
+    tokens = TokenBuffer()
+    tokens.extend(TokenBuffer.given([149_999] * int(fitting), 20))
+    assert sample_pb2.Sample(tokens=tokens.message()).ByteSize() <= MAX_MESSAGE_BYTES * 63 // 64
+
+
+def test_log_probabilities_of_a_prompt_count() -> None:
+    both = {"top_logprobs": 20, "prompt_logprobs": 20, "max_tokens": 60_000}
+    assert [field for field, _ in refused(60_000, **both)] == ["sampling.top_logprobs"]
+    assert refused(60_000, **both | {"max_tokens": 40_000}) == []
+    ((field, fault),) = refused(120_000, prompt_logprobs=20, max_tokens=8)
+    assert field == "sampling.prompt_logprobs"
+    assert "request fewer, or shorten the prompt" in fault
