@@ -62,6 +62,9 @@ MEASURED: Mapping[str, MeasuredCode] = {
     "policy.simulated": MeasuredCode((*_DRAFTING, _DEVICES)),
     "axes": MeasuredCode((*_DRAFTING, _DEVICES)),
     "device_clock": MeasuredCode((*_DRAFTING, _DEVICES, "services/bubbles", "services/drafts")),
+    "host_step": MeasuredCode(
+        (*_DRAFTING, "services/generation/loop", "services/generation/engine/core_steps.py"), 0.3
+    ),
     "migration": MeasuredCode((*_MOVES, "services/reallocator")),
     "gpu": MeasuredCode((*_DRAFTING, "services/generation/engine", "kernels"), 0.3),
     "learner": MeasuredCode(("services/drafter/learning", "services/drafter/training")),

@@ -28,7 +28,7 @@ class NightlyJob:
         return " ".join(("python -m", self.module, *self.options))
 
 
-LONGER = ("axes.recorded", "rollout.smollm2", "device_clock", "precision", "gpu")
+LONGER = ("axes.recorded", "rollout.smollm2", "device_clock", "precision", "host_step", "gpu")
 """Benchmarks that do not fit in a night, or need a GPU; they are run and published by hand."""
 JOBS = (
     NightlyJob("rollout", "bench.rollout", 26.0, ("--minutes", "24")),

@@ -1,0 +1,1 @@
+"""Measure the host's part of an engine step."""
