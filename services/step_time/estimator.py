@@ -21,7 +21,9 @@ imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import isfinite, log2
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -76,14 +78,12 @@ class StepTimeEstimator:
             rows: verified tokens, one for each sample included.
             context: tokens of all samples together.
         """
-        from services.step_time import compiled
-
         tokens = np.ascontiguousarray(rows, np.float64).ravel()
         found, used = np.empty(len(tokens)), len(self._places)
         # Solved once after each measurement.
         now, self._solved = 0.0 if self._solved else float(self._observed), True
         fitted = (self._table[:used], now, self._derived[:used], self._shares, self._weights[:used])
-        compiled.predict(self._prior, *fitted, float(samples), tokens, float(context), found)
+        _compiled().predict(self._prior, *fitted, float(samples), tokens, float(context), found)
         return found
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
@@ -134,6 +134,14 @@ class StepTimeEstimator:
         self._table[:, 5] -= _OUTDATED
         self._doubt = 0
         return seconds
+
+
+@cache
+def _compiled() -> ModuleType:
+    """Return the compiled functions; even an import that was done before costs time in every step."""
+    from services.step_time import compiled
+
+    return compiled
 
 
 def warm_up() -> None:

@@ -10,11 +10,12 @@ Starting one takes seconds, so many scenarios share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 
@@ -264,7 +265,7 @@ class _Run:
     def _drafts(self) -> dict[str, list[int]]:
         decoding = self._engine.decoding()
         states = [
-            replace(state, sample_id=state.sample_id.removeprefix(self._prefix))
+            msgspec.structs.replace(state, sample_id=state.sample_id.removeprefix(self._prefix))
             for state in decoding
             if state.sample_id not in self._reuse
         ]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -120,7 +121,7 @@ class GuestDrafter(TokenDrafter):
     def propose(self, samples: Samples, window: int, others: ProposalsByName) -> Proposals | None:
         """Return a copy of the drafter's proposals."""
         own = [
-            replace(
+            msgspec.structs.replace(
                 each,
                 prompt=cast("list[int]", ReadOnlyTokens(each.prompt)),
                 response=cast("list[int]", ReadOnlyTokens(each.response)),

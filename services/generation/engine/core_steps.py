@@ -57,9 +57,9 @@ class CoreSteps:
         requests = self._scheduler.requests
         if parents:
             drafts = self._put_trees(drafts, parents)
+        self._drafted += drafts
         for sample_id, tokens in drafts.items():
             requests[sample_id].spec_token_ids = list(tokens)
-            self._drafted.append(sample_id)
         return drafts
 
     def _put_trees(

@@ -177,28 +177,19 @@ class VllmRequests:
 
     def sample_step(self, output: EngineCoreOutput) -> SampleStep:
         """Translate the output of one step for one sample."""
-        tokens = output.new_token_ids
-        logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
-        drafted = accepted = reused = 0
-        top_token_ids, top_logprobs = list[int](), list[float]()
-        if self._coupled and output.new_logprobs is not None:
-            drafted, accepted, reused = unpack(output.new_logprobs.sampled_token_ranks)
-            top_token_ids, top_logprobs = unpack_likeliest(output.new_logprobs)
-        step = SampleStep(
-            output.request_id,
-            tokens,
-            logprobs,
-            None if output.finish_reason is None else _FINISH.get(output.finish_reason, Finish.ERROR),
-            drafted,
-            accepted,
-            reused,
-            top_token_ids=top_token_ids,
-            top_logprobs=top_logprobs,
-            # Our `PromptScores`, in the field of vLLM's tensors.
-            prompt_scores=output.new_prompt_logprobs_tensors,
-            cached_context=self._hits.take(output.request_id),
-        )
-        if output.request_id in self.cached_logprobs:
+        sample_id, found, finish = output.request_id, output.new_logprobs, output.finish_reason
+        logprobs: list[float] = [] if found is None else found.logprobs[:, 0].tolist()
+        step = SampleStep(sample_id, output.new_token_ids, logprobs)
+        if found is not None and self._coupled:
+            step.drafted, step.accepted, step.reused = unpack(found.sampled_token_ranks)
+            if found.logprob_token_ids.shape[1] > 1:
+                step.top_token_ids, step.top_logprobs = unpack_likeliest(found)
+        if finish is not None:
+            step.finish = _FINISH.get(finish, Finish.ERROR)
+        # Our `PromptScores`, in the field of vLLM's tensors.
+        step.prompt_scores = output.new_prompt_logprobs_tensors
+        step.cached_context = self._hits.take(sample_id)
+        if sample_id in self.cached_logprobs:
             self._set_cached_logprobs(step)
         # A NaN makes the sum NaN, so most steps pay only for the sum.
         if isnan(sum(logprobs)):

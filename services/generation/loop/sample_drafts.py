@@ -130,7 +130,7 @@ class SampleDrafts:
         decodes = load.running == len(states) and not load.waiting
         # Tokens that a step computes again are rows that verify nothing. The engine counts them as rows of prompts,
         # too, but limits these.
-        replayed = sum(state.replayed for state in states)
+        replayed = sum([state.replayed for state in states])
         rows = engine.row_capacity - (replayed if decodes else max(replayed, engine.prompt_rows))
         drafts = self._drafts(states, rows)
         trees = None if speculation is None else speculation.parents
@@ -165,7 +165,7 @@ class SampleDrafts:
 
     def learn(self, step: SampleStep) -> str:
         """Report the outcome of a sample's draft to its source; return the source's name, "" without a draft."""
-        reused = self.reuse.learn(step)
+        reused = self.reuse.learn(step) if self.reuse else None
         if reused is not None:
             tokens, rows = reused
             self._metrics.reused(tokens, rows)

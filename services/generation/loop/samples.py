@@ -133,32 +133,38 @@ class RunningSample:
 
     def record(self, step: SampleStep, began: float, ended: float, drafter: str) -> None:
         """Add the outcome of a step that took from `began` to `ended`."""
+        tokens, drafted = step.token_ids, step.drafted
         if self.started is None:
             self.started = began
             self.cached_context = step.cached_context
             self.prefill_seconds += ended - began
             self.trace.event("first_step")
-        elif step.drafted:
+        elif drafted:
             self.verify_seconds += ended - began
         else:
             self.plain_seconds += ended - began
         self.tokens.extend(step)
-        self.verified_logprobs.extend(step.verified_logprobs)
-        self.prompt_scores = step.prompt_scores or self.prompt_scores
-        self.reused_prefix += step.reused
-        self.stop_string = step.stop_string
-        self.response.extend(step.token_ids)
-        self.generated += len(step.token_ids)
+        self.response += tokens
+        self.generated += len(tokens)
         self.decode_steps += 1
+        if step.reused:
+            self.reused_prefix += step.reused
+            self.verified_logprobs += step.verified_logprobs
+        if step.prompt_scores is not None:
+            self.prompt_scores = step.prompt_scores
+        if step.stop_string:
+            self.stop_string = step.stop_string
         if self.resumed is not None:
             self.resumed()
             self.resumed = None
-        if step.drafted:
+        if drafted:
             weight = _ACCEPTANCE_SMOOTHING if self.verify_steps else 1.0
             self.acceptance += (step.accepted - self.acceptance) * weight
             self.verify_steps += 1
-            count = self.drafts.setdefault(drafter, sample_pb2.DraftSource(drafter=drafter))
-            count.drafted += step.drafted
+            count = self.drafts.get(drafter)
+            if count is None:
+                count = self.drafts[drafter] = sample_pb2.DraftSource(drafter=drafter)
+            count.drafted += drafted
             count.accepted += step.accepted
 
     def entered(self, trace_parent: str) -> None:

@@ -95,7 +95,9 @@ class PlannerMode(Mode):
             branch_survival(made, room, survival) if any(each.branches is not None for each in made) else None
         )
         # Between the sizes of two graphs the number of all proposed tokens is tried as well.
-        proposed = int(survival.any(0).sum()) if self.graphs else survival[0].size
+        proposed = survival[0].size
+        if self.graphs:
+            proposed = int(np.count_nonzero(survival if len(made) == 1 else survival.any(0)))
         if self.graphs and branches is not None:
             proposed += int(np.count_nonzero(branches.survival))
         counts = draft_token_counts(n, max(0, min(proposed, rows - n)), self.graphs)

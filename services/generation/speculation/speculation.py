@@ -29,6 +29,7 @@ from services.generation.speculation.drafter import (
     TokenDrafter,
 )
 from services.generation.speculation.plan import UNBOUNDED, DraftPlanner, Drafts, StepShape, context_of
+from services.generation.speculation.selection.selection import within
 
 MAX_FAULTS = 3
 """Number of faults after which a drafter is switched off."""
@@ -217,7 +218,7 @@ class Speculation:
             return None
         n = len(samples)
         # A token that is computed again takes as long as one that is verified.
-        again = sum(sample.replayed for sample in samples)
+        again = sum([sample.replayed for sample in samples])
         return StepShape(n, n + again + sum(map(len, drafts.values())), context_of(samples))
 
     def stepped(self, shape: StepShape, seconds: float) -> None:
@@ -230,26 +231,39 @@ class Speculation:
         Returns:
             The origin of the draft in results; "" without one.
         """
-        origins = next((each for each in self._origins if step.sample_id in each), None)
-        if origins is None or not step.drafted:
+        sample_id, drafted, accepted = step.sample_id, step.drafted, step.accepted
+        if not drafted:
             return ""
-        name, source = origins.pop(step.sample_id)
-        self.metrics.verified(source, step.drafted, step.accepted)
-        # At most one path of a tree is accepted, so for lengths it counts as a chain of the tree's depth.
-        own = self.parents.get(step.sample_id)
-        deepest = step.drafted if own is None else min(step.drafted, max(depths_of(own)))
-        self._planner.call(None, self.plan.verified, source, deepest, step.accepted)
+        for origins in self._origins:
+            if (origin := origins.pop(sample_id, None)) is not None:
+                break
+        else:
+            return ""
+        name, source = origin
+        self.metrics.verified(source, drafted, accepted)
+        deepest = drafted
+        if sample_id in self.parents:
+            # At most one path of a tree is accepted, so for lengths it counts as a chain of the tree's depth.
+            deepest = min(drafted, max(depths_of(self.parents[sample_id])))
+        self._planner.call(None, self.plan.verified, source, deepest, accepted)
         drafter, guard = self._guarded[name]
-        guard.call(None, drafter.learn, step.sample_id, step.drafted, step.accepted)
+        # Few drafters learn from each draft, and the call costs time for every sample.
+        if type(drafter).learn is not TokenDrafter.learn:
+            guard.call(None, drafter.learn, sample_id, drafted, accepted)
         return source
 
     def _choose(self, samples: Samples, proposals: ProposalsByName, rows: int) -> Drafts:
         """Return the planner's drafts of the next step; ValueError if the samples have no room for them."""
         made = self.plan.choose(samples, proposals, rows)
-        rooms = {sample.sample_id: sample.room for sample in samples} if made.tokens else {}
-        for sample_id, tokens in made.tokens.items():
-            if not 0 < len(tokens) <= rooms.get(sample_id, 0) or made.origins[sample_id][0] not in proposals:
-                raise ValueError(f"{len(tokens)} draft tokens, room for {rooms.get(sample_id, 0)}")
+        if made.tokens:
+            rooms = {sample.sample_id: sample.room for sample in samples}
+            for sample_id, tokens in made.tokens.items():
+                if not 0 < len(tokens) <= rooms.get(sample_id, 0):
+                    raise ValueError(f"{len(tokens)} draft tokens, room for {rooms.get(sample_id, 0)}")
+            if made.tokens.keys() != made.origins.keys() or (
+                {name for name, _ in made.origins.values()} - proposals.keys()
+            ):
+                raise ValueError(f"{len(made.tokens)} drafts, and some without an origin")
         for sample_id, parents in made.parents.items():
             DraftTree(made.tokens[sample_id], parents)
         if isnan(made.saved) or (made.tokens and len(samples) + made.count > rows):
@@ -281,10 +295,9 @@ class Speculation:
             raise ValueError(f"proposals of shape {tokens.shape} for {n} samples of 1 to {window} tokens")
         if acceptance.shape != tokens.shape:
             raise ValueError(f"predictions of shape {acceptance.shape} for tokens of shape {tokens.shape}")
-        if tokens.dtype.kind not in "iu" or not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+        if tokens.dtype.kind not in "iu" or not within(tokens, self.vocab_size - 1):
             raise ValueError(f"a token outside the vocabulary of {self.vocab_size}")
-        # NaN is neither above 0 nor below 1.
-        if acceptance.dtype.kind != "f" or not 0.0 <= acceptance.min() <= acceptance.max() <= 1.0:
+        if acceptance.dtype.kind != "f" or not within(acceptance, 1):
             raise ValueError("a prediction that is no probability")
         if len(made.sources) not in (0, n) or set(map(type, made.sources)) - {str}:
             raise ValueError("sources that are no names")

@@ -67,8 +67,12 @@ def unpack(marks: npt.NDArray[Any]) -> tuple[int, int, int]:
     """
     if not marks.size or not (first := marks.item(0)):
         return 0, 0, 0
-    accepted = int((marks & ACCEPTED).sum()) // ACCEPTED if first & ACCEPTED else 0
-    return first >> 2, accepted, int((marks & 1).sum()) if first & 1 else 0
+    # A list, because a sum over so few numbers takes numpy longer than all else here.
+    left: list[int] = marks.tolist()
+    if not first & 1:
+        return first >> 2, left.count(first) if first & ACCEPTED else 0, 0
+    accepted = sum([mark & ACCEPTED for mark in left]) // ACCEPTED
+    return first >> 2, accepted, sum([mark & 1 for mark in left])
 
 
 def unpack_likeliest(logprobs: Any) -> tuple[list[int], list[float]]:

@@ -19,6 +19,8 @@ vLLM was imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,11 +51,9 @@ class AcceptanceTable:
     def probabilities(self) -> NDArray[np.float64]:
         """For each bucket [buckets], the probability that a token is accepted if all before it are."""
         if self._stale:
-            from services.generation.speculation.acceptance import compiled
-
             # A new array: earlier callers keep theirs.
             self._probabilities = np.empty_like(self._odds)
-            compiled.fit(self._odds, self._tried, self._kept, self._fitted, self._probabilities)
+            _compiled().fit(self._odds, self._tried, self._kept, self._fitted, self._probabilities)
             self._stale = False
         return self._probabilities
 
@@ -72,6 +72,14 @@ class AcceptanceTable:
         self._kept *= share
         self._total *= share
         self._stale = True
+
+
+@cache
+def _compiled() -> ModuleType:
+    """Return the compiled functions; even an import that was done before costs time in every step."""
+    from services.generation.speculation.acceptance import compiled
+
+    return compiled
 
 
 def warm_up() -> None:

@@ -38,6 +38,16 @@ def survive(acceptance, room, survival):
             survival[i, j] = reached
 
 
+@_entry
+def within(values, most):
+    """Return True if all values [n, w] are from 0 to `most`; NaN is not."""
+    for i in range(values.shape[0]):
+        for j in range(values.shape[1]):
+            if not 0 <= values[i, j] <= most:
+                return False
+    return True
+
+
 @jit.kernel
 def pick(survival, branches, drafter, price, picks):
     """Fill the drafter [n] whose tokens exceed `price` most, the first of equals."""

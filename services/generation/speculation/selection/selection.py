@@ -8,8 +8,9 @@ all of it compiled. numba is imported at first use, which must be after vLLM was
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from services.generation.speculation.drafter import Proposals, ProposedBranches
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+# Types of the tokens and predictions of proposals. No other type is compiled while a step waits.
+_CHECKED = (np.dtype(np.int32), np.dtype(np.float64))
 
 # The grid has every size up to twice _FINE, and above it _FINE sizes in each octave.
 _FINE, _OCTAVES = 16, 16
@@ -80,9 +84,20 @@ class BranchSurvival(NamedTuple):
     survival: Floats
 
 
+@cache
+def _compiled() -> ModuleType:
+    """Return the compiled functions; even an import that was done before costs time in every step."""
+    from services.generation.speculation.selection import compiled
+
+    return compiled
+
+
 def warm_up(branches: bool = False) -> None:
     """Compile or load the compiled functions, so that the first step does not wait for them."""
-    survival = survivals([Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)))], np.ones(1, np.int64), 1)
+    first = Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)))
+    if not (within(first.tokens, 0) and within(first.acceptance, 1)):
+        raise RuntimeError("the compiled check of proposals is wrong")
+    survival = survivals([first], np.ones(1, np.int64), 1)
     # A read-only array of the grid, as in real steps.
     found = search(survival, draft_token_counts(1, 1), np.ones(2))
     cut(survival, found)
@@ -93,17 +108,25 @@ def warm_up(branches: bool = False) -> None:
         cut(survival, search(survival, draft_token_counts(1, 1), np.ones(2), 0.0, forked), forked)
 
 
+def within(values: NDArray[Any], most: int) -> bool:
+    """Return True if all values [n, w], at least one, are from 0 to `most`; NaN is not.
+
+    Arrays of the types that `Proposals` names are checked in one pass.
+    """
+    if values.dtype in _CHECKED and values.flags.c_contiguous:
+        return bool(_compiled().within(values, values.dtype.type(most)))
+    return bool(0 <= values.min() <= values.max() <= most)
+
+
 def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
     """Return the survival by drafter, sample and position [d, n, width]; 0 stands for no token.
 
     `room` [n] is the number of tokens that each sample can verify.
     """
-    from services.generation.speculation.selection import compiled
-
     survival = np.zeros((len(made), len(room), width))
     for proposals, found in zip(made, survival, strict=True):
         # Contiguous float64, so that no other signature is compiled while a step waits.
-        compiled.survive(np.ascontiguousarray(proposals.acceptance, np.float64), room, found)
+        _compiled().survive(np.ascontiguousarray(proposals.acceptance, np.float64), room, found)
     return survival
 
 
@@ -112,14 +135,12 @@ def branch_survival(made: Sequence[Proposals], room: Ints, survival: Floats) -> 
 
     Its tokens in `survival` are cut: a chain and its branches together have at most as many as a chain may have.
     """
-    from services.generation.speculation.selection import compiled
-
     for drafter, proposals in enumerate(made):
         if (own := proposals.branches) is not None:
             found = np.zeros(own.tokens.shape)
             acceptance = np.ascontiguousarray(own.acceptance, np.float64)
             window = proposals.tokens.shape[1]
-            compiled.survive_trees(survival[drafter], acceptance, own.parents, window, room, found)
+            _compiled().survive_trees(survival[drafter], acceptance, own.parents, window, room, found)
             return BranchSurvival(drafter, found)
     return None
 
@@ -138,16 +159,16 @@ def search(
     tokens' survival exceeds the price of a token most. ValueError unless each count has one time, because compiled
     code does not check its bounds.
     """
-    from services.generation.speculation.selection import compiled
-
     if seconds.shape != counts.shape:
         raise ValueError(f"{seconds.size} step times for {counts.size} numbers of draft tokens")
-    picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((compiled.BUCKETS, 2))
+    picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((_compiled().BUCKETS, 2))
     if branches is not None:
         drafter, own = branches
-        best = compiled.search_trees(survival, own, drafter, counts, seconds, price, picks, buckets)
+        best = _compiled().search_trees(survival, own, drafter, counts, seconds, price, picks, buckets)
         return SelectedCount(picks, buckets, *best)
-    return SelectedCount(picks, buckets, *compiled.search(survival, counts, seconds, price, picks, buckets))
+    return SelectedCount(
+        picks, buckets, *_compiled().search(survival, counts, seconds, price, picks, buckets)
+    )
 
 
 def cut(
@@ -162,15 +183,13 @@ def cut(
         The number of tokens in each sample's chain [n], the sum of survival, and with branches a mask of the
         selected branch tokens [n, m].
     """
-    from services.generation.speculation.selection import compiled
-
     lengths = np.empty_like(found.picks)
     if branches is None:
-        expected = compiled.cut(survival, found.picks, found.buckets, found.tokens, lengths)
+        expected = _compiled().cut(survival, found.picks, found.buckets, found.tokens, lengths)
         return lengths, expected, None
     drafter, own = branches
     taken = np.empty(own.shape, np.bool_)
-    expected = compiled.cut_trees(
+    expected = _compiled().cut_trees(
         survival, own, drafter, found.picks, found.buckets, found.tokens, lengths, taken
     )
     return lengths, expected, taken

@@ -135,7 +135,8 @@ class Alignments:
             response = sample.response
             length = len(response)
             if length != seen:
-                tokens += response[max(min(seen, length - LATEST), 0) :]
+                begin = seen if seen < length - LATEST else length - LATEST
+                tokens += response[begin:] if begin > 0 else response
             lengths.append(length)
             ends.append(len(tokens))
         self._compiled.compare(
