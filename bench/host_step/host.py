@@ -200,7 +200,7 @@ def running_loop(case: HostCase, device: DeviceTable) -> tuple[EngineLoop, Known
         max_waiting=1,
         clock=lambda: core.seconds,
     )
-    # What the loop's own thread does when it begins.
+    # The loop's own thread would set these when it begins.
     loop._engine, loop.drafts = engine, drafts
     loop.ready.set_result(engine)
     stream = WorkStream(asyncio.new_event_loop())
