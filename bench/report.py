@@ -86,6 +86,15 @@ def format_value(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def format_band(optimistic: float | None, pessimistic: float | None) -> str:
+    """Format a modelled value: the optimistic end, and the band in brackets if its ends differ."""
+    shown, *ends = (format_value(each) for each in (optimistic, pessimistic))
+    if optimistic is None or pessimistic is None or shown in ends:
+        return shown
+    low, high = map(format_value, sorted((optimistic, pessimistic)))
+    return f"{shown} ({low} to {high})"
+
+
 def markdown_row(*cells: object) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"

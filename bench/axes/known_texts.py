@@ -199,7 +199,8 @@ class TextInstance:
             drafts = drafting.drafts(states, self.device.most_rows)
             shape = drafting.shape(states, drafts)
         rows = len(live) + sum(map(len, drafts.values())) + self._prefill
-        seconds = self.device.seconds(len(live), rows, sum(state.length for state in states))
+        context = sum(state.length for state in states)
+        seconds = self.device.seconds(len(live), rows, context, verifies=any(drafts.values()))
         ended = [each.state.sample_id for each in live if self._advance(each, drafts)]
         if drafting is not None and shape is not None and not self._prefill:
             drafting.stepped(shape, seconds)

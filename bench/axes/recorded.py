@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.axes.known_texts import KnownText, decode, plain_seconds, stored, vocabulary_of
-from bench.report import format_value, show_rows, write
+from bench.axes.__main__ import band_of
+from bench.axes.known_texts import KnownText, plain_seconds, stored, vocabulary_of
+from bench.report import format_band, format_value, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
 from bench.rollout.registry import SMOLLM2, SUBJECTS, Subject
@@ -47,18 +48,25 @@ def main() -> None:
     subject = SUBJECTS[parser.parse_args().subject]
     warm_up()
     rows = list(steps_of(subject))
-    lines = [list(map(format_value, row.values())) for row in rows]
+    lines = [shown(row) for row in rows]
     show_rows(f"recorded run of {subject.name}", COLUMNS, lines)
     later = rows[1:]
     figures = {
         "history_tokens_per_step": fmean(row["tokens_per_step"] for row in later),
         "history_speedup_vs_plain": fmean(row["speedup_vs_plain"] for row in later),
+        "history_speedup_vs_plain_low": fmean(row["speedup_vs_plain_low"] for row in later),
         "reward_first": rows[0]["reward"],
         "reward_last": rows[-1]["reward"],
     }
     tables = {"steps": {"columns": COLUMNS, "rows": lines}}
     options = json.loads(json.dumps(asdict(subject.options)))
     write("axes.recorded", {**figures, "options": options, "tables": tables})
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a table row as text; the last two figures are the ends of a band."""
+    *figures, high, low = row.values()
+    return [*map(format_value, figures), format_band(high, low)]
 
 
 def steps_of(subject: Subject, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
@@ -70,7 +78,7 @@ def steps_of(subject: Subject, folder: Path = FOLDER) -> Iterator[dict[str, Any]
         texts = [
             KnownText(key.prompt_id, step.samples[key].seed, tokens) for key, tokens in responses.items()
         ]
-        found = decode(texts, history, device, vocabulary) if history else None
+        found, low = band_of(texts, history, vocabulary) if history else (None, None)
         yield {
             "step": step.step,
             "tokens_mean": fmean(map(len, responses.values())),
@@ -79,6 +87,7 @@ def steps_of(subject: Subject, folder: Path = FOLDER) -> Iterator[dict[str, Any]
             "kl": step.moved_kl,
             "tokens_per_step": None if found is None else found.tokens_per_step,
             "speedup_vs_plain": None if found is None else plain_seconds(texts, device) / found.seconds,
+            "speedup_vs_plain_low": low,
         }
         history += [
             stored(key.prompt_id, key.slot, step.samples[key].seed, tokens, step.step)

@@ -12,6 +12,8 @@ from bench.device_clock.clock import ClockedStep, TrainerClock, scheduled
 from bench.device_clock.cluster import RecordedCluster
 from bench.device_clock.recording import MOST_FORKS, RecordedTexts
 from bench.device_clock.stock import TREE_DEPTH, DraftMethod, StockFleet
+from bench.report import format_band
+from bench.rollout.modelled import ModelledDevice
 from bench.rollout.table import WARM_UP, update_of
 from services.bubbles.config import BubblesConfig
 from services.simulator.device_tables import DeviceTable
@@ -91,8 +93,11 @@ class ClockedRow:
     regime: str
     system: str
     steps: tuple[ClockedStep, ...]
+    """Steps at the optimistic end of the device's band."""
+    slow: tuple[ClockedStep, ...]
+    """The same steps at its pessimistic end."""
     plain: tuple[float, ...]
-    """Seconds of plain decoding, by step."""
+    """Seconds of plain decoding, by step; the same at both ends."""
     update: float | None
     """None if the trainer's time is not the same as in the other rows."""
     versions_behind: int = 0
@@ -100,13 +105,28 @@ class ClockedRow:
 
     @property
     def seconds(self) -> float:
-        """Return the mean seconds of a rollout."""
+        """Return the mean seconds of a rollout at the optimistic end."""
         return fmean(step.seconds for step in self.steps)
 
     @property
+    def slow_seconds(self) -> float:
+        """Return the mean seconds of a rollout at the pessimistic end."""
+        return fmean(step.seconds for step in self.slow)
+
+    @property
     def speedup(self) -> float:
-        """Return the number of times that rollouts are as fast as plain ones."""
+        """Return the number of times that rollouts are as fast as plain ones, at the optimistic end."""
         return fmean(self.plain) / self.seconds
+
+    @property
+    def low_speedup(self) -> float:
+        """Return that number at the pessimistic end."""
+        return fmean(self.plain) / self.slow_seconds
+
+    @property
+    def band(self) -> str:
+        """Return both as text."""
+        return format_band(self.speedup, self.low_speedup)
 
     @property
     def tokens_per_step(self) -> float:
@@ -116,13 +136,16 @@ class ClockedRow:
     @property
     def step_speedup(self) -> float | None:
         """Return the number of times that training steps are as fast as plain ones that wait for each update."""
+        return self._step_speedup(self.steps)
+
+    def _step_speedup(self, steps: Steps) -> float | None:
         if self.update is None:
             return None
-        return (fmean(self.plain) + self.update) / fmean(step.whole for step in self.steps)
+        return (fmean(self.plain) + self.update) / fmean(step.whole for step in steps)
 
     @property
-    def figures(self) -> tuple[float | int | None, ...]:
-        """Return the columns after the first two."""
+    def figures(self) -> tuple[float | int | str | None, ...]:
+        """Return the columns after the first two; counts and seconds belong to the optimistic end."""
         covered = [step.covered for step in self.steps]
         drafted = sum(step.drafted for step in self.steps)
         return (
@@ -133,13 +156,15 @@ class ClockedRow:
             sum(step.accepted for step in self.steps) / drafted if drafted else None,
             fmean(step.most_decode_steps for step in self.steps),
             self.seconds,
-            self.speedup,
-            self.step_speedup,
+            self.band,
+            format_band(self.step_speedup, self._step_speedup(self.slow)),
             self.versions_behind,
         )
 
 
 Steps = tuple[ClockedStep, ...]
+Ends = tuple[Steps, Steps]
+"""Steps at the optimistic and at the pessimistic end of the band."""
 Remember = Callable[[str, Callable[[], Iterable[ClockedStep]]], Steps]
 """Returns the steps of a row by the name of its system, and computes them if they are not kept."""
 
@@ -160,12 +185,15 @@ class ClockedRegime:
 
 def rows_of(
     regime: ClockedRegime,
-    device: DeviceTable,
+    device: ModelledDevice,
     vocabulary: int,
     methods: Mapping[str, Callable[[], DraftMethod]],
     remember: Remember = computed,
 ) -> Iterator[ClockedRow]:
     """Yield the rows of a regime: plain decoding, vLLM's methods, Paceline, and each one step off.
+
+    Every row but plain decoding is simulated at both ends of the band, where the planner knows the step times of
+    that end. Plain engines prepare a step while the device is at the previous one, so they never wait for the host.
 
     Args:
         regime: the recorded texts.
@@ -175,34 +203,41 @@ def rows_of(
         remember: returns the steps of a row.
     """
 
-    def stock(row: StockRow) -> Steps:
-        window = 0 if row.speculation is None else int(row.speculation["num_speculative_tokens"])
-        fleet = StockFleet.of(device, vocabulary, INSTANCES, methods.get(row.name), window)
-        return remember(row.name, partial(map, fleet.rolled_out, regime.texts))
+    def both(name: str, steps: Callable[[DeviceTable], Iterable[ClockedStep]]) -> Ends:
+        found = remember(name, partial(steps, device.steps))
+        if device.pessimistic is device.steps:
+            return found, found
+        return found, remember(f"{name}, pessimistic", partial(steps, device.pessimistic))
 
-    decoded = stock(StockRow(PLAIN))
+    def stock(row: StockRow, table: DeviceTable) -> Iterable[ClockedStep]:
+        window = 0 if row.speculation is None else int(row.speculation["num_speculative_tokens"])
+        fleet = StockFleet.of(table, vocabulary, INSTANCES, methods.get(row.name), window)
+        return map(fleet.rolled_out, regime.texts)
+
+    decoded = remember(PLAIN, partial(stock, StockRow(PLAIN), device.steps))
     plain = tuple(step.seconds for step in decoded)[WARM_UP:]
     update = update_of(fmean(plain))
 
-    def clocked(name: str, steps: Steps, *, one_step_off: bool = False) -> ClockedRow:
-        trainer = TrainerClock(update, one_step_off)
-        counted = tuple(scheduled(steps, trainer))[WARM_UP:]
-        return ClockedRow(regime.name, name, counted, plain, update, int(one_step_off))
+    def clocked(name: str, ends: Ends, *, one_step_off: bool = False) -> ClockedRow:
+        high, low = (tuple(scheduled(end, TrainerClock(update, one_step_off)))[WARM_UP:] for end in ends)
+        return ClockedRow(regime.name, name, high, low, plain, update, int(one_step_off))
 
-    yield clocked(PLAIN, decoded)
-    drafted = {row.name: stock(row) for row in STOCK_ROWS if row.name in methods}
-    for name, steps in drafted.items():
-        yield clocked(name, steps)
+    yield clocked(PLAIN, (decoded, decoded))
+    drafted = {row.name: both(row.name, partial(stock, row)) for row in STOCK_ROWS if row.name in methods}
+    for name, ends in drafted.items():
+        yield clocked(name, ends)
     for row in PACELINE_ROWS:
         texts = regime.other_noise if row.other_noise else regime.texts
         if texts is not None:
             seconds = _LONG * fmean(plain) if row.whole_step else update
-            steps = remember(row.name, partial(_rolled_out, row, texts, device, vocabulary, seconds))
+            high, low = (
+                end[WARM_UP:] for end in both(row.name, partial(_rolled_out, row, texts, vocabulary, seconds))
+            )
             own = None if row.whole_step else update
-            yield ClockedRow(regime.name, row.name, steps[WARM_UP:], plain, own, int(row.one_step_off))
-    yield clocked(PLAIN_ONE_STEP_OFF, decoded, one_step_off=True)
+            yield ClockedRow(regime.name, row.name, high, low, plain, own, int(row.one_step_off))
+    yield clocked(PLAIN_ONE_STEP_OFF, (decoded, decoded), one_step_off=True)
     if drafted:
-        best = min(drafted.values(), key=lambda steps: sum(step.seconds for step in steps[WARM_UP:]))
+        best = min(drafted.values(), key=lambda ends: sum(step.seconds for step in ends[0][WARM_UP:]))
         yield clocked(VLLM_ONE_STEP_OFF, best, one_step_off=True)
 
 
@@ -213,7 +248,7 @@ def count_rows(regime: ClockedRegime, methods: Mapping[str, object]) -> int:
 
 
 def _rolled_out(
-    row: PacelineRow, texts: Sequence[RecordedTexts], device: DeviceTable, vocabulary: int, update: float
+    row: PacelineRow, texts: Sequence[RecordedTexts], vocabulary: int, update: float, device: DeviceTable
 ) -> Iterable[ClockedStep]:
     trainer = TrainerClock(update, row.one_step_off)
     return RecordedCluster(device, vocabulary, INSTANCES, texts, trainer, row.bubbles, row.forks).run()

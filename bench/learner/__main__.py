@@ -136,7 +136,7 @@ def _replays(
             for name in runs
         }
         replays[str(samples)] = {
-            name: {**asdict(each), "seconds": each.seconds}
+            name: {**asdict(each), "seconds": each.seconds, "slow_seconds": each.slow_seconds}
             for name, each in replayed(runs, samples, depth, training).items()
         }
     return {"efficiency": shares, "replays": replays}

@@ -3,7 +3,8 @@
 Two inputs are measured on the small subject: the acceptance of each follower's drafts by position and training
 step, and the processor seconds of its updates. The step times of the policy and of the head's passes are computed
 from data sheets (services/simulator/device_tables.py), and the planner decides the draft lengths. A training step
-is simulated with the acceptance of its block of recorded steps.
+is simulated with the acceptance of its block of recorded steps, at both ends of the band of step times
+(bench/rollout/modelled.py).
 
 The workload is ReSpec's, in its published parts (Figure 14): 8 instances of 16 samples, 4,000 tokens on average, at
 most 8,192. With 128 samples an instance steps are compute-bound for longer.
@@ -22,9 +23,10 @@ from math import exp
 from statistics import fmean, stdev
 
 from bench.learner.following import FROZEN, SYNC, FollowerRecord
+from bench.rollout.modelled import DEVICES, H100_8B
 from services.contracts.knobs import Knobs
 from services.simulator.cluster_simulation import ClusterSimulation
-from services.simulator.device_tables import EAGLE3_8B, H100, QWEN3_8B, decoding_table
+from services.simulator.device_tables import EAGLE3_8B, H100, QWEN3_8B, DeviceTable, decoding_table
 from services.simulator.simulation_setup import (
     LogNormalLengths,
     SimulatedSource,
@@ -36,7 +38,7 @@ NONE = "none"
 """Name of decoding without a drafter."""
 BLOCKS = 3
 """Parts of the run: the acceptance of each is averaged and simulated as one training step."""
-_POLICY = decoding_table("8B H100", QWEN3_8B, H100)
+_POLICY = DEVICES[H100_8B]
 _HEAD = decoding_table("EAGLE-3 8B", EAGLE3_8B, H100)
 _INSTANCES, _SAMPLES_OF_A_PROMPT, _MEAN, _SPREAD, _LIMIT = 8, 8, 4000, 0.6, 8192
 UPDATE_TOKENS = 262_144
@@ -57,21 +59,34 @@ class LearnerReplay:
     draft_length: float
     last_rollout_seconds: float
     """Rollout seconds of the last part of the run."""
+    slow_rollout_seconds: float
+    """Rollout seconds at the pessimistic end of the band; all other figures are those of the optimistic end."""
 
     @property
     def seconds(self) -> float:
         """Rollout seconds and the update seconds that generation waits for."""
         return self.rollout_seconds + self.waited_seconds
 
+    @property
+    def slow_seconds(self) -> float:
+        """Seconds at the pessimistic end of the band, with the same wait."""
+        return self.slow_rollout_seconds + self.waited_seconds
+
 
 def replayed(
     runs: Mapping[str, FollowerRecord], samples: int, depth: int, seconds_of_update: Mapping[str, float]
 ) -> dict[str, LearnerReplay]:
-    """Return the replay of each follower, and of no drafter, with `samples` samples an instance."""
-    plain = _rollout(samples, depth, None)
-    found = {NONE: LearnerReplay(plain[0], 0.0, 0.0, 1.0, 0.0, plain[0])}
+    """Return the replay of each follower, and of no drafter, with `samples` samples an instance.
+
+    Without a drafter both ends are equal, because such an engine does not wait for the host.
+    """
+    plain, _, _ = _rollout(samples, depth, None, _POLICY.steps)
+    found = {NONE: LearnerReplay(plain, 0.0, 0.0, 1.0, 0.0, plain, plain)}
     for name, run in runs.items():
-        each = [_rollout(samples, depth, block) for block in blocks(run.by_place)]
+        each, slow = (
+            [_rollout(samples, depth, block, end) for block in blocks(run.by_place)]
+            for end in (_POLICY.steps, _POLICY.pessimistic)
+        )
         training = seconds_of_update[name]
         # An update that runs during generation and ends before the next one begins costs generation nothing.
         rollout = fmean(seconds for seconds, _, _ in each)
@@ -83,6 +98,7 @@ def replayed(
             fmean(length for _, length, _ in each),
             fmean(n for _, _, n in each),
             each[-1][0],
+            fmean(seconds for seconds, _, _ in slow),
         )
     return found
 
@@ -94,12 +110,14 @@ def blocks(by_place: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
     return [tuple(fmean(places) for places in zip(*block, strict=True)) for block in cut]
 
 
-def _rollout(samples: int, depth: int, acceptance: tuple[float, ...] | None) -> tuple[float, float, float]:
+def _rollout(
+    samples: int, depth: int, acceptance: tuple[float, ...] | None, policy: DeviceTable
+) -> tuple[float, float, float]:
     """Return seconds, acceptance length and draft length of a rollout, averaged over two."""
     lengths = LogNormalLengths(_MEAN / exp(_SPREAD**2 / 2), _SPREAD, _LIMIT)
     prompts = _INSTANCES * samples // _SAMPLES_OF_A_PROMPT
     setup = SimulationSetup(
-        _POLICY,
+        policy,
         _INSTANCES,
         SimulatedWorkload(lengths, prompts, _SAMPLES_OF_A_PROMPT, 256),
         2,
@@ -174,4 +192,7 @@ def against(replays: Sequence[Mapping[str, Mapping[str, float]]], name: str) -> 
         "rollout_time_vs_frozen_spread": stdev(ratios) if len(ratios) > 1 else None,
         "last_rollout_time_vs_frozen": fmean(last),
         "rollout_time_vs_none": fmean(each[name]["seconds"] / each[NONE]["seconds"] for each in replays),
+        "slow_rollout_time_vs_none": fmean(
+            each[name]["slow_seconds"] / each[NONE]["slow_seconds"] for each in replays
+        ),
     }

@@ -150,6 +150,7 @@ def _replay(models: Mapping[str, Mapping[str, Any]]) -> Table:
         "of frozen",
         "last third, of frozen",
         "of none",
+        "of none, pessimistic",
         "acceptance length",
         "draft length",
     ]
@@ -174,6 +175,7 @@ def _rollout(seeds: Sequence[Mapping[str, Any]], samples: str, name: str) -> lis
         f"{ratio('seconds', FROZEN.name):.3f}",
         f"{ratio('last_rollout_seconds', FROZEN.name):.3f}",
         f"{ratio('seconds', NONE):.3f}",
+        f"{ratio('slow_seconds', NONE):.3f}",
         f"{mean('acceptance_length'):.2f}",
         f"{mean('draft_length'):.2f}",
     ]

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from bench.axes.__main__ import AXES, PROMPTS, SAMPLES, Point, rows_of, synthetic
+from bench.axes.__main__ import AXES, PROMPTS, SAMPLES, Point, rows_of, shown, synthetic
 from bench.axes.known_texts import KnownText, decode, plain_seconds, stored
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
 from bench.axes.recorded import steps_of
@@ -101,6 +101,9 @@ def test_an_axis_goes_through_the_base() -> None:
     assert list(rows) == ["history", "ahead", "ahead, other noise"]
     assert rows["ahead"] > rows["ahead, other noise"] >= 1.0
     assert rows["ahead"] > rows["history"] >= 1.0
+    first = next(rows_of("length", "40", small))
+    assert first["speedup_vs_plain_low"] < first["speedup_vs_plain"]
+    assert shown(first)[-1].endswith(f" to {first['speedup_vs_plain']:.3g})")
     assert PROMPTS * SAMPLES == 8
     assert [row["changed"] for row in synthetic([])] == ["base"] * 4
     _, ahead, _, epoch = rows_of("lag", "1", replace(small, lag=1))
@@ -134,7 +137,7 @@ def test_a_recorded_run_is_decoded_with_the_steps_before(tmp_path: Path) -> None
         list(steps_of(subject, tmp_path))
     _recorded(tmp_path, subject)
     first, second = steps_of(subject, tmp_path)
-    assert list(first.values()) == [0, 60, 60, 0.0, 1e-4, None, None]
+    assert list(first.values()) == [0, 60, 60, 0.0, 1e-4, None, None, None]
     assert (second["reward"], second["tokens_mean"]) == (0.25, 60)
     assert second["tokens_per_step"] > 2, "the same text was sampled one step before"
     assert second["speedup_vs_plain"] > 1

@@ -143,10 +143,16 @@ def test_better_drafts_take_less_time_and_waiting_for_an_update_more() -> None:
     found = replayed(runs, 2, 2, {FROZEN.name: 0.0, SYNC.name: 5.0, ASYNC_1.name: 5.0})
     assert found[ASYNC_1.name].seconds < found[FROZEN.name].seconds < found[NONE].seconds
     assert found[SYNC.name].seconds == pytest.approx(found[ASYNC_1.name].seconds + 5.0)
-    plain = {name: {**asdict(each), "seconds": each.seconds} for name, each in found.items()}
+    assert found[NONE].slow_seconds == found[NONE].seconds
+    assert all(found[name].slow_seconds > found[name].seconds for name in runs)
+    plain = {
+        name: {**asdict(each), "seconds": each.seconds, "slow_seconds": each.slow_seconds}
+        for name, each in found.items()
+    }
     ratios = replay.against([plain, plain], ASYNC_1.name)
     assert ratios["rollout_time_vs_frozen"] == found[ASYNC_1.name].seconds / found[FROZEN.name].seconds
     assert ratios["rollout_time_vs_none"] == found[ASYNC_1.name].seconds / found[NONE].seconds
+    assert ratios["slow_rollout_time_vs_none"] == found[ASYNC_1.name].slow_seconds / found[NONE].seconds
     assert ratios["rollout_time_vs_frozen_spread"] == 0
 
 
