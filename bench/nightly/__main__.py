@@ -1,6 +1,6 @@
 """Run the quick form of every benchmark and write the documents' tables from its figures.
 
-Each benchmark has a time limit (bench/nightly/jobs.py); all together take 65 minutes on two cores. A benchmark that
+Each benchmark has a time limit (bench/nightly/jobs.py); all together take 67 minutes on two cores. A benchmark that
 fails or exceeds its limit is ended and keeps its earlier figures. bench/results keeps the figures that the
 documents show, in a small file for each benchmark, which is committed with them. `make lint` fails if a table
 differs from these files, or is not marked although the code that it measures has changed by more than its share
@@ -34,6 +34,7 @@ _BENCH = Path(__file__).parents[1]
 DOCUMENTS = (
     Path("README.md"),
     Path("docs/performance.md"),
+    Path("docs/evidence.md"),
     Path("docs/learner.md"),
     Path("docs/simulator.md"),
     *(Path("bench", each.parent.name, each.name) for each in sorted(_BENCH.glob("*/README.md"))),
@@ -151,7 +152,8 @@ def _fault(name: str, shown: str, figures: Published) -> str:
     result, code = figures.get(name, {}), measured_by(name)
     mark = result.get("mark", "")
     if code is None or result.get("changed") is None or not mark or mark in shown:
-        return f"differs from {RESULTS / name}.json; `python -m bench.nightly --publish` rewrites it"
+        origin = RESULTS / f"{name}.json" if name in figures else RESULTS
+        return f"differs from {origin}; `python -m bench.nightly --publish` rewrites it"
     return (
         f"is stale and not marked so: {result['changed']:.0%} of the lines of {', '.join(code.paths)} have changed"
         f" since {result['measured_at'][:10]}, at most {code.share:.0%} may. Measure anew (`{result['command']}`,"

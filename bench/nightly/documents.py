@@ -7,7 +7,8 @@ A generated part stands between two comments, which are not displayed:
     <!-- /figures -->
 
 The first word names the benchmark, the second the view of its figures. The last line of a part is their origin:
-command, day and machine, and a mark if the measured code has changed since.
+command, day and machine, and a mark if the measured code has changed since. The part `evidence answers` has figures
+of many benchmarks, each with its own origin (evidence.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from bench.nightly.evidence import answer_table
 from bench.report import format_value, markdown_table
 from bench.rollout.markdown import Rows, goal_table, modelled_table, overview, regime_table
 
@@ -26,6 +28,7 @@ _BLOCK = re.compile(
 )
 _NUMBERS = re.compile(r"\|[-:| ]*-:[-:| ]*")
 """The line below the head of a table with a column of numbers, which is aligned to the right."""
+_ANSWERS = ("evidence", "answers")
 
 
 class DocumentError(ValueError):
@@ -58,6 +61,8 @@ def _fresh(part: re.Match[str], published: Published) -> str:
 
 
 def _rendered(name: str, what: str, published: Published) -> Sequence[str]:
+    if (name, what) == _ANSWERS:
+        return answer_table(published)
     own = published.get(name, {}).get("tables", {})
     if name in published and what not in {**_RENDERERS, **own}:
         raise DocumentError(f"{what} of {name}: there are {', '.join({**_RENDERERS, **own})}")

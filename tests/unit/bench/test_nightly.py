@@ -12,6 +12,7 @@ import pytest
 from bench.measured_code import measured_by
 from bench.nightly.__main__ import DOCUMENTS, run
 from bench.nightly.documents import DocumentError, rewritten, written_by_hand
+from bench.nightly.evidence import ANSWERS
 from bench.nightly.jobs import JOBS, LONGER, NIGHT_MINUTES, NightlyJob
 from bench.nightly.published import command_of, publish, published, reduced
 from bench.rollout.registry import LONG_TAIL, PLAIN
@@ -154,6 +155,22 @@ def test_tables_of_words_and_generated_ones_are_not_written_by_hand() -> None:
         "x figures"
     )
     assert written_by_hand(text) == ["| a | b |"]
+
+
+def test_answers_have_the_figures_of_many_benchmarks_each_with_its_origin() -> None:
+    def fleet(instances: str) -> dict[str, Any]:
+        columns = ["instances", "gateway, ms of processor time a sample", "share of a core"]
+        tables = {"fleets": {"columns": columns, "rows": [["125", "9", "8"], [instances, "0.3", "0.5"]]}}
+        whole = {"measured_at": "2026-11-24T08:00:00+00:00", "tables": tables}
+        return {"fleet": {**reduced(whole, "make bench NAME=fleet"), "mark": "older code"}}
+
+    text = rewritten(_PART.format("evidence answers"), fleet("1,000"))
+    assert "0.3 ms a sample, 0.5 of a core | `make bench NAME=fleet`, 2026-11-24; **older code** |" in text
+    assert "| 11 | no results are kept yet | `make bench NAME=migration` |" in text
+    assert "| 10 | the last run has no such figure |" in rewritten(text, fleet("250"))
+    shown = (_ROOT / "docs/evidence.md").read_text()
+    for answer in ANSWERS:
+        assert f"\n## {answer.number}. " in shown, "a section of the page discusses each answer"
 
 
 def test_results_are_kept_small(tmp_path: Path) -> None:
