@@ -108,7 +108,7 @@ ANSWERS = (
         2,
         "device_clock",
         lambda found: (
-            "times as fast as plain decoding, modelled, with its band: "
+            "times as fast as plain decoding, modelled: "
             + ", ".join(
                 f"{_clocked(found, 'paceline', regime)} {regime}"
                 for regime in ("latency-bound", "compute-bound", "long tail")
@@ -164,8 +164,8 @@ ANSWERS = (
                 _clocked(found, f"vllm suffix, {name}")
                 for name in ("8 drafts", "16 drafts", "24 drafts (default)")
             )
-            + f"; Paceline as fast as the best {_figure(found, 'speedup_vs_best_vllm_long_tail')} times, at the"
-            f" pessimistic end {_figure(found, 'low_speedup_vs_best_vllm_long_tail')}"
+            + f"; Paceline {_clocked(found, 'paceline')},"
+            f" {_figure(found, 'speedup_vs_best_vllm_long_tail')} times as fast as the best of them"
         ),
     ),
     Answer(
