@@ -1,4 +1,4 @@
-"""Count the tokens that change with the shape of a batch: in float32 and in bfloat16, on the same samples.
+"""Count the tokens that change with the shape of a batch: in float32, in bfloat16, and with batch_invariant.
 
 A sample's noise fixes its tokens, so that two runs differ only where rounding decides between two tokens. The
 engine decodes the samples in batches, then one at a time, then with their own responses as drafts, and compares
@@ -15,9 +15,10 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from bench.coupled.engine_process import EngineProcess, EngineRound
 from bench.precision.differences import Differences, JudgedRun, compare, joined, same_share
@@ -26,7 +27,22 @@ from examples.tinymath.curriculum import curriculum_of
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineOptions, EngineRequest
 
-DTYPES = ("float32", "bfloat16")
+
+class PrecisionMode(NamedTuple):
+    """Name in figures, dtype and `batch_invariant` of an engine."""
+
+    name: str
+    dtype: str
+    batch_invariant: bool
+
+
+FAST, BASE = "bfloat16", "the batches that are compared with"
+MODES = {
+    "float32": PrecisionMode("float32", "float32", False),
+    FAST: PrecisionMode("bfloat16", "bfloat16", False),
+    "bfloat16, batch_invariant": PrecisionMode("batch_invariant", "bfloat16", True),
+}
+"""Engines by their names in the table."""
 _LENGTHS = (1_000, 8_000)
 _WINDOW = 8
 COLUMNS = (
@@ -37,7 +53,19 @@ COLUMNS = (
     "in a thousand",
     "no near-ties",
     "largest margin, nats",
+    "step, of bfloat16's",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMode:
+    """What each shape of batch changes, and the median time of the steps of each shape, in seconds.
+
+    `step_seconds` has the batches that are compared with, too.
+    """
+
+    differences: Mapping[str, Differences]
+    step_seconds: Mapping[str, float]
 
 
 def main() -> None:
@@ -46,8 +74,12 @@ def main() -> None:
     if not (given.model / "config.json").is_file():
         sys.exit(f"precision: {given.model} has no model; `scripts/real-model` makes runs/models/smollm2")
     requests = requests_of(given.model, given.samples, given.max_tokens, given.temperature)
-    found = {dtype: measure(given.model, dtype, requests, given.batch, given.alone) for dtype in DTYPES}
-    rows = [_row(dtype, how, each) for dtype, parts in found.items() for how, each in parts.items()]
+    found = {mode: measure(given.model, mode, requests, given.batch, given.alone) for mode in MODES}
+    rows = [
+        _row(mode, how, each, measured.step_seconds[how] / found[FAST].step_seconds[how])
+        for mode, measured in found.items()
+        for how, each in measured.differences.items()
+    ]
     show_rows("precision", COLUMNS, rows)
     figures = figures_of(found)
     show_rows(
@@ -58,53 +90,64 @@ def main() -> None:
 
 
 def measure(
-    model: Path, dtype: str, requests: Sequence[EngineRequest], batch: int, alone: int
-) -> dict[str, Differences]:
+    model: Path, mode: str, requests: Sequence[EngineRequest], batch: int, alone: int
+) -> MeasuredMode:
     """Return what each shape of batch changes, against batches of `batch` samples without drafts.
 
     Only the first `alone` samples are decoded one at a time. EngineUnavailable if the engine cannot be built.
     """
+    _, dtype, invariant = MODES[mode]
     longest = max(len(each.prompt) + (each.sampling.max_tokens or 0) for each in requests)
     options = EngineOptions(
-        str(model), dtype=dtype, max_num_seqs=batch, max_model_len=longest + 1, kv_cache_memory_bytes=1 << 30
+        str(model),
+        dtype=dtype,
+        max_num_seqs=batch,
+        max_model_len=longest + 1,
+        kv_cache_memory_bytes=1 << 30,
+        batch_invariant=invariant,
     )
     with closing(EngineProcess(options)) as engine:
         engine.wait()
 
+        seconds = dict[str, float]()
+
         def run(what: str, order: EngineRound) -> JudgedRun:
             measured = engine.run(order)
-            say(f"precision: {dtype}, {what}: {measured.tokens} tokens in {measured.seconds:.0f} s")
+            say(f"precision: {mode}, {what}: {measured.tokens} tokens in {measured.seconds:.0f} s")
+            seconds[what] = median(measured.step_seconds)
             return JudgedRun(measured.responses, measured.runners_up)
 
-        base = run(f"batches of {batch}", EngineRound(requests, batch))
-        truth = base.tokens
-        drafted = [replace(each, given=tuple(truth[each.sample_id])) for each in requests]
+        base = run(BASE, EngineRound(requests, batch))
+        drafted = [replace(each, given=tuple(base.tokens[each.sample_id])) for each in requests]
         few = requests[:alone]
         some = JudgedRun(
             {each.sample_id: base.tokens[each.sample_id] for each in few},
             {each.sample_id: base.runners_up[each.sample_id] for each in few},
         )
-        return {
-            "one sample": compare(some, run("one sample at a time", EngineRound(few, 1))),
-            f"{_WINDOW} drafts a sample": compare(
-                base, run("with drafts", EngineRound(drafted, max(1, batch // 4), "reference", _WINDOW))
+        one, several = "one sample", f"{_WINDOW} drafts a sample"
+        found = {
+            one: compare(some, run(one, EngineRound(few, 1))),
+            several: compare(
+                base, run(several, EngineRound(drafted, max(1, batch // 4), "reference", _WINDOW))
             ),
         }
+        return MeasuredMode(found, seconds)
 
 
-def figures_of(found: Mapping[str, Mapping[str, Differences]]) -> dict[str, float]:
+def figures_of(found: Mapping[str, MeasuredMode]) -> dict[str, float]:
     """Return the figures by name, of all comparisons of a precision together."""
     figures = dict[str, float]()
-    for dtype, parts in found.items():
-        whole = joined(parts.values())
+    for mode, measured in found.items():
+        name, whole = MODES[mode].name, joined(measured.differences.values())
         figures |= {
-            f"{dtype}_differing_per_thousand": whole.per_thousand,
-            f"{dtype}_no_near_ties": whole.no_near_ties,
-            f"{dtype}_largest_margin": whole.largest_margin,
-            f"{dtype}_compared": whole.compared,
+            f"{name}_differing_per_thousand": whole.per_thousand,
+            f"{name}_no_near_ties": whole.no_near_ties,
+            f"{name}_largest_margin": whole.largest_margin,
+            f"{name}_compared": whole.compared,
+            f"{name}_step_of_{FAST}": measured.step_seconds[BASE] / found[FAST].step_seconds[BASE],
         }
         for length in _LENGTHS:
-            figures[f"{dtype}_same_samples_of_{length}"] = same_share(whole.per_thousand, length)
+            figures[f"{name}_same_samples_of_{length}"] = same_share(whole.per_thousand, length)
     return figures
 
 
@@ -125,9 +168,9 @@ def requests_of(model: Path, count: int, max_tokens: int, temperature: float) ->
     ]
 
 
-def _row(dtype: str, how: str, each: Differences) -> tuple[str, ...]:
-    cells = (each.compared, len(each.found), each.per_thousand, each.no_near_ties, each.largest_margin)
-    return dtype, how, *map(format_value, cells)
+def _row(mode: str, how: str, each: Differences, step: float) -> tuple[str, ...]:
+    cells = (each.compared, len(each.found), each.per_thousand, each.no_near_ties, each.largest_margin, step)
+    return mode, how, *map(format_value, cells)
 
 
 def _plain(given: argparse.Namespace) -> dict[str, Any]:

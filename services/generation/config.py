@@ -77,8 +77,8 @@ class GenerationConfig(ServiceConfig):
     data_parallel_size: int = Field(default=1, ge=1)
     """Replicas within one engine: only 1. Instances are the replicas."""
     batch_invariant: bool = False
-    """vLLM's batch-invariant mode: logits do not depend on what else is in the batch, so there are no near-ties
-    between instances of one kind. Slower; CUDA from compute capability 8.0 on."""
+    """Logits do not depend on what else is in the batch, so there are no near-ties between instances of one kind.
+    Slower. On CUDA it is vLLM's mode, from compute capability 8.0 on. On CPU it is for Llama, Qwen2 and Qwen3."""
     executor: Literal["local", "ray"] = "local"
     """local: use the devices of this machine. ray: vLLM places its workers on the Ray cluster that
     RAY_ADDRESS names, for an instance that spans machines. CUDA only."""

@@ -21,11 +21,17 @@ from vllm.usage.usage_lib import UsageContext
 
 from paceline.files import read_object
 from services.generation.engine.draft_models.kinds import wanted
-from services.generation.engine.environment import V2, invariance_refusal, runner_of, runner_refusal
+from services.generation.engine.environment import (
+    V2,
+    cpu_invariance_refusal,
+    invariance_refusal,
+    runner_of,
+    runner_refusal,
+)
 from services.generation.engine.model_support import Feature, ModelSupport, model_support
 from services.generation.engine.step_sizes import graph_sizes, row_capacity
 from services.generation.engine.traits import engine_traits
-from services.generation.engine.types import KERNELS_KEY, TREES_KEY, EngineOptions
+from services.generation.engine.types import INVARIANCE_KEY, KERNELS_KEY, TREES_KEY, EngineOptions
 
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
@@ -146,6 +152,8 @@ def _refusal(options: EngineOptions, on_cpu: bool) -> str:
         ),
     )
     own = next((reason for applies, reason in reasons if applies), "")
+    if on_cpu:
+        return own or runner_refusal(options) or cpu_invariance_refusal(options)
     return own or runner_refusal(options) or invariance_refusal(options.batch_invariant, _capability())
 
 
@@ -179,6 +187,8 @@ def _for_workers(options: EngineOptions) -> dict[str, Any]:
     found: dict[str, Any] = {kind.key: asdict(own) for kind, own in wanted(options).items()}
     if options.kernels != "auto":
         found[KERNELS_KEY] = options.kernels
+    if options.batch_invariant and current_platform.is_cpu():
+        found[INVARIANCE_KEY] = True
     return found
 
 

@@ -144,12 +144,13 @@ def install_interpreter() -> None:
 def choose_invariance(wanted: bool) -> None:
     """Switch vLLM's batch-invariant mode on, if it is wanted, for the engine that this process will build.
 
-    In this mode a row's logits are the same to the bit whatever else is in its batch.
+    In this mode a row's logits are the same to the bit whatever else is in its batch. vLLM has none on CPU, where
+    the worker makes the model invariant (invariance/).
 
     Raises:
         RuntimeError: vLLM has been imported without it.
     """
-    if not wanted or os.environ.get(INVARIANCE_VARIABLE) == "1":
+    if not wanted or on_cpu() or os.environ.get(INVARIANCE_VARIABLE) == "1":
         return
     if "vllm" in sys.modules:
         raise RuntimeError("batch_invariant must be chosen before vLLM is imported")
@@ -157,7 +158,7 @@ def choose_invariance(wanted: bool) -> None:
 
 
 def invariance_refusal(wanted: bool, capability: tuple[int, int] | None) -> str:
-    """Return why an engine cannot be built in batch-invariant mode; "" if it can, or if the mode is not wanted.
+    """Return why vLLM has no batch-invariant mode for an engine; "" if it has, or if the mode is not wanted.
 
     Args:
         wanted: the option `batch_invariant`.
@@ -168,12 +169,33 @@ def invariance_refusal(wanted: bool, capability: tuple[int, int] | None) -> str:
     least = ".".join(map(str, LEAST_CAPABILITY))
     needed = f"it needs a CUDA device of compute capability {least} or above"
     if capability is None:
-        return f"batch_invariant: {needed}, and on CPU vLLM has no such kernels"
+        return f"batch_invariant: {needed}, or a CPU"
     if capability < LEAST_CAPABILITY:
         return f"batch_invariant: {needed}, but this one has {'.'.join(map(str, capability))}"
     if os.environ.get(INVARIANCE_VARIABLE) != "1":
         return "batch_invariant: call choose_invariance before vLLM is imported"
     return ""
+
+
+def cpu_invariance_refusal(options: EngineOptions) -> str:
+    """Return why an engine on CPU cannot be built with `batch_invariant`; "" if it can, or if that is not wanted.
+
+    The model and the processor are checked when the model is loaded (invariance/model.py).
+    """
+    models = [kind.name for kind in wanted(options)]
+    reasons = (
+        (not options.coupled, "vLLM's own runner has none on CPU: leave batch_invariant out"),
+        (runner_of(options.engine) == V2, "on CPU it needs engine v1"),
+        (options.tensor_parallel_size > 1, "on CPU it needs tensor_parallel_size 1"),
+        (
+            options.enforce_eager is False,
+            "on CPU it needs layers that are not compiled: leave enforce_eager out",
+        ),
+        (options.trees, "on CPU branches of drafts are computed apart: set max_branches to 0"),
+        (bool(models), f"on CPU it is not known beside draft models: leave {' and '.join(models)} out"),
+    )
+    found = next((reason for applies, reason in reasons if applies), "")
+    return f"batch_invariant: {found}" if options.batch_invariant and found else ""
 
 
 def parallelism_refusal(*, tensor: int, experts: bool, pipeline: int, data: int) -> tuple[str, str]:

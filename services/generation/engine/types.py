@@ -53,6 +53,8 @@ KERNELS_KEY = "paceline_kernels"
 """Key in vLLM's additional_config for the name of the kernels' backend, if it is not auto."""
 QUANTIZED, EAGLE3 = "quantized", "eagle3"
 """Names of the drafters that have a separate model."""
+INVARIANCE_KEY = "paceline_batch_invariant"
+"""Key in vLLM's additional_config that says whether a CPU worker makes its logits independent of the batch."""
 TREES_KEY = "paceline_trees"
 """Key in vLLM's additional_config that says whether drafts may be trees."""
 
@@ -87,7 +89,8 @@ class EngineOptions:
     `engine`: auto, v1 or v2, vLLM's model runner (environment.py).
     `schedule_ahead`: on v2, schedule a step while the device still computes the previous one.
     `draft_window`: capture CUDA graphs for this many draft tokens per sample; 0 keeps vLLM's own sizes.
-    `enable_expert_parallel`: each rank has whole experts. `batch_invariant`: vLLM's mode (environment.py).
+    `enable_expert_parallel`: each rank has whole experts. `batch_invariant`: logits that do
+    not depend on the batch, by vLLM's mode on CUDA (environment.py), by invariance/ on CPU.
     `kernels`: auto, triton or reference (kernels/backend.py), for this process and its workers.
     `trees`: verify draft trees if the engine can (model_support.py), otherwise their primary chains.
     `quantized`: draft with a quantized copy of the weights; `eagle3`: with a trained head.

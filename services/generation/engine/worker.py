@@ -28,7 +28,7 @@ from services.generation.engine.runner import coupled
 from services.generation.engine.step_sizes import row_capacity, step_memory
 from services.generation.engine.traits import engine_traits, kinds_of
 from services.generation.engine.trees.attention import BRANCHES, BranchAttention, TreeSteps
-from services.generation.engine.types import KERNELS_KEY, TREES_KEY, DraftRequest, DraftResult
+from services.generation.engine.types import INVARIANCE_KEY, KERNELS_KEY, TREES_KEY, DraftRequest, DraftResult
 from services.generation.kv_transfer.port import KvWorkerMixin
 from services.platform.memory import return_freed_memory
 
@@ -188,6 +188,15 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
         super().init_device()
         self.use_kernels()
         self.couple(self.model_runner)
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the model, and make its logits independent of the batch if that is wanted."""
+        super().load_model(**kwargs)
+        if self.vllm_config.additional_config.get(INVARIANCE_KEY):
+            # Imported late, because only a CPU worker can import it.
+            from services.generation.engine.invariance.model import make_invariant
+
+            make_invariant(self.model_runner.get_model(), self.vllm_config)
 
     def use_branches(self) -> BranchAttention:
         """Replace vLLM's attention by one that computes branches in copies of their blocks."""

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from kernels.backend import Backend
 from kernels.short_query_attention.race import AttentionName
 from services.generation.config import GenerationConfig
+from services.generation.engine import environment
 from services.generation.engine.attention_backend import use_attention
 from services.generation.engine.environment import INVARIANCE_VARIABLE, choose_invariance, invariance_refusal
 
@@ -53,7 +54,12 @@ def test_graphs_are_captured_for_the_drafts_that_may_come(speculation: Any, wind
 
 @pytest.mark.parametrize(
     ("capability", "reason"),
-    [(None, "on CPU vLLM has no"), ((7, 5), "this one has 7.5"), ((8, 0), ""), ((9, 0), "")],
+    [
+        (None, "compute capability 8.0 or above, or a CPU"),
+        ((7, 5), "this one has 7.5"),
+        ((8, 0), ""),
+        ((9, 0), ""),
+    ],
 )
 def test_batch_invariance_needs_a_device_that_has_it(
     capability: tuple[int, int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +77,9 @@ def test_batch_invariance_needs_a_device_that_has_it(
 def test_batch_invariance_is_chosen_before_vllm_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(os.environ, INVARIANCE_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(environment, "on_cpu", lambda: True)
+    choose_invariance(True)
+    monkeypatch.setattr(environment, "on_cpu", lambda: False)
     choose_invariance(False)
     assert INVARIANCE_VARIABLE not in os.environ
     with pytest.raises(RuntimeError, match="before vLLM is imported"):
