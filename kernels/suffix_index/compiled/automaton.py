@@ -270,19 +270,23 @@ def extend(states, edges, scalars, last, token, weight, reach):
     when there is no room.
     """
     needed, edge = 0, np.int64(NONE)
-    known = last  # the longest suffix that the token has followed before
+    # The longest suffix that the token has followed before, and the suffix before that.
+    known, before = last, np.int64(NOWHERE)
     while known != NOWHERE:
         edge = find(states, edges, known, token)
         if edge != NONE:
             break
         needed += rows_to_add(states, edges, known)
-        known = np.int64(states[known].link)
+        before, known = known, np.int64(states[known].link)
     target, divided = np.int64(NOWHERE), False
     if known != NOWHERE:
         target = target_of(states, edges, known, edge)
         divided = states[target].length != states[known].length + 1
         if divided:
             needed += rows_to_copy(states, target)
+            if target == before:
+                # A run of one token: the part becomes a suffix of the text, too, and gets an edge of its own.
+                needed += rows_to_add(states, edges, target)
     if scalars[STATES] + 2 > len(states) or scalars[EDGES_END] + needed > len(edges):
         scalars[LACKING] = needed
         return np.int64(NOWHERE)
