@@ -119,7 +119,7 @@ class Rig:
 
     def tokens(self, handle: int) -> list[int]:
         deltas = [each for response in self.responses for each in response.deltas if each.handle == handle]
-        return [token for each in deltas for token in each.token_ids]
+        return [token for each in deltas for token in each.tokens.token_ids]
 
     def value(self, name: str) -> float | None:
         return self.registry.get_sample_value(name)
