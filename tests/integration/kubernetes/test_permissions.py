@@ -15,14 +15,8 @@ from kubernetes.aio.config import incluster_config
 from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
-from services.policy.scaling.kubernetes_client import (
-    ApiConflict,
-    ApiForbidden,
-    Election,
-    KubernetesClient,
-    connected,
-)
-from services.policy.scaling.metrics import ScalingMetrics
+from services.policy.scaling.kubernetes_client import Election, KubernetesClient, connected
+from services.policy.scaling.metrics import ApiConflict, ClusterError, ScalingMetrics
 from tests.integration.kubernetes.conftest import SpaceMaker
 from tests.integration.kubernetes.release import Space
 from tests.integration.kubernetes.test_examples import EXAMPLES
@@ -144,8 +138,9 @@ async def test_the_scaler_works_with_a_token_of_its_account(
             break
         assert space.pools()[SCALED] == 4
         for call in (client.scale(RESERVED), client.set_scale(RESERVED, 9, ""), client.lease("another")):
-            with pytest.raises(ApiForbidden):
+            with pytest.raises(ClusterError) as refused:
                 await call
+            assert refused.value.kind == "forbidden"
         assert not await client.pod_is_ready(f"{SCALED}-0")
 
         election = Election(client, LEASE, "a", 30.0, ScalingMetrics(CollectorRegistry()))
