@@ -40,7 +40,11 @@ class RunnerUp(NamedTuple):
 
 @dataclass(slots=True)
 class EngineMeasurement:
-    """Figures of a round. `step_seconds` has only the steps in which all samples in flight decoded."""
+    """Figures of a round.
+
+    `step_seconds` has only the steps in which all samples in flight decoded. `step_rows` has the rows of each of
+    these: its samples and their draft tokens.
+    """
 
     responses: dict[str, list[int]] = field(default_factory=dict)
     runners_up: dict[str, list[RunnerUp]] = field(default_factory=dict)
@@ -50,6 +54,7 @@ class EngineMeasurement:
     drafted: int = 0
     accepted: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    step_rows: list[int] = field(default_factory=list)
     noise_seconds: float = 0.0
     all_steps_seconds: float = 0.0
 
@@ -201,15 +206,17 @@ def _run(engine: Any, order: EngineRound, serial: int, clock: _NoiseClock) -> En
             if speculation is not None:
                 speculation.begin(DraftContext(request.sample_id, request.prompt, request.given))
         step_began = time.perf_counter()
+        drafts: Mapping[str, Sequence[int]] = {}
         if speculation is not None:
             states: list[EngineSampleState] = engine.decoding()
-            drafts: Mapping[str, Sequence[int]] = speculation.drafts(states, engine.row_capacity)
+            drafts = speculation.drafts(states, engine.row_capacity)
             engine.put_drafts(drafts)
         steps: list[SampleStep] = engine.step()
         took = time.perf_counter() - step_began
         measured.all_steps_seconds += took
         if not arrived and len(running) == order.in_flight:
             measured.step_seconds.append(took)
+            measured.step_rows.append(len(running) + sum(map(len, drafts.values())))
         for step in steps:
             _record(measured, step, running, speculation)
         measured.steps += 1

@@ -61,14 +61,21 @@ def _cell(result: Result, table: str, first: Sequence[str], column: str) -> str:
 
 
 def _bfloat16(result: Result) -> str:
+    modes = {
+        "float32": "float32",
+        "bfloat16": "bfloat16",
+        "batch_invariant": "bfloat16 with `batch_invariant`",
+    }
     differing = ", ".join(
-        f"{_figure(result, f'{name}_differing_per_thousand')} in {name}"
+        f"{_figure(result, f'{name}_differing_per_thousand')} in {mode}"
         f" ({_figure(result, f'{name}_compared')} tokens)"
-        for name in ("float32", "bfloat16")
+        for name, mode in modes.items()
     )
     return (
         f"tokens in a thousand that differ in a batch of another shape: {differing};"
-        f" differences in bfloat16 that are no near-ties: {_figure(result, 'bfloat16_no_near_ties')}"
+        f" differences in bfloat16 that are no near-ties: {_figure(result, 'bfloat16_no_near_ties')};"
+        f" a step with `batch_invariant`, of bfloat16's: {_figure(result, 'batch_invariant_step_of_bfloat16')},"
+        f" with drafts {_figure(result, 'batch_invariant_verifying_step_of_bfloat16')}"
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench.coupled.engine_process import EngineProcess, EngineRound
+from bench.coupled.engine_process import EngineMeasurement, EngineProcess, EngineRound
 from bench.precision.differences import Differences, JudgedRun, compare, joined, same_share
 from bench.report import format_value, option_parser, say, show_rows, write
 from examples.tinymath.curriculum import curriculum_of
@@ -36,7 +36,10 @@ class PrecisionMode(NamedTuple):
     batch_invariant: bool
 
 
-FAST, BASE = "bfloat16", "the batches that are compared with"
+_WINDOW = 8
+FAST = "bfloat16"
+BASE, ALONE, DRAFTED = "the batches that are compared with", "one sample", f"{_WINDOW} drafts a sample"
+"""Shapes of batches."""
 MODES = {
     "float32": PrecisionMode("float32", "float32", False),
     FAST: PrecisionMode("bfloat16", "bfloat16", False),
@@ -44,7 +47,6 @@ MODES = {
 }
 """Engines by their names in the table."""
 _LENGTHS = (1_000, 8_000)
-_WINDOW = 8
 COLUMNS = (
     "precision",
     "batch compared with",
@@ -59,9 +61,9 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMode:
-    """What each shape of batch changes, and the median time of the steps of each shape, in seconds.
+    """What each shape of batch changes, and the median time of a step of each shape, in seconds.
 
-    `step_seconds` has the batches that are compared with, too.
+    `step_seconds` has the batches that are compared with, too. Only steps with the most rows count.
     """
 
     differences: Mapping[str, Differences]
@@ -114,7 +116,7 @@ def measure(
         def run(what: str, order: EngineRound) -> JudgedRun:
             measured = engine.run(order)
             say(f"precision: {mode}, {what}: {measured.tokens} tokens in {measured.seconds:.0f} s")
-            seconds[what] = median(measured.step_seconds)
+            seconds[what] = _full_step(measured)
             return JudgedRun(measured.responses, measured.runners_up)
 
         base = run(BASE, EngineRound(requests, batch))
@@ -124,14 +126,22 @@ def measure(
             {each.sample_id: base.tokens[each.sample_id] for each in few},
             {each.sample_id: base.runners_up[each.sample_id] for each in few},
         )
-        one, several = "one sample", f"{_WINDOW} drafts a sample"
+        verifying = EngineRound(drafted, max(1, batch // 4), "reference", _WINDOW)
         found = {
-            one: compare(some, run(one, EngineRound(few, 1))),
-            several: compare(
-                base, run(several, EngineRound(drafted, max(1, batch // 4), "reference", _WINDOW))
-            ),
+            ALONE: compare(some, run(ALONE, EngineRound(few, 1))),
+            DRAFTED: compare(base, run(DRAFTED, verifying)),
         }
         return MeasuredMode(found, seconds)
+
+
+def _full_step(measured: EngineMeasurement) -> float:
+    """Return the median time of the steps with the most rows, in seconds.
+
+    Drafts are refused at other places in each mode, so that only steps with all drafts are the same work.
+    """
+    most = max(measured.step_rows)
+    steps = zip(measured.step_seconds, measured.step_rows, strict=True)
+    return median(took for took, rows in steps if rows == most)
 
 
 def figures_of(found: Mapping[str, MeasuredMode]) -> dict[str, float]:
@@ -145,6 +155,8 @@ def figures_of(found: Mapping[str, MeasuredMode]) -> dict[str, float]:
             f"{name}_largest_margin": whole.largest_margin,
             f"{name}_compared": whole.compared,
             f"{name}_step_of_{FAST}": measured.step_seconds[BASE] / found[FAST].step_seconds[BASE],
+            f"{name}_verifying_step_of_{FAST}": measured.step_seconds[DRAFTED]
+            / found[FAST].step_seconds[DRAFTED],
         }
         for length in _LENGTHS:
             figures[f"{name}_same_samples_of_{length}"] = same_share(whole.per_thousand, length)
