@@ -60,7 +60,7 @@ class LearnerReplay:
     last_rollout_seconds: float
     """Rollout seconds of the last part of the run."""
     slow_rollout_seconds: float
-    """Rollout seconds at the pessimistic end of the band; all other figures are those of the optimistic end."""
+    """Rollout seconds at the pessimistic end of the band; all other figures are figures of the optimistic end."""
 
     @property
     def seconds(self) -> float:

@@ -285,7 +285,7 @@ def extend(states, edges, scalars, last, token, weight, reach):
         if divided:
             needed += rows_to_copy(states, target)
             if target == before:
-                # A run of one token: the part becomes a suffix of the text, too, and gets an edge of its own.
+                # A run of one token: the part becomes a suffix of the text, too, and gets an edge for it.
                 needed += rows_to_add(states, edges, target)
     if scalars[STATES] + 2 > len(states) or scalars[EDGES_END] + needed > len(edges):
         scalars[LACKING] = needed

@@ -34,7 +34,7 @@ _BATCH_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Names of prompts become part of seeds, logs and history: long ones are a mistake.
 _LONGEST_PROMPT_ID = 256
-# One of so many shares of a message is left for the other fields of its sample.
+# One of `_SHARES` equal parts of a message is left for the other fields of its sample.
 _SHARES = 64
 ENOUGH = 64
 """Number of violations after which a check stops: a reader needs no more."""

@@ -179,7 +179,7 @@ def _attention(
     values: torch.Tensor,
     groups: Sequence[tuple[int, int]],
 ) -> torch.Tensor:
-    """Return the attention of groups of neighbouring positions, each as a sample of its own."""
+    """Return the attention of groups of neighbouring positions, each as a separate sample."""
     rows = query[groups[0][0] : groups[-1][1]].contiguous()
     output = torch.empty_like(rows)
     ends = torch.tensor([end for _, end in groups], dtype=torch.int32)

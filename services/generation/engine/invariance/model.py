@@ -96,7 +96,7 @@ class InvariantHeadMethod(UnquantizedEmbeddingMethod):
 
 
 class InvariantMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's metadata, with each group of query tokens as a sample of its own."""
+    """vLLM's metadata, with each group of query tokens as a separate sample."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
