@@ -61,7 +61,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMode:
-    """What each shape of batch changes, and the median time of a step of each shape, in seconds.
+    """Differences by shape of batch, and the median time of a step of each shape, in seconds.
 
     `step_seconds` has the batches that are compared with, too. Only steps with the most rows count.
     """

@@ -60,7 +60,7 @@ class HeadForm:
     def most_queries(self) -> int:
         """Return the most query tokens for which vLLM's attention divides a context as for a single one."""
         rows, shared = QUERY_ROWS[self.isa], self.heads // self.kv_heads
-        # Where the heads that share KV do not fill its rows, vLLM computes each with the tokens of one head.
+        # vLLM computes each head with its own tokens if the heads that share KV do not fill the rows.
         return rows // shared if rows % shared == 0 else rows
 
 
@@ -88,7 +88,7 @@ def checked_least_rows(form: ProductForm) -> int:
             [layer.cpu_linear(row.repeat(count, 1), layer.weight, layer.bias) for count in counts]
         )
         if not least:
-            what = f"{form.inputs} by {form.outputs} in {_name(form.dtype)}"
+            what = f"{form.inputs} by {form.outputs} in {dtype_name(form.dtype)}"
             raise NotInvariant(f"on this processor a product of {what} depends on its number of rows")
         found = max(found, least)
     return found
@@ -144,7 +144,7 @@ def check_attention(form: HeadForm, longest: int) -> None:
         together = [(place, min(place + most, end)) for place in range(begin, end, most)]
         one, other = (_attention(form, query, keys, values, groups) for groups in (alone, together))
         if not torch.equal(one, other):
-            what = f"{form.heads} heads of {form.size} in {_name(form.dtype)} ({form.isa})"
+            what = f"{form.heads} heads of {form.size} in {dtype_name(form.dtype)} ({form.isa})"
             raise NotInvariant(f"on this processor attention of {what} depends on the number of query tokens")
 
 
@@ -207,5 +207,6 @@ def _fixed(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as settings have it."""
     return str(dtype).removeprefix("torch.")

@@ -52,6 +52,7 @@ from services.generation.engine.invariance.checks import (
     check_attention,
     check_by_row,
     checked_least_rows,
+    dtype_name,
     schedule_of,
 )
 from services.generation.engine.invariance.rows import in_parts, query_groups
@@ -158,7 +159,7 @@ def _refusal(model: nn.Module, config: VllmConfig) -> str:
     settings = config.model_config
     if others := [each for each in settings.architectures if each not in ARCHITECTURES]:
         return f"on CPU it is known for {', '.join(ARCHITECTURES)}, and not for architecture {others[0]}"
-    name = str(settings.dtype).removeprefix("torch.")
+    name = dtype_name(settings.dtype)
     if settings.dtype not in DTYPES:
         return f"on CPU it is known for dtypes bfloat16 and float32, and not for {name}"
     if others := [each.isa for each in _heads_of(model, config) if each.isa not in QUERY_ROWS]:

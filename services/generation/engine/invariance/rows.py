@@ -49,7 +49,7 @@ def in_parts(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, l
     More rows are divided evenly, and fewer are padded with zeros.
 
     Args:
-        product: function of rows [m, k] that returns rows [m, n], each of its own row only.
+        product: function of rows [m, k] that returns rows [m, n]; each depends on the same row of x only.
         x: rows, [m, k].
         least: fewest rows of a product, at most half of `MOST_ROWS`.
     """
