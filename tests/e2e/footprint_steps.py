@@ -25,7 +25,7 @@ class Trainer:
     """A trainer that does one step after another."""
 
     def __init__(self, platform: Platform, *, prompts: int, tokens: int) -> None:
-        """Its data set has so many prompts; samples have so many tokens."""
+        """The data set has `prompts` prompts; each sample has `tokens` tokens."""
         self._platform = platform
         self._prompts = prompts
         self._sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -60,11 +60,13 @@ class Trainer:
         return [Group(f"p{number}", [3 + number % 60, 4, 5], SAMPLES // 8) for number in numbers]
 
 
-def observe(trainer: Trainer, platform: Platform, steps: int, tell: Callable[[Record], None]) -> Record:
-    """Do so many steps and return what was held after each."""
+def observe(
+    step: Callable[[], object], platform: Platform, steps: int, tell: Callable[[Record], None]
+) -> Record:
+    """Call `step` `steps` times and return what was held after each call."""
     found = Record()
     for _ in range(steps):
-        trainer.step()
+        step()
         found.add(footprints(platform), keys(platform))
         tell(found)
     return found

@@ -1,6 +1,6 @@
 """No process of the platform holds more files, threads or keys of Redis from step to step.
 
-`tests.support.footprint` says what counts as growth. The long form is test_footprint_soak.py, which judges memory
+`tests.support.footprint` says what counts as growth. The long form is test_thousand_steps.py, which judges memory
 as well: it starts a platform of its own, and so cannot lie in a file that borrows one.
 """
 
@@ -20,5 +20,5 @@ hundred. Redis keeps two keys of a batch for ten minutes, and one of a hint."""
 
 def test_a_few_steps_leave_nothing_behind(platform: Platform) -> None:
     with Trainer(platform, prompts=16, tokens=12) as trainer:
-        found = observe(trainer, platform, STEPS, lambda record: None)
+        found = observe(trainer.step, platform, STEPS, lambda record: None)
     assert found.above(LIMITS) == {}

@@ -52,14 +52,18 @@ class Served:
 def proxy() -> Iterator[str]:
     """URL of Ray's proxy on a local Ray."""
     port = free_port()
-    # In the main thread: the processes that it starts end with the thread that starts them.
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Serve kills a proxy that is not ready after five seconds, which a busy machine needs to start it.
+        for check in ("READY", "HEALTH"):
+            patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", "60")
+        # In the main thread: the processes that it starts end with the thread that starts them.
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
 
 
 @pytest.fixture
