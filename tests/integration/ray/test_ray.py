@@ -16,6 +16,7 @@ import paceline
 from paceline import Client, Group, RetryPolicy, SamplingParams
 from paceline.types import InstanceState
 from services.ray.config import RayConfig
+from tests.support.local_ray import LOCAL_RAY
 from tests.support.models import tiny_model
 
 ray = pytest.importorskip("ray")
@@ -55,7 +56,7 @@ def platform(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "--threads-bind=0",
         ],
     )
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=config.ray_namespace)
+    ray.init(**LOCAL_RAY, namespace=config.ray_namespace)
     platform = RayPlatform(config)
     try:
         platform.start()

@@ -15,6 +15,7 @@ from services.platform.config import ConfigError
 from tests.integration.facade.conftest import expected
 from tests.integration.gateway.conftest import CALL, Cluster, cluster, until
 from tests.support.fake_instance import FakeInstance
+from tests.support.local_ray import LOCAL_RAY
 from tests.support.ports import free_port
 
 ray = pytest.importorskip("ray")
@@ -57,7 +58,7 @@ def proxy() -> Iterator[str]:
         for check in ("READY", "HEALTH"):
             patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", "60")
         # In the main thread: the processes that it starts end with the thread that starts them.
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init(**LOCAL_RAY)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield f"http://127.0.0.1:{port}"

@@ -89,6 +89,11 @@ class ScriptedCoordinator:
         return held
 
 
+def ended(held: Held) -> bool:
+    """Return True if a poll reports an item that does not run any more."""
+    return any(state != "running" for _, state in held.told.values())
+
+
 class Store:
     """Keeps the longest rollout of each slot."""
 
@@ -308,7 +313,7 @@ async def test_items_that_meet_real_work_are_given_back(rig: Rig) -> None:
     # The answer is on its way when the real sample comes.
     held.answer(item(1))
     await rig.start_real()
-    held = await rig.coordinator.asked(lambda each: each.told)
+    held = await rig.coordinator.asked(ended)
     assert held.told[1][1] == "returned"
     assert len(rig.engine.requests) == 1
 
@@ -550,7 +555,7 @@ async def test_near_ties_are_forked_until_real_work_comes(rig: Rig) -> None:
     assert (rig.value("pregenerated_tokens_total"), rig.value("forked_tokens_total")) == (12, 4)
     # A fork is not counted as a sample, and nobody is told of it.
     assert rig.value("pregenerated_samples_total", outcome="partial") == 0
-    held = await rig.coordinator.asked(lambda each: each.told)
+    held = await rig.coordinator.asked(ended)
     assert held.told == {1: (12, "finished")}
 
 
