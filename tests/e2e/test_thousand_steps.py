@@ -17,7 +17,6 @@ from random import Random
 from typing import Any, Self
 
 import pytest
-from safetensors.torch import save_file
 
 from examples.tinymath.options import MODEL, Options
 from examples.tinymath.records import StepRecord
@@ -175,10 +174,8 @@ class Training:
 
     def _policy(self) -> Oracle:
         """Return the policy that the samples are of: the learner's, before it learns from them."""
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-            (self._folder / name).write_bytes((MODEL / name).read_bytes())
-        weights = {name: tensor.contiguous() for name, tensor in self._learner.model.state_dict().items()}
-        save_file(weights, self._folder / "model.safetensors", metadata={"format": "pt"})
+        policy: Any = self._learner.model
+        policy.save_pretrained(self._folder)
         return Oracle(self._folder)
 
 
@@ -190,7 +187,6 @@ def test_a_thousand_steps_give_the_policys_samples_and_leave_nothing_behind(
     platform, option = whole_platform, request.config.getoption
     steps, seed = option("soak_steps") or STEPS, option("chaos_seed") or int(time.time())
     progress, began, folder = Progress("thousand", steps, "step"), time.monotonic(), tmp_path / "policy"
-    folder.mkdir()
     print(f"thousand: repeat with --soak-steps={steps} --chaos-seed={seed}", flush=True)
     # What a new process holds is judged once no process is new any more.
     disturbed = steps // 2
