@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,37 +62,28 @@ def may_be_retried(error: PacelineError) -> bool:
     return isinstance(error, UnavailableError)
 
 
+@dataclass(slots=True)
 class Backoff:
-    """Delays between the attempts at one call; progress (an event of a stream) resets them."""
+    """Delays between the attempts at one call."""
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        draw: Callable[[], float] = random.random,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._policy = policy
-        self._draw = draw
-        self._clock = clock
-        self._began = 0.0
-        self._wrong_since: float | None = None
-        self.failures = 0
-        """Consecutive attempts that failed."""
-
-    def progress(self) -> None:
-        """Reset the delays: the call received an event."""
-        self.failures = 0
+    policy: RetryPolicy
+    draw: Callable[[], float] = random.random
+    clock: Callable[[], float] = time.monotonic
+    failures: int = 0
+    """Consecutive attempts that failed. An event of a stream resets them, and so the delays."""
+    _began: float = 0.0
+    _wrong_since: float | None = None
 
     def seconds_left(self) -> float:
         """Return the seconds until the error is raised if the call continues to fail."""
-        return max(0.0, self._began + self._policy.seconds - self._clock())
+        return max(0.0, self._began + self.policy.seconds - self.clock())
 
     def delay_after(self, error: PacelineError, wrong_address: bool = False) -> float | None:
         """Return the seconds to wait before the next attempt; None: raise the error instead.
 
         `wrong_address`: the error shows that no gateway will ever answer at the address.
         """
-        now = self._clock()
+        now = self.clock()
         if not wrong_address:
             self._wrong_since = None
         elif self._wrong_since is None:
@@ -99,11 +91,11 @@ class Backoff:
         if self.failures == 0:
             self._began = now
         self.failures += 1
-        policy = self._policy
+        policy = self.policy
         # Bounded before the power: there may be thousands of failures.
         growth = policy.multiplier ** min(self.failures - 1, 64)
         delay = min(policy.maximum, policy.initial * growth)
-        delay *= 1.0 + policy.jitter * (2.0 * self._draw() - 1.0)
+        delay *= 1.0 + policy.jitter * (2.0 * self.draw() - 1.0)
         delay = max(delay, error.retry_after or 0.0)
         if not may_be_retried(error) or now + delay > self._began + policy.seconds:
             return None
@@ -164,21 +156,19 @@ class Caller:
         seconds = (turn or self._stream_seconds) if stream.resumable else None
         while not stream.whole():
             began, silent = time.monotonic(), True
-            attempt = self._transport.open(stream, seconds)
             try:
-                async for answer in attempt:
-                    backoff.progress()
-                    silent, self._reached = False, True
-                    for event in stream.read(answer):
-                        seen = True
-                        yield event
+                async with aclosing(self._transport.open(stream, seconds)) as answers:
+                    async for answer in answers:
+                        backoff.failures = 0
+                        silent, self._reached = False, True
+                        for event in stream.read(answer):
+                            seen = True
+                            yield event
                 if stream.complete():
                     return
                 failure: errors.PacelineError = errors.cut_short()
             except grpc.RpcError as error:
                 failure = await self._failure(error)
-            finally:
-                await attempt.end()
             if seen and not stream.resumable:
                 raise failure
             if seconds is not None and _is_own_deadline(failure, began, seconds):
@@ -190,7 +180,7 @@ class Caller:
                     return
                 else:
                     # The stream worked until its time limit.
-                    backoff.progress()
+                    backoff.failures = 0
             elif not stream.whole() and not (stream.renew and await stream.renew(failure)):
                 await self._wait(backoff, failure, stream.method)
 

@@ -11,11 +11,11 @@ import contextvars
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -23,7 +23,7 @@ from paceline.blocking import StopSignal, may_be_stopped, on_stop
 from paceline.errors import client_closed
 from paceline.transport import channel
 from paceline.transport.channel import Address, parse_address, speaks_tls
-from paceline.transport.interface import Ended, Stream, StreamAttempt, Unary
+from paceline.transport.interface import Ended, Stream, Unary
 from paceline.transport.options import ConnectionOptions
 from paceline.v1 import fleet_pb2_grpc, rollout_pb2_grpc, weight_pb2_grpc
 
@@ -137,15 +137,27 @@ class GrpcTransport(ABC, Generic[C]):
         try:
             return await self._answer(connection, unary)
         except grpc.RpcError as error:
-            self.failed(connection, error, silent=True)
+            self._failed(connection, error, silent=True)
             raise
         finally:
-            await self.release(connection)
+            await self._release(connection)
 
-    def open(self, stream: Stream[Any], seconds: float | None) -> StreamAttempt:
-        """Open a stream."""
+    async def open(self, stream: Stream[Any], seconds: float | None) -> AsyncGenerator[Any, None]:
+        """Open a stream and iterate over its answers."""
         connection = self._dialer.take()
-        return _Attempt(self, connection, self._options.open(connection.stubs, stream, seconds))
+        call, silent = None, True
+        try:
+            call = self._options.open(connection.stubs, stream, seconds)
+            async for answer in self._answers(call):
+                silent = False
+                yield answer
+        except grpc.RpcError as error:
+            self._failed(connection, error, silent)
+            raise
+        finally:
+            if call is not None:
+                call.cancel()
+            await self._release(connection)
 
     async def lacks_tls(self) -> bool:
         """Return True if calls are sent in plain text to a server that speaks TLS."""
@@ -165,13 +177,13 @@ class GrpcTransport(ABC, Generic[C]):
         self._options.check_secret(parse_address(address), tls)
         return channel.open_channel(address, tls or self._options.tls)
 
-    def failed(self, connection: DialedChannel[C], error: Any, silent: bool) -> None:
+    def _failed(self, connection: DialedChannel[C], error: Any, silent: bool) -> None:
         """Replace the connection if the gateway did not serve the call; `silent`: it has sent nothing."""
         lost = error.code() is grpc.StatusCode.UNAVAILABLE
         if lost or (silent and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
             self._dialer.give_up(connection)
 
-    async def release(self, connection: DialedChannel[C]) -> None:
+    async def _release(self, connection: DialedChannel[C]) -> None:
         """End a call, and close its connection if that was given up and has no other call."""
         unused = self._dialer.give_back(connection)
         if unused is not None:
@@ -186,39 +198,12 @@ class GrpcTransport(ABC, Generic[C]):
         """Make a unary call."""
 
     @abstractmethod
-    def answers(self, call: Any) -> AsyncIterator[Any]:
+    def _answers(self, call: Any) -> AsyncIterable[Any]:
         """Return the answers of a stream."""
 
     @abstractmethod
     async def _close_channel(self, unused: C) -> None:
         """Close a channel, ending its calls."""
-
-
-class _Attempt(Generic[C]):
-    """Attempt at a stream on one connection, which it gives back."""
-
-    def __init__(self, transport: GrpcTransport[C], connection: DialedChannel[C], call: Any) -> None:
-        self._transport = transport
-        self._connection = connection
-        self._call = call
-        self._answers = transport.answers(call)
-        self._silent = True
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            answer = await anext(self._answers)
-        except grpc.RpcError as error:
-            self._transport.failed(self._connection, error, self._silent)
-            raise
-        self._silent = False
-        return answer
-
-    async def end(self) -> None:
-        self._call.cancel()
-        await self._transport.release(self._connection)
 
 
 class AioTransport(GrpcTransport[grpc.aio.Channel]):
@@ -264,9 +249,9 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
     async def _answer(self, connection: DialedChannel[grpc.aio.Channel], unary: Unary) -> Any:
         return await self._options.begin(connection.stubs, unary)
 
-    def answers(self, call: Any) -> AsyncIterator[Any]:
-        """Return the answers of a stream."""
-        return aiter(call)
+    def _answers(self, call: Any) -> AsyncIterable[Any]:
+        answers: AsyncIterable[Any] = call
+        return answers
 
     async def _close_channel(self, unused: grpc.aio.Channel) -> None:
         await unused.close()
@@ -328,20 +313,14 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
             call.cancel()
             raise
 
-    def answers(self, call: Any) -> AsyncIterator[Any]:
-        """Return the answers of a stream."""
-        return _blocking_answers(call)
+    async def _answers(self, call: Any) -> AsyncGenerator[Any, None]:
+        while True:
+            try:
+                with on_stop(call.cancel):
+                    answer = next(call)
+            except StopIteration:
+                return
+            yield answer
 
     async def _close_channel(self, unused: grpc.Channel) -> None:
         unused.close()
-
-
-async def _blocking_answers(call: Any) -> AsyncGenerator[Any, None]:
-    """Iterate over the answers of a blocking stream."""
-    while True:
-        try:
-            with on_stop(call.cancel):
-                answer = next(call)
-        except StopIteration:
-            return
-        yield answer

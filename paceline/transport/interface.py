@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -55,16 +55,6 @@ class Stream(Generic[R_co]):
     """Called after a failure: returns True if the stream can be opened again at once, or raises."""
 
 
-class StreamAttempt(Protocol):
-    """One attempt at a stream: an iterator over its answers."""
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """Iterate over the answers; raise grpc.RpcError when the stream fails."""
-
-    async def end(self) -> None:
-        """End the stream, if it has not ended."""
-
-
 class Transport(Protocol):
     """Connection to a gateway. Methods that are awaited may raise grpc.RpcError."""
 
@@ -74,8 +64,11 @@ class Transport(Protocol):
     def post(self, unary: Unary, ended: Ended) -> None:
         """Begin a unary call in the background; `ended` is called with its status, perhaps in another thread."""
 
-    def open(self, stream: Stream[Any], seconds: float | None) -> StreamAttempt:
-        """Open a stream that ends with DEADLINE_EXCEEDED after `seconds`, if given."""
+    def open(self, stream: Stream[Any], seconds: float | None) -> AsyncGenerator[Any, None]:
+        """Make one attempt at a stream: iterate over its answers; raise grpc.RpcError when it fails.
+
+        It ends with DEADLINE_EXCEEDED after `seconds`, if given. Closing the iterator ends the call.
+        """
 
     async def sleep(self, seconds: float) -> bool:
         """Wait; return False if the transport was closed meanwhile."""

