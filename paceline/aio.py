@@ -117,7 +117,10 @@ class AsyncClient(GatewayCalls):
         first, *others = shards_of(address)
         if others:
             members = [
-                OpenShard(each, type(self)(each.address, **self._options)) for each in (first, *others)
+                OpenShard(
+                    each.address, each.name, each.weight, calls=type(self)(each.address, **self._options)
+                )
+                for each in (first, *others)
             ]
             transport: Transport = SeveralTransports(members)
             super().__init__(transport, retry, stream_seconds, Shards(members, self._concurrency()))

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from paceline import convert
 from paceline import types as t
-from paceline.calls import GatewayCalls
-from paceline.calls.rollouts import BatchReading
+from paceline.calls.rollouts import BatchReading, RolloutCalls
 from paceline.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -35,17 +34,16 @@ _UNANSWERED = (UnavailableError, DeadlineExceededError, CancelledError)
 """Errors after which the gateway may nevertheless have received the call."""
 
 
-class BatchPart:
+class BatchPart(BatchReading):
     """A batch as a gateway has it: all of a trainer's batch, or a part of it."""
 
-    def __init__(self, calls: GatewayCalls, batch: t.Batch) -> None:
-        self._calls = calls
+    batch: t.Batch
+
+    def __init__(self, calls: RolloutCalls, batch: t.Batch) -> None:
+        super().__init__(calls, batch.run_id, batch.batch_id, batch=batch)
         self._prompts = {group.prompt_id for group in batch.groups}
-        self._given = 0
-        """Cursor of the last sample that the trainer was given."""
-        self._samples_read = self._samples_given = 0
-        """Samples that were read, perhaps by a thread ahead of the trainer, and the ones that it was given."""
-        self.reading = BatchReading(batch.run_id, batch.batch_id, batch=batch, submit=calls.send_batch)
+        self._given = self._samples_given = 0
+        """Cursor of the last sample that the trainer was given, and their number; more may have been read."""
         self.submitted: t.Submitted | None = None
         """The gateway's answer; None until it has room for the batch."""
 
@@ -55,31 +53,24 @@ class BatchPart:
         return self.submitted is not None and self.submitted.already_submitted
 
     @property
-    def cursor(self) -> int:
+    def given(self) -> int:
         """Cursor behind the last sample that was given."""
-        read = self.reading.cursor
+        # Before the count: another thread may read a sample meanwhile.
+        read = self.cursor
         # When the gateway has lost a batch, its cursors begin again.
-        return read if self._samples_given == self._samples_read else min(self._given, read)
+        return read if self._samples_given == self.taken else min(self._given, read)
 
     async def submit(self, *, queues: bool = True) -> bool:
         """Submit the batch, if it has not been. Without `queues`, return False if the gateway has no room yet."""
         if self.submitted is not None:
             return True
         try:
-            self.submitted = await self._send(queues)
+            self.submitted = await self._submit(self.batch, queues)
         except ResourceExhaustedError as error:
             if queues or error.retry_after is None:
                 raise
             return False
         return True
-
-    def events(self, turn: float | None = None) -> AsyncGenerator[t.SampleEvent, None]:
-        """Return the samples that were not read yet; with `turn`, read for at most that many seconds."""
-        return self._calls.events(self.reading.stream(), turn)
-
-    def note_read(self) -> None:
-        """Count a sample as read."""
-        self._samples_read += 1
 
     def give(self, event: t.SampleEvent) -> t.Sample:
         """Count a sample as given to the trainer, and return it."""
@@ -90,7 +81,7 @@ class BatchPart:
         """End unfinished samples and return how many there were; they are delivered as ABORTED."""
         # A part that waits for room is submitted, so that its samples are delivered like the others.
         await self.submit()
-        return await self._calls.cancel(self.reading.run_id, self.reading.batch_id, keep_partial=keep_partial)
+        return await self.calls.cancel(self.run_id, self.batch_id, keep_partial=keep_partial)
 
     async def report_rewards(
         self, rewards: Sequence[t.Reward], kl: float | None, clip_fraction: float | None
@@ -99,45 +90,31 @@ class BatchPart:
         own = [each for each in rewards if each.prompt_id in self._prompts]
         if not own and kl is None and clip_fraction is None:
             return 0
-        return await self._calls.report_rewards(
-            self.reading.run_id, self.reading.batch_id, own, kl=kl, clip_fraction=clip_fraction
+        return await self.calls.report_rewards(
+            self.run_id, self.batch_id, own, kl=kl, clip_fraction=clip_fraction
         )
 
     async def ack(self) -> int:
         """Acknowledge the samples given so far, which are not needed again; return how many were dropped."""
-        acked = self._advance_acked()
-        if not acked:
-            return 0
-        return await self._calls.ack(self.reading.run_id, self.reading.batch_id, acked)
+        # A batch that the gateway has lost is not read again from before this cursor.
+        self.acked = self.given
+        return await self.calls.ack(self.run_id, self.batch_id, self.acked) if self.acked else 0
 
     def post_ack(self) -> None:
         """Acknowledge in the background."""
-        if acked := self._advance_acked():
-            self._calls.post_ack(self.reading.run_id, self.reading.batch_id, acked)
-
-    def _advance_acked(self) -> int:
-        """Return the cursor to acknowledge; a lost batch is not read again from before it."""
-        self.reading.acked = self.cursor
-        return self.reading.acked
-
-    @property
-    def _batch(self) -> t.Batch:
-        batch = self.reading.batch
-        assert batch is not None, "it was given with the rollout"
-        return batch
-
-    async def _send(self, queues: bool) -> t.Submitted:
-        return await self._calls.send_batch(self._batch, queues=queues)
+        self.acked = self.given
+        if self.acked:
+            self.calls.post_ack(self.run_id, self.batch_id, self.acked)
 
 
 class OpenPart(BatchPart):
     """An open batch as a gateway has it, and the groups that were added: if the gateway loses it, it is rebuilt."""
 
-    def __init__(self, calls: GatewayCalls, batch: t.Batch) -> None:
+    def __init__(self, calls: RolloutCalls, batch: t.Batch) -> None:
         super().__init__(calls, replace(batch, groups=()))
         self._groups: list[t.Group] = []
         self._closed = False
-        self.reading.open, self.reading.submit = True, self._open
+        self.open = True
 
     def has(self, prompt_id: str) -> bool:
         """Return True if a group was added here."""
@@ -161,9 +138,9 @@ class OpenPart(BatchPart):
         """Close the batch, so that nothing can be added; return how many samples it has."""
         self._closed = True
         try:
-            return await self._calls.close_batch(self.reading.run_id, self.reading.batch_id)
+            return await self.calls.close_batch(self.run_id, self.batch_id)
         except NotFoundError:
-            await self._open(self._batch)
+            await self._submit(self.batch)
             return sum(group.samples for group in self._groups)
 
     async def cancel(self, *, keep_partial: bool = False) -> int:
@@ -173,35 +150,31 @@ class OpenPart(BatchPart):
 
     async def continue_sample(self, continuation: t.Continuation) -> None:
         """Continue a sample that has called a tool."""
-        await self._calls.continue_samples(self.reading.run_id, self.reading.batch_id, [continuation])
+        await self.calls.continue_samples(self.run_id, self.batch_id, [continuation])
 
     async def events_with_calls(self) -> AsyncGenerator[PartEvent, None]:
         """Iterate over the samples that were not read yet, and over tool calls, some of which are repeated."""
         # A client that has opened the batch as a new one has read all calls.
-        stream = self.reading.stream_with_calls(whole=self.known)
-        async with aclosing(self._calls.events(stream)) as events:
+        self.whole_calls = self.known
+        async with aclosing(self.events(self.read_with_calls)) as events:
             async for event in events:
-                self._samples_read += isinstance(event, t.SampleEvent)
                 yield self, event
 
     async def _add(self, groups: Sequence[t.Group]) -> int:
         try:
-            return await self._calls.add_samples(self.reading.run_id, self.reading.batch_id, groups)
+            return await self.calls.add_samples(self.run_id, self.batch_id, groups)
         except NotFoundError:
-            await self._open(self._batch)
+            await self._submit(self.batch)
             return sum(group.samples for group in groups)
 
-    async def _send(self, queues: bool) -> t.Submitted:
-        return await self._open(self._batch)
-
-    async def _open(self, batch: t.Batch) -> t.Submitted:
+    async def _submit(self, batch: t.Batch, queues: bool = True) -> t.Submitted:
         """Open the batch and add its groups. If the gateway has lost it, the same seeds give the same samples."""
-        known = await self._calls.open_batch(batch)
+        known = await self.calls.open_batch(batch)
         # A copy, because other tasks may add groups meanwhile.
         for run in runs_of(list(self._groups)) if self._groups else ():
-            await self._calls.add_samples(batch.run_id, batch.batch_id, run)
+            await self.calls.add_samples(batch.run_id, batch.batch_id, run)
         if self._closed:
-            await self._calls.close_batch(batch.run_id, batch.batch_id)
+            await self.calls.close_batch(batch.run_id, batch.batch_id)
         return t.Submitted(batch.batch_id, sum(group.samples for group in self._groups), known)
 
     def _keep(self, groups: Sequence[t.Group]) -> None:
@@ -227,17 +200,16 @@ async def submit_all(parts: Sequence[BatchPart]) -> None:
 
 async def read_in_turn(parts: Sequence[BatchPart]) -> AsyncGenerator[tuple[BatchPart, t.SampleEvent], None]:
     """Iterate over the samples of all parts that were not read yet. A single part, as usual, is just read."""
-    missing = [part for part in parts if not part.reading.whole()]
+    missing = [part for part in parts if not part.whole()]
     while missing:
         for part in list(missing):
             alone = len(missing) == 1
             if not await part.submit(queues=alone):
                 continue
-            async with aclosing(part.events(None if alone else TURN_SECONDS)) as events:
+            async with aclosing(part.events(part.read, None if alone else TURN_SECONDS)) as events:
                 async for event in events:
-                    part.note_read()
                     yield part, event
-            if alone or part.reading.whole():
+            if alone or part.whole():
                 missing.remove(part)
 
 

@@ -18,16 +18,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter, deque
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -162,8 +153,9 @@ class AsyncRollout:
     def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
         self._shards = client.shards
         self.batch = batch
-        self._parts: Mapping[str, Sequence[BatchPart]] = self._divide(batch)
+        self._parts = self._divide(replace(batch, batch_id=self._shards.id_of(batch.batch_id)))
         """Parts of the batch by the name of their shard: one of each, unless the batch is too large for a call."""
+        self._all_parts = [part for parts in self._parts.values() for part in parts]
         self._members = [member for member in self._shards.members if member.name in self._parts]
         self._ahead: deque[tuple[BatchPart, t.SampleEvent]] = deque()
         """Samples of several shards that were read and not given yet."""
@@ -173,12 +165,11 @@ class AsyncRollout:
         """Figures of the samples that were given."""
         self._whole: deque[list[t.Sample]] = deque()
         """Whole groups that were not given yet."""
-        self._wanted: dict[str, int] = {}
+        self._wanted = {group.prompt_id: group.samples for group in batch.groups}
         """Prompt id -> number of samples."""
         self._given_all = False
         """True after an iteration that reached the end."""
         self._failed = 0
-        self._want(batch.groups)
 
     def __repr__(self) -> str:
         given, of = self.step_stats.samples, f"{self.batch.run_id!r}, step {self.batch.step}"
@@ -187,18 +178,18 @@ class AsyncRollout:
     @property
     def submitted(self) -> t.Submitted:
         """The gateway's answer to the batch."""
-        known = all(part.known for part in self._all_parts())
+        known = all(part.known for part in self._all_parts)
         return t.Submitted(self.batch.batch_id, len(self), known)
 
     @property
     def cursor(self) -> int:
         """Cursor behind the last sample that was given; of the first part, if the batch has several."""
-        return next(iter(self._all_parts())).cursor
+        return self._all_parts[0].given
 
     @property
     def complete(self) -> bool:
         """True if every sample was given."""
-        return not self._ahead and all(part.reading.whole() for part in self._all_parts())
+        return not self._ahead and all(part.whole() for part in self._all_parts)
 
     def stats(self) -> dict[str, float]:
         """Return figures of the samples given so far: the same as `run.stats`, for this batch alone."""
@@ -219,7 +210,8 @@ class AsyncRollout:
                 async for part, event in events:
                     sample = part.give(event)
                     self.step_stats.add(sample)
-                    self._note_failure(sample)
+                    if sample.status is t.SampleStatus.FAILED:
+                        self._note_failure(sample)
                     yield sample
         except KeyboardInterrupt:
             log.warning(
@@ -261,8 +253,6 @@ class AsyncRollout:
             yield self._whole.popleft()
 
     def _note_failure(self, sample: t.Sample) -> None:
-        if sample.status is not t.SampleStatus.FAILED:
-            return
         self._failed += 1
         if self._failed == 1:
             log.warning(
@@ -276,28 +266,9 @@ class AsyncRollout:
     def _divide(self, batch: t.Batch) -> Mapping[str, Sequence[BatchPart]]:
         """Return the parts of each shard that has groups of the batch."""
         return {
-            member.name: [BatchPart(member.calls, part) for part in parts_of(self._of_shard(batch, groups))]
+            member.name: [BatchPart(member.calls, part) for part in parts_of(replace(batch, groups=groups))]
             for member, groups in self._shards.split(batch.groups)
         }
-
-    def _of_shard(self, batch: t.Batch, groups: Sequence[t.Group]) -> t.Batch:
-        return replace(batch, batch_id=self._shards.id_of(batch.batch_id), groups=groups)
-
-    def _all_parts(self) -> Iterator[BatchPart]:
-        for parts in self._parts.values():
-            yield from parts
-
-    def _want(self, groups: Iterable[t.Group]) -> None:
-        """Count groups as part of the batch."""
-        for group in groups:
-            self._wanted[group.prompt_id] = group.samples
-            # After a restart of the trainer, samples may come before their group is added again.
-            self._collect(group.prompt_id)
-
-    def _unwant(self, groups: Iterable[t.Group]) -> None:
-        """Take groups back that the gateway has not accepted."""
-        for group in groups:
-            self._wanted.pop(group.prompt_id, None)
 
     def _collect(self, prompt_id: str) -> None:
         """Take out a group that is whole."""
@@ -347,7 +318,7 @@ class AsyncRollout:
 
     def post_ack(self) -> None:
         """Acknowledge in the background."""
-        for part in self._all_parts():
+        for part in self._all_parts:
             part.post_ack()
 
     async def _sum(self, work: Callable[[BatchPart], Awaitable[int]]) -> int:
@@ -407,7 +378,9 @@ class AsyncOpenBatch(AsyncRollout):
             try:
                 return await self._opened[member.name].add(groups)
             except BaseException:
-                self._unwant(new)
+                # The gateway has not accepted them.
+                for group in new:
+                    self._wanted.pop(group.prompt_id, None)
                 raise
 
         members = [each for each in self._members if each.name in parts]
@@ -428,11 +401,18 @@ class AsyncOpenBatch(AsyncRollout):
         with on_shard(member.name):
             await self._opened[member.name].continue_sample(continuation)
 
+    def _want(self, groups: Iterable[t.Group]) -> None:
+        """Count groups as part of the batch."""
+        for group in groups:
+            self._wanted[group.prompt_id] = group.samples
+            # After a restart of the trainer, samples may come before their group is added again.
+            self._collect(group.prompt_id)
+
     def events_with_calls(self, ahead: deque[PartEvent]) -> AsyncGenerator[PartEvent, None]:
         """Return samples and tool calls, each with its part; `ahead` has events that were not taken yet."""
         return self._on_shards(lambda member: self._opened[member.name].events_with_calls(), ahead)
 
     def _divide(self, batch: t.Batch) -> Mapping[str, Sequence[BatchPart]]:
         for member in self._shards.members:
-            self._opened[member.name] = OpenPart(member.calls, self._of_shard(batch, ()))
+            self._opened[member.name] = OpenPart(member.calls, batch)
         return {name: [part] for name, part in self._opened.items()}

@@ -16,7 +16,7 @@ from paceline.calls.caller import STREAM_SECONDS, RetryPolicy
 from paceline.calls.fleet import FleetCalls, WeightUpdateCalls
 from paceline.calls.rollouts import RolloutCalls
 from paceline.errors import shard_not_named
-from paceline.shards import OpenShard, Shard, Shards
+from paceline.shards import OpenShard, Shards
 from paceline.transport.channel import Tls
 from paceline.transport.interface import Ended, Stream, Transport, Unary
 
@@ -44,7 +44,7 @@ class GatewayCalls(RolloutCalls, WeightUpdateCalls, FleetCalls):
     @cached_property
     def shards(self) -> Shards:
         """The shards that runs are spread over; with one deployment, a single shard that is this object."""
-        return Shards([OpenShard(Shard(""), self)])
+        return Shards([OpenShard("", calls=self)])
 
 
 class SeveralTransports:

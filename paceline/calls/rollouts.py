@@ -7,7 +7,7 @@ samples that it has read before.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -26,7 +26,7 @@ from paceline.errors import (
     UnimplementedError,
 )
 from paceline.transport.interface import Stream, Transport, Unary
-from paceline.v1 import rollout_pb2, sample_pb2
+from paceline.v1 import rollout_pb2
 
 MOST_RENEWALS = 3
 """Submissions of a batch in a row that bring no sample before it counts as lost."""
@@ -51,6 +51,7 @@ class BatchReading:
     Cursors only ascend; they are not counts. A sample that comes again, under any cursor, is skipped.
     """
 
+    calls: RolloutCalls
     run_id: str
     batch_id: str
     cursor: int = 0
@@ -58,9 +59,7 @@ class BatchReading:
     open: bool = False
     """True if samples may still be added, according to the last answer."""
     batch: t.Batch | None = None
-    """The batch as it was submitted, if this client has it."""
-    submit: Callable[[t.Batch], Awaitable[t.Submitted]] | None = None
-    """Submits the batch again."""
+    """The batch as it was submitted, if this client has it; it is submitted again if the gateway loses it."""
     total: int | None = None
     """Samples of the batch; None before the first answer."""
     taken: int = 0
@@ -69,6 +68,8 @@ class BatchReading:
     """Cursor of the last request."""
     acked: int = 0
     """Cursor that was acknowledged: samples before it do not come again."""
+    whole_calls: bool = False
+    """True: tool calls have all tokens so far."""
     _missing: int = 0
     _slots: dict[str, int] = field(default_factory=dict)
     """For each prompt the slots that were read, as bits."""
@@ -85,39 +86,21 @@ class BatchReading:
         self._from_start = self.cursor == 0
         self._first_id = self.batch_id
 
-    def stream(self) -> Stream[t.SampleEvent]:
-        """Return the stream of the samples that were not read yet."""
-        return self._stream(self.request, self.read)
-
-    def stream_with_calls(self, *, whole: bool) -> Stream[t.SampleEvent | t.SampleCall]:
-        """Return the same stream with tool calls in it; with `whole`, calls have all tokens so far."""
-
-        def request() -> rollout_pb2.StreamRolloutsRequest:
-            message = self.request()
-            message.whole_calls = whole
-            return message
-
-        def read(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent | t.SampleCall]:
-            yield from self.read(answer)
-            yield from convert.sample_calls(answer)
-
-        return self._stream(request, read)
-
-    def _stream(
-        self,
-        request: Callable[[], rollout_pb2.StreamRolloutsRequest],
-        read: Callable[[rollout_pb2.StreamRolloutsResponse], Iterator[R]],
-    ) -> Stream[R]:
-        return Stream(
+    def events(
+        self, read: Callable[[rollout_pb2.StreamRolloutsResponse], Iterator[R]], turn: float | None = None
+    ) -> AsyncGenerator[R, None]:
+        """Iterate over what `read` returns of the answers; with `turn`, for at most that many seconds."""
+        stream = Stream(
             "Rollout",
             "StreamRollouts",
-            request,
+            self.request,
             read,
             self.complete,
             whole=self.whole,
             begins_at_once=True,
             renew=self._renew,
         )
+        return self.calls.events(stream, turn)
 
     def request(self) -> rollout_pb2.StreamRolloutsRequest:
         """Return the request for the events after the last one read."""
@@ -128,35 +111,35 @@ class BatchReading:
             batch_id=self.batch_id,
             cursor=self.cursor,
             most_samples=MOST_SAMPLES,
+            whole_calls=self.whole_calls,
         )
 
     def read(self, answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.SampleEvent]:
         """Yield the samples that were not read before. The cursor follows the samples that are taken."""
         self.total, self.open = answer.total, answer.open
-        for each in answer.earlier:
-            yield from self._read(answer, each.cursor, each.sample)
-        # Events of a later protocol have no sample and are skipped.
-        yield from self._read(answer, answer.cursor, answer.sample if answer.HasField("sample") else None)
+        finished: Iterable[rollout_pb2.FinishedSample | rollout_pb2.StreamRolloutsResponse]
+        finished = (*answer.earlier, answer)
+        for each in finished:
+            if each.cursor <= self.cursor:
+                continue
+            sample, slots = each.sample, self._slots.get(each.sample.prompt_id, 0)
+            # Events of a later protocol have no sample and are skipped.
+            is_new = each.HasField("sample") and not slots >> sample.slot & 1
+            if is_new:
+                self._slots[sample.prompt_id] = slots | 1 << sample.slot
+                # Before the cursor, which another thread acknowledges if it was given all samples that were read.
+                self.taken += 1
+            self.cursor = each.cursor
+            self._missing = answer.total - answer.finished
+            if is_new:
+                yield t.SampleEvent(each.cursor, convert.sample(sample), answer.finished, answer.total)
 
-    def _read(
-        self, answer: rollout_pb2.StreamRolloutsResponse, cursor: int, sample: sample_pb2.Sample | None
-    ) -> Iterator[t.SampleEvent]:
-        if cursor <= self.cursor:
-            return
-        self.cursor = cursor
-        self._missing = answer.total - answer.finished
-        if sample is not None and self._take(sample.prompt_id, sample.slot):
-            yield t.SampleEvent(cursor, convert.sample(sample), answer.finished, answer.total)
-
-    def _take(self, prompt_id: str, slot: int) -> bool:
-        """Count a sample; return False if it was read before."""
-        before = self._slots.get(prompt_id, 0)
-        after = before | 1 << slot
-        if after == before:
-            return False
-        self._slots[prompt_id] = after
-        self.taken += 1
-        return True
+    def read_with_calls(
+        self, answer: rollout_pb2.StreamRolloutsResponse
+    ) -> Iterator[t.SampleEvent | t.SampleCall]:
+        """Yield the same, and then the tool calls."""
+        yield from self.read(answer)
+        yield from convert.sample_calls(answer)
 
     def complete(self) -> bool:
         """Return True if no sample is known to be missing."""
@@ -211,9 +194,8 @@ class BatchReading:
         self.batch_id, self.cursor, self.acked = self.batch.batch_id, 0, 0
         return True
 
-    async def _submit(self, batch: t.Batch) -> t.Submitted:
-        assert self.submit is not None, "it comes with the batch"
-        return await self.submit(batch)
+    async def _submit(self, batch: t.Batch, queues: bool = True) -> t.Submitted:
+        return await self.calls.send_batch(batch, queues=queues)
 
     def _is_behind(self, failure: PacelineError) -> bool:
         """Return True if missing samples must lie before the cursor, or the gateway does not know the cursor."""
@@ -254,10 +236,8 @@ class RolloutCalls(Caller):
         Otherwise DataLossError, because it is not known which samples came before the cursor.
         """
         key = text(run_id, "run_id"), text(batch_id, "batch_id")
-        reading = BatchReading(
-            *key, integer(cursor, "cursor", *UINT64), batch=self._submitted.get(key), submit=self.send_batch
-        )
-        async with aclosing(self.events(reading.stream())) as events:
+        reading = BatchReading(self, *key, integer(cursor, "cursor", *UINT64), batch=self._submitted.get(key))
+        async with aclosing(reading.events(reading.read)) as events:
             async for event in events:
                 yield event
         if reading.whole():
@@ -275,9 +255,9 @@ class RolloutCalls(Caller):
 
     async def send_batch(self, batch: t.Batch, *, queues: bool = True) -> t.Submitted:
         """Submit a batch without remembering it. With `queues`, wait while the gateway is full."""
-        request = convert.batch_to_proto(batch)
-        unary = Unary("Rollout", "SubmitRollouts", request)
-        return convert.submitted(await self.call(unary, queues=queues))
+        unary = Unary("Rollout", "SubmitRollouts", convert.batch_to_proto(batch))
+        answer = await self.call(unary, queues=queues)
+        return t.Submitted(answer.batch_id, answer.samples, answer.already_submitted)
 
     async def open_batch(self, batch: t.Batch) -> bool:
         """Open a batch, to which groups are added afterwards; return True if it was opened before.

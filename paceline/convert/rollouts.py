@@ -315,11 +315,6 @@ def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.Sampl
         )
 
 
-def submitted(answer: rollout_pb2.SubmitRolloutsResponse) -> t.Submitted:
-    """Return the answer to a submission."""
-    return t.Submitted(answer.batch_id, answer.samples, answer.already_submitted)
-
-
 def exactness(message: sample_pb2.Exactness) -> t.Exactness:
     """Return the exactness of a sample."""
     return t.Exactness(

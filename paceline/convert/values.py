@@ -33,6 +33,8 @@ _IGNORED_LABEL = -100
 
 def integer(value: Any, field: str, low: int, high: int) -> int:
     """Return an integer from `low` to `high`."""
+    if type(value) is int and low <= value <= high:
+        return value
     value = _detached(value, field)
     whole: int | None = None
     if _is_scalar(value):
@@ -258,7 +260,7 @@ def message(kind: type[M], at: str = "", /, **given: Any) -> M:
     for name, value in given.items():
         optional, convert = fields[name]
         if value is not None or not optional:
-            converted[name] = convert(value, f"{at}.{name}" if at else name)
+            converted[name] = convert(value, f"{at}.{name}" if at else name) if convert else value
     return kind(**converted)
 
 
@@ -270,13 +272,13 @@ def record(value: Any, kind: type[R], at: str) -> R:
 
 
 @lru_cache(maxsize=64)
-def _fields(kind: Any) -> Mapping[str, tuple[bool, Convert]]:
-    """Return for each field whether it may be unset, and the converter of its values."""
+def _fields(kind: Any) -> Mapping[str, tuple[bool, Convert | None]]:
+    """Return for each field whether it may be unset, and the converter of its values; None: they need none."""
     fields: Mapping[str, Any] = kind.DESCRIPTOR.fields_by_name
     return {name: (field.has_presence, _converter(field)) for name, field in fields.items()}
 
 
-def _converter(field: FieldDescriptor) -> Convert:
+def _converter(field: FieldDescriptor) -> Convert | None:
     kind, several = field.cpp_type, field.is_repeated
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return names
@@ -290,12 +292,8 @@ def _converter(field: FieldDescriptor) -> Convert:
     if kind == _KINDS.CPPTYPE_BOOL:
         return flag
     if several or field.message_type is None:
-        return _as_it_is
+        return None
     return partial(_message_of, kind=field.message_type.full_name)
-
-
-def _as_it_is(value: Any, field: str) -> Any:
-    return value
 
 
 def _message_of(value: Any, field: str, kind: str) -> Any:

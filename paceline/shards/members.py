@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,16 +112,10 @@ def _salt(name: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenShard:
+class OpenShard(Shard):
     """A shard with the calls to its deployment."""
 
-    shard: Shard
-    calls: GatewayCalls
-
-    @property
-    def name(self) -> str:
-        """The shard's name."""
-        return self.shard.name
+    calls: GatewayCalls = field(kw_only=True, repr=False)
 
 
 class Shards:
@@ -129,12 +123,9 @@ class Shards:
 
     def __init__(self, members: Sequence[OpenShard], concurrency: Concurrency | None = None) -> None:
         self.members = tuple(members)
-        self.concurrency = concurrency or Tasks()
-
-    @property
-    def alone(self) -> bool:
+        self.alone = len(self.members) == 1
         """True if there is one shard, as usual."""
-        return len(self.members) == 1
+        self.concurrency = concurrency or Tasks()
 
     def member(self, name: str) -> OpenShard:
         """Return a shard by its name; ValueError: there is none."""
@@ -150,13 +141,13 @@ class Shards:
         """
         if self.alone:
             return batch_id
-        return f"{batch_id}.shards-{layout([member.shard for member in self.members])}"
+        return f"{batch_id}.shards-{layout(self.members)}"
 
     def split(self, groups: Sequence[t.Group]) -> list[tuple[OpenShard, Sequence[t.Group]]]:
         """Return the shards that have groups of a batch, each with its groups in order."""
         if self.alone:
             return [(self.members[0], groups)]
-        assigned = assign([group.prompt_id for group in groups], [member.shard for member in self.members])
+        assigned = assign([group.prompt_id for group in groups], self.members)
         parts = [
             (member, [group for group, owner in zip(groups, assigned, strict=True) if owner == index])
             for index, member in enumerate(self.members)
@@ -171,9 +162,9 @@ class Shards:
         """
         if self.alone:
             return {self.members[0].name: list(groups)} if groups else {}
-        shards, parts = [member.shard for member in self.members], dict[str, list[t.Group]]()
+        parts = dict[str, list[t.Group]]()
         for group in groups:
-            (index,) = assign([group.prompt_id], shards)
+            (index,) = assign([group.prompt_id], self.members)
             parts.setdefault(self.members[index].name, []).append(group)
         return parts
 

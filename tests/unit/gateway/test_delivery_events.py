@@ -5,13 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.calls.rollouts import BatchReading
+from paceline.calls.rollouts import BatchReading, RolloutCalls
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import sample_pb2
 from services.gateway.api import delivery
 from services.gateway.api.delivery import events_of
 from services.gateway.journal.record import BatchHead, BatchRecord
 from tests.support.token_columns import columns
+from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
 def record_of(samples: int) -> BatchRecord:
@@ -50,7 +51,7 @@ def test_every_sample_comes_once_in_events_of_the_size_that_the_caller_takes(
         [each.sample.ByteSize() for each in event.earlier] + [event.sample.ByteSize()] for event in events
     ]
     assert all(len(size) == 1 or sum(size) <= room for size in sizes)
-    place = BatchReading("r", "b")
+    place = BatchReading(RolloutCalls(ScriptedTransport({})), "r", "b")
     read = [each for event in events for each in place.read(event)]
     assert [(each.cursor, each.sample.slot) for each in read] == chunk[:there]
     assert all(list(each.sample.token_ids) == [each.sample.slot, 150_000] for each in read)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from paceline.calls.rollouts import BatchReading
+import pytest
+
+from paceline import Sample, convert
+from paceline.batches.parts import BatchPart
+from paceline.calls.rollouts import BatchReading, RolloutCalls
+from paceline.types import Batch
 from paceline.v1 import rollout_pb2, sample_pb2
+from tests.unit.sdk.scripted_transport import ScriptedTransport
+
+CALLS = RolloutCalls(ScriptedTransport({}))
 
 
 def event(
@@ -14,7 +22,7 @@ def event(
 
 
 def test_an_event_is_read_once_and_moves_the_cursor() -> None:
-    reading = BatchReading("r", "b")
+    reading = BatchReading(CALLS, "r", "b")
     (read,) = reading.read(event(70))
     assert (read.sample.prompt_id, reading.cursor, reading.complete()) == ("p", 70, False)
     assert not list(reading.read(event(70)))
@@ -22,7 +30,7 @@ def test_an_event_is_read_once_and_moves_the_cursor() -> None:
 
 
 def test_a_sample_that_comes_again_under_a_later_cursor_is_skipped() -> None:
-    reading = BatchReading("r", "b")
+    reading = BatchReading(CALLS, "r", "b")
     assert list(reading.read(event(1)))
     assert not list(reading.read(event(5)))
     assert (reading.cursor, reading.whole()) == (5, False)
@@ -31,7 +39,7 @@ def test_a_sample_that_comes_again_under_a_later_cursor_is_skipped() -> None:
 
 
 def test_the_batch_is_complete_when_every_sample_has_come_whatever_the_counts_say() -> None:
-    reading = BatchReading("r", "b")
+    reading = BatchReading(CALLS, "r", "b")
     assert list(reading.read(event(40, slot=3)))
     assert not reading.complete()
     assert list(reading.read(event(90, prompt="q", slot=3)))
@@ -39,14 +47,27 @@ def test_the_batch_is_complete_when_every_sample_has_come_whatever_the_counts_sa
 
 
 def test_from_a_cursor_on_the_gateways_counts_say_whether_it_is_complete() -> None:
-    reading = BatchReading("r", "b", 8)
+    reading = BatchReading(CALLS, "r", "b", 8)
     assert reading.complete()
     assert list(reading.read(event(9)))
     assert (reading.complete(), reading.whole()) == (True, False)
 
 
+def test_a_sample_that_is_being_read_is_not_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, made, seen = BatchPart(CALLS, Batch("r", "b", 1, 0, [])), convert.sample, list[int]()
+
+    def while_it_is_read(message: sample_pb2.Sample) -> Sample:
+        seen.append(part.given)
+        return made(message)
+
+    monkeypatch.setattr(convert, "sample", while_it_is_read)
+    for each in part.read(several(3, 5)):
+        part.give(each)
+    assert (seen, part.given) == ([0, 3], 5)
+
+
 def test_an_event_of_an_unknown_kind_only_moves_the_cursor() -> None:
-    reading = BatchReading("r", "b")
+    reading = BatchReading(CALLS, "r", "b")
     assert not list(reading.read(rollout_pb2.StreamRolloutsResponse(cursor=1, finished=2, total=2)))
     assert (reading.cursor, reading.taken, reading.complete()) == (1, 0, False)
 
@@ -60,7 +81,7 @@ def several(*cursors: int) -> rollout_pb2.StreamRolloutsResponse:
 
 
 def test_the_samples_of_one_event_are_read_in_order_and_each_once() -> None:
-    reading = BatchReading("r", "b")
+    reading = BatchReading(CALLS, "r", "b")
     assert reading.request().most_samples > 1
     assert [(each.cursor, each.sample.slot) for each in reading.read(several(3, 5, 8))] == [
         (3, 3),
@@ -72,7 +93,7 @@ def test_the_samples_of_one_event_are_read_in_order_and_each_once() -> None:
 
 
 def test_a_reader_who_leaves_amid_an_event_continues_after_the_last_sample_that_it_took() -> None:
-    reading = BatchReading("r", "b")
+    reading = BatchReading(CALLS, "r", "b")
     events = reading.read(several(3, 5, 8))
     next(events)
     del events
@@ -81,7 +102,7 @@ def test_a_reader_who_leaves_amid_an_event_continues_after_the_last_sample_that_
 
 
 def test_an_open_batch_is_whole_when_it_was_closed_and_all_was_read() -> None:
-    reading = BatchReading("r", "b", open=True)
+    reading = BatchReading(CALLS, "r", "b", open=True)
     growing = event(1, total=1)
     growing.open = True
     assert list(reading.read(growing))
@@ -92,7 +113,7 @@ def test_an_open_batch_is_whole_when_it_was_closed_and_all_was_read() -> None:
 
 
 def test_an_open_batch_without_samples_is_whole_once_it_is_closed() -> None:
-    reading = BatchReading("r", "b", open=True)
+    reading = BatchReading(CALLS, "r", "b", open=True)
     assert not list(reading.read(rollout_pb2.StreamRolloutsResponse(open=True)))
     assert (reading.complete(), reading.whole()) == (False, False)
     assert not list(reading.read(rollout_pb2.StreamRolloutsResponse()))

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 
 from paceline import Group
 from paceline import types as t
-from paceline.batches.rollout import AsyncRollout
+from paceline.batches.rollout import AsyncOpenBatch
 from paceline.convert import rollouts
 from paceline.v1 import sample_pb2
 from tests.support.token_columns import columns
 
 
-class GrowingRollout(AsyncRollout):
+class GrowingRollout(AsyncOpenBatch):
     """A batch to which a group is added only after all samples of the group were read."""
 
     def __init__(self, samples: list[t.Sample], late: Group) -> None:

@@ -114,7 +114,7 @@ def test_an_address_with_commas_is_one_shard() -> None:
 def test_groups_are_split_without_loss_and_in_order(prompt_ids: list[str], shards: list[Shard]) -> None:
     calls = GatewayCalls(ScriptedTransport({}))
     groups = [Group(name, [1], 1 + number % 3) for number, name in enumerate(prompt_ids)]
-    parts = Shards([OpenShard(shard, calls) for shard in shards]).split(groups)
+    parts = Shards([OpenShard("a:1", each.name, each.weight, calls=calls) for each in shards]).split(groups)
     kept = [group for _, own in parts for group in own]
     assert sorted(kept, key=groups.index) == groups
     assert all([groups.index(each) for each in own] == sorted(map(groups.index, own)) for _, own in parts)

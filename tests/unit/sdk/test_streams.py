@@ -65,8 +65,8 @@ def test_a_batch_that_is_worked_on_is_waited_for_without_end() -> None:
 def test_a_turn_in_which_nothing_comes_is_followed_by_more_time() -> None:
     transport = ScriptedTransport({"StreamRollouts": [[TimeUp()], [NOTHING_YET, TimeUp()]]})
     calls = _calls(transport, AGAIN)
-    stream = BatchReading("run", "batch", submit=calls.send_batch).stream()
-    assert list(iterate(calls.events(stream, 1e-9))) == []
+    reading = BatchReading(calls, "run", "batch")
+    assert list(iterate(reading.events(reading.read, 1e-9))) == []
     assert transport.seconds == [1e-9, 0.0]
 
 
