@@ -1,10 +1,13 @@
-"""Translate between seconds as floats and the protocol's Duration and Timestamp."""
+"""Seconds: of the protocol's Duration and Timestamp as floats, and the parts of a sample's time."""
 
 from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+STEP_PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
+"""Parts of a sample's time, in this order: until its first engine step; the step with the first token; steps
+without and with a verified draft; moves and restarts; between engine steps, and until its end was reported."""
 _NANOS = 10**9
 
 

@@ -14,10 +14,9 @@ from itertools import groupby
 from typing import Any
 
 from paceline.files import parse_object
+from paceline.times import STEP_PARTS
 from paceline.types import BatchStatus, Decision, Instance
 
-PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
-"""Parts of the time of a sample, in order."""
 MEASURED = ("step", "weights", "reward", "pregeneration")
 """Kinds of entries that are measurements, not decisions."""
 
@@ -319,7 +318,7 @@ def _path(details: Mapping[str, Any]) -> SamplePath:
         tokens=int(details["tokens"]),
         accepted_at=float(details["accepted"]),
         ended_at=float(details["ended"]),
-        parts={part: float(details["parts"][part]) for part in PARTS},
+        parts={part: float(details["parts"][part]) for part in STEP_PARTS},
         decode_steps=int(details["decode_steps"]),
         verify_steps=int(details["verify_steps"]),
         restarts=int(details["restarts"]),

@@ -23,7 +23,8 @@ from paceline.report.chart import (
     ticks,
     title,
 )
-from paceline.report.facts import PARTS, RunFacts, RunStep
+from paceline.report.facts import RunFacts, RunStep
+from paceline.times import STEP_PARTS
 
 Bar = tuple[RunStep, Mapping[str, float]]
 """A step, and its seconds by part."""
@@ -91,7 +92,7 @@ def critical_path(facts: RunFacts) -> PageChart | None:
     if not steps:
         return None
     bars = [(step, step.last[0].parts) for step in steps]
-    whole = {name: sum(parts[name] for _, parts in bars) for name in PARTS}
+    whole = {name: sum(parts[name] for _, parts in bars) for name in STEP_PARTS}
     total = sum(whole.values()) or 1.0
     longest = max(whole, key=whole.__getitem__)
     return _bar_chart(

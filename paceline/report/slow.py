@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 
 from paceline.report.chart import short
-from paceline.report.facts import PARTS, RunFacts, RunStep
+from paceline.report.facts import RunFacts, RunStep
 from paceline.report.plots import phases
+from paceline.times import STEP_PARTS
 from paceline.types import Decision
 
 WINDOW = 5
@@ -52,7 +53,7 @@ def on_slow_steps(facts: RunFacts) -> list[str]:
 
 
 def _parts(step: RunStep, phase: Mapping[str, float]) -> dict[str, float]:
-    path = dict(step.last[0].parts) if step.last else dict.fromkeys(PARTS, 0.0)
+    path = dict(step.last[0].parts) if step.last else dict.fromkeys(STEP_PARTS, 0.0)
     earlier = max(0.0, phase["rollout"] - sum(path.values()))
     return {"earlier": earlier, **path, "trainer": phase["trainer"], "weights": phase["weights"]}
 

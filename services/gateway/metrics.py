@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry
 
+from paceline.times import STEP_PARTS
 from services.platform.observability.event_loop import TurnSelector
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 
@@ -170,7 +171,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         "Time of the sample that ended last in a step, by part: queue, prefill, plain, verified, moves, between. "
         "And the time before the step: trainer, weights.",
         "part",
-        values=("queue", "prefill", "plain", "verified", "moves", "between", "trainer", "weights"),
+        values=(*STEP_PARTS, "trainer", "weights"),
     )
     bubble_seconds = histogram(
         "bubble_seconds",

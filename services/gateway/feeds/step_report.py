@@ -7,10 +7,11 @@ ended last. Times are unix seconds. The size of a report depends on the number o
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 from services.gateway.state.sample import GatewaySample, GenerationSpan
@@ -21,45 +22,49 @@ BINS = 64
 _FIRST_WIDTH = 1 / 64
 
 
-class ActivityCurve:
-    """Samples of an instance over time, from `begin` in unix seconds on.
+class InstanceShare:
+    """Work of one instance in a step that began at `origin`, in unix seconds.
 
-    Adding a span is O(1), whatever its length. When a span ends after the last bin, all bins become twice as wide,
-    so a curve uses at least half of its bins. Spans shorter than a bin may then vanish.
+    Adding a sample is O(1), whatever its length. When one ends after the last bin, all bins become twice as wide,
+    so at least half of the bins are used. Samples shorter than a bin may then vanish from the counts.
     """
 
-    def __init__(self, begin: float) -> None:
-        self.begin = begin
+    def __init__(self, origin: float) -> None:
+        self.begin, self.end = math.inf, -math.inf
+        """Begin of the first sample and end of the last one, in unix seconds."""
+        self.samples = self.tokens = 0
         self.width = _FIRST_WIDTH
+        """Seconds of a bin."""
+        self._origin = origin
         # For each bin, the number of samples minus the number in the previous bin.
         self._changes = [0] * BINS
 
-    def add(self, begin: float, end: float) -> None:
-        """Count a sample that ran between two times, in unix seconds."""
-        while end - self.begin > self.width * BINS:
-            self.widen()
+    def add(self, begin: float, end: float, tokens: int) -> None:
+        """Count a part of a sample, which ran between two times, in unix seconds."""
+        self.begin, self.end = min(self.begin, begin), max(self.end, end)
+        self.samples += 1
+        self.tokens += tokens
+        self.widen((end - self._origin) / BINS)
         self._changes[self._bin(begin)] += 1
         last = self._bin(end) + 1
         if last < BINS:
             self._changes[last] -= 1
 
-    def widen(self) -> None:
-        """Make bins twice as wide."""
-        pairs = zip(self._changes[::2], self._changes[1::2], strict=True)
-        self._changes = [one + other for one, other in pairs] + [0] * (BINS // 2)
-        self.width *= 2
+    def widen(self, width: float) -> None:
+        """Make bins twice as wide until they have `width` seconds."""
+        while self.width < width:
+            pairs = zip(self._changes[::2], self._changes[1::2], strict=True)
+            self._changes = [one + other for one, other in pairs] + [0] * (BINS // 2)
+            self.width *= 2
 
     def counts(self, end: float) -> list[int]:
         """Return the number of samples in each bin up to a time, in unix seconds."""
         return list(accumulate(self._changes))[: self._bin(end) + 1]
 
     def _bin(self, time: float) -> int:
-        return min(BINS - 1, max(0, int((time - self.begin) / self.width)))
+        return min(BINS - 1, max(0, int((time - self._origin) / self.width)))
 
 
-PARTS = ("queue", "prefill", "plain", "verified", "moves", "between")
-"""Parts of a sample's time, in this order: until its first engine step; the step with the first token; steps
-without and with a verified draft; moves and restarts; between engine steps, and until its end was reported."""
 _MOST_PATH_SPANS = 12
 _MOST_NAME = 64
 
@@ -75,7 +80,7 @@ class TimedSample(NamedTuple):
 
 
 def time_parts(ended: TimedSample) -> dict[str, float]:
-    """Return the seconds of each part; they add up to the time from acceptance to the end. None is negative.
+    """Return the seconds of each of `STEP_PARTS`, none negative; their sum is the time from acceptance to the end.
 
     Instances measure their steps with their own clocks. If their sum exceeds the time that passed, it is scaled
     down. Another gateway's clock may have accepted the sample, even after the end.
@@ -130,24 +135,6 @@ _MOST_UPDATES = 16
 
 
 @dataclass(slots=True)
-class InstanceShare:
-    """Work of one instance in a step; `curve` counts its samples from the beginning of the step."""
-
-    curve: ActivityCurve
-    begin: float
-    end: float
-    samples: int = 0
-    tokens: int = 0
-
-    def add(self, span: GenerationSpan) -> None:
-        """Count a part of a sample."""
-        self.begin, self.end = min(self.begin, span.begin), max(self.end, span.end)
-        self.samples += 1
-        self.tokens += span.end_token - span.begin_token
-        self.curve.add(span.begin, span.end)
-
-
-@dataclass(slots=True)
 class StepReport:
     """Report of a step.
 
@@ -176,9 +163,8 @@ class StepReport:
                 continue
             share = self.shares.get(span.instance_id)
             if share is None:
-                curve = ActivityCurve(self.begun_at)
-                share = self.shares[span.instance_id] = InstanceShare(curve, span.begin, span.end)
-            share.add(span)
+                share = self.shares[span.instance_id] = InstanceShare(self.begun_at)
+            share.add(span.begin, span.end, span.end_token - span.begin_token)
         self.samples += 1
         self.tokens += tokens
         self.ended_at = max(self.ended_at, now)
@@ -203,15 +189,6 @@ class _LastStep:
     version: int
     ended_at: float
     updates: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_UPDATES))
-
-    def waits(self, step: int, version: int, now: float) -> dict[str, float]:
-        """Return the seconds of trainer and weights until a step begins; none if a restarted trainer begins it."""
-        if step < self.step or (step == self.step and version != self.version):
-            return {}
-        whole = max(0.0, now - self.ended_at)
-        updating = sum(max(0.0, min(now, end) - max(self.ended_at, begin)) for begin, end in self.updates)
-        weights = min(whole, updating)
-        return {"trainer": whole - weights, "weights": weights}
 
 
 class IdleTimeBook:
@@ -287,10 +264,16 @@ class IdleTimeBook:
             self._over[run_id].updates.append((begin, end))
 
     def _waits(self, run_id: str, step: int, version: int, now: float) -> dict[str, float]:
+        """Return the seconds of trainer and weights until a step begins; none if a restarted trainer begins it."""
         over = self._over.get(run_id)
         if over is None or any(run == run_id for run, _ in self._steps):
             return {}
-        return over.waits(step, version, now)
+        if step < over.step or (step == over.step and version != over.version):
+            return {}
+        whole = max(0.0, now - over.ended_at)
+        updating = sum(max(0.0, min(now, end) - max(over.ended_at, begin)) for begin, end in over.updates)
+        weights = min(whole, updating)
+        return {"trainer": whole - weights, "weights": weights}
 
     def _close(self, key: tuple[str, int]) -> StepReport | None:
         return self._steps.pop(key) if self._steps[key].unfinished <= 0 else None
@@ -305,8 +288,11 @@ def step_record(report: StepReport, bubbles: Mapping[str, float], version: int) 
         f"{share:.0%} of the time of {len(bubbles)} instances was bubbles"
         + ("; nobody announced it" if report.pregenerated is None else "")
     )
-    curves = [each.curve for each in report.shares.values()]
-    width = max((curve.width for curve in curves), default=seconds)
+    shares = report.shares.values()
+    width = max((each.width for each in shares), default=seconds)
+    for each in shares:
+        each.widen(width)
+    counts = [each.counts(report.ended_at) for each in shares]
     details: dict[str, Any] = {
         "step": report.step,
         "version": version,
@@ -318,8 +304,8 @@ def step_record(report: StepReport, bubbles: Mapping[str, float], version: int) 
         "instances": len(bubbles),
         "bubble_seconds": round(idle, 4),
         "bin": width,
-        "rows": [_row(report, name, bubbles[name], width) for name in _shown(bubbles)],
-        "all": _sum_of([_counts(curve, report.ended_at, width) for curve in curves]),
+        "rows": [_row(name, report.shares.get(name), bubbles[name]) for name in _shown(bubbles)],
+        "all": [sum(each) for each in zip_longest(*counts, fillvalue=0)],
         "last": [path_of(each) for each in reversed(report.last)],
     }
     return DecisionRecord(STEP_KIND, words, 0.0, details, report.ended_at, report.run_id)
@@ -333,21 +319,8 @@ def _shown(bubbles: Mapping[str, float]) -> list[str]:
     return ordered[: SHOWN // 2] + ordered[-SHOWN // 2 :]
 
 
-def _row(report: StepReport, name: str, bubble: float, width: float) -> list[Any]:
-    share = report.shares.get(name)
+def _row(name: str, share: InstanceShare | None, bubble: float) -> list[Any]:
     if share is None:
         return [name, None, None, 0, 0, round(bubble, 3), []]
-    counts = _counts(share.curve, share.end, width)
     times = round(share.begin, 3), round(share.end, 3)
-    return [name, *times, share.samples, share.tokens, round(bubble, 3), counts]
-
-
-def _counts(curve: ActivityCurve, end: float, width: float) -> list[int]:
-    while curve.width < width:
-        curve.widen()
-    return curve.counts(end)
-
-
-def _sum_of(columns: Sequence[Sequence[int]]) -> list[int]:
-    longest = max(map(len, columns), default=0)
-    return [sum(each[place] for each in columns if place < len(each)) for place in range(longest)]
+    return [name, *times, share.samples, share.tokens, round(bubble, 3), share.counts(share.end)]

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from paceline.errors import Violation
+from paceline.times import STEP_PARTS
 from paceline.v1 import fleet_pb2, rollout_pb2, weight_pb2
 from services.contracts.errors import DataLoss, InvalidArgument, ServiceError
 from services.gateway.config import GatewayConfig
-from services.gateway.feeds.step_report import PARTS
 from services.gateway.state.update_book import UpdatePhase, WeightUpdate
 from services.platform.redis.connection import connect
 from tests.integration.gateway.conftest import (
@@ -118,7 +118,7 @@ async def test_metrics_say_what_the_time_of_a_step_went_to(cluster: Cluster) -> 
     waits = ("trainer", "weights")
 
     def parts() -> dict[str, float]:
-        return {part: gateway.metric("step_part_seconds_total", part=part) for part in (*PARTS, *waits)}
+        return {part: gateway.metric("step_part_seconds_total", part=part) for part in (*STEP_PARTS, *waits)}
 
     await a_step(0)
     first = parts()

@@ -9,13 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from paceline.times import STEP_PARTS
 from services.gateway.api.reports import RewardBook
 from services.gateway.feeds.step_report import (
     BINS,
-    PARTS,
     SHOWN,
-    ActivityCurve,
     IdleTimeBook,
+    InstanceShare,
     StepReport,
     TimedSample,
     step_record,
@@ -38,24 +38,25 @@ def ended(begin: float, end: float, *spans: GenerationSpan, **measured: float) -
 
 
 def test_a_curve_counts_the_samples_at_each_time_in_bins_that_widen() -> None:
-    curve = ActivityCurve(100.0)
-    curve.add(100.0, 101.5)
-    curve.add(100.0, 116.0)
-    curve.add(108.0, 116.0)
+    curve = InstanceShare(100.0)
+    curve.add(100.0, 101.5, 1)
+    curve.add(100.0, 116.0, 2)
+    curve.add(108.0, 116.0, 3)
     counts = curve.counts(116.0)
     assert len(counts) <= BINS
     assert curve.width * BINS >= 16
     at = {second: counts[int(second / curve.width)] for second in (0, 1, 3, 9, 15)}
     assert at == {0: 2, 1: 2, 3: 1, 9: 2, 15: 2}
+    assert (curve.begin, curve.end, curve.samples, curve.tokens) == (100.0, 116.0, 3, 6)
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), max_size=40))
 def test_a_curve_is_never_negative_and_never_counts_more_than_there_are(
     times: list[tuple[float, float]],
 ) -> None:
-    curve = ActivityCurve(0.0)
+    curve = InstanceShare(0.0)
     for begin, length in times:
-        curve.add(begin, begin + length)
+        curve.add(begin, begin + length, 1)
     assert all(0 <= count <= len(times) for count in curve.counts(200.0))
 
 
@@ -90,7 +91,7 @@ def test_the_parts_of_a_sample_add_up_to_its_time_whatever_instances_say(
     spans = [GenerationSpan(name, 0, 1, 0.0, whole) for name in ("a", "b")[: 1 + moved]]
     measured = dict(zip(names, said, strict=True))
     parts = time_parts(ended(0.0, whole, *spans, first_step_at=first, **measured))
-    assert tuple(parts) == PARTS
+    assert tuple(parts) == STEP_PARTS
     assert sum(parts.values()) == pytest.approx(max(0.0, whole), abs=1e-6)
     # A counter refuses negative seconds, however small.
     METRICS.step_over(whole, parts, [], 0, None)
@@ -137,7 +138,7 @@ def test_a_step_knows_how_long_it_waited_for_the_trainer_and_for_weights() -> No
     book.updated("run", 115.0, 118.0)
     report = begun(book, 1, 120.0, 130.0, version=1)
     assert report.waits == {"trainer": 6.0, "weights": 4.0}
-    assert report.parts().keys() == {*PARTS, "trainer", "weights"}
+    assert report.parts().keys() == {*STEP_PARTS, "trainer", "weights"}
     assert sum(report.parts().values()) == pytest.approx(20.0)
     # The updates before the step are no matter of the next one.
     assert begun(book, 2, 131.0, 132.0, version=1).waits == {"trainer": 1.0, "weights": 0.0}

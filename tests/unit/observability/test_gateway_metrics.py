@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.gateway.feeds.step_report import PARTS
+from paceline.times import STEP_PARTS
 from services.gateway.metrics import GatewayMetrics
 
 
@@ -108,7 +108,7 @@ def test_what_alerts_watch_is_there_before_it_happens() -> None:
         "samples_total": {"completed", "truncated", "aborted", "failed"},
         "updates_total": {"published", "aborted", "failed", "abandoned"},
         "expired_samples_total": set(),
-        "step_part_seconds_total": {*PARTS, "trainer", "weights"},
+        "step_part_seconds_total": {*STEP_PARTS, "trainer", "weights"},
     }
     for name, labels in wanted.items():
         found = series(registry, name)
