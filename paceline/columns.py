@@ -41,7 +41,6 @@ COLUMNS = (
 )
 """All columns, named as the fields of `TokenColumns`, `TokenBuffer`, and the message `paceline.v1.TokenColumns`."""
 
-_ARRAYS = tuple((column.name, column.typecode) for column in COLUMNS)
 _LONG = 16
 """Entries of a message from which the detour over numpy is faster than taking them one by one."""
 _TAGS = {
@@ -120,17 +119,17 @@ class TokenLists:
 
     def extend(self, source: ColumnSource) -> None:
         """Append tokens."""
-        for name, _ in _ARRAYS:
-            if values := getattr(source, name):
-                getattr(self, name).extend(values)
+        for column in COLUMNS:
+            if values := getattr(source, column.name):
+                getattr(self, column.name).extend(values)
 
     def take(self, version: int | None, *, mixed_kv: bool = False) -> sample_pb2.TokenColumns:
         """Remove all tokens, and return them as tokens of this policy version; None: of none that is named."""
-        made = sample_pb2.TokenColumns(**{name: getattr(self, name) for name, _ in _ARRAYS})
+        made = sample_pb2.TokenColumns(**{column.name: getattr(self, column.name) for column in COLUMNS})
         if version is not None:
             made.versions.add(tokens=len(self), policy_version=version, mixed_kv=mixed_kv)
-        for name, _ in _ARRAYS:
-            getattr(self, name).clear()
+        for column in COLUMNS:
+            getattr(self, column.name).clear()
         return made
 
 
@@ -173,12 +172,12 @@ class TokenBuffer:
         for run in versions:
             self.stamp(begin, run.policy_version, mixed_kv=run.mixed_kv)
             begin += run.tokens
-        for name, typecode in _ARRAYS:
-            values = getattr(source, name)
+        for column in COLUMNS:
+            values = getattr(source, column.name)
             if isinstance(values, np.ndarray) or len(values) >= _LONG:
-                getattr(self, name).frombytes(np.asarray(values, typecode).tobytes())
+                getattr(self, column.name).frombytes(np.asarray(values, column.typecode).tobytes())
             elif values:
-                getattr(self, name).extend(values)
+                getattr(self, column.name).extend(values)
 
     def stamp(self, begin: int, version: int, *, mixed_kv: bool = False) -> None:
         """Record that tokens from `begin` on are of this policy version, with KV of earlier ones if `mixed_kv`."""
@@ -247,10 +246,10 @@ class TokenBuffer:
     def _parts(self, begin: int, end: int | None) -> Iterator[tuple[str, array[Any]]]:
         have = len(self)
         last = have if end is None else end
-        for name, _ in _ARRAYS:
-            values = getattr(self, name)
+        for column in COLUMNS:
+            values = getattr(self, column.name)
             each = len(values) // max(1, have)
-            yield name, values[each * begin : each * last]
+            yield column.name, values[each * begin : each * last]
 
 
 def mismatch(message: sample_pb2.TokenColumns, sampling: sample_pb2.SamplingParams | None = None) -> str:
