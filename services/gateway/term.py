@@ -105,7 +105,9 @@ class LeadershipTerm:
 
     def _create_scheduler(self) -> None:
         config, metrics = self._config, self._metrics
-        writer = JournalWriter(self.journal, self._records, self._backlog, metrics, config.journal_tokens)
+        self._writer = JournalWriter(
+            self.journal, self._records, self._backlog, metrics, config.journal_tokens
+        )
         self.batches = ActiveBatches(metrics, config.max_queued_samples, config.max_token_bytes)
         self.estimator = WorkEstimator(config.draft_cost)
         self.placer = Placer(
@@ -116,7 +118,7 @@ class LeadershipTerm:
             self.batches,
             self.estimator,
             self.placer,
-            writer,
+            self._writer,
             turns,
             metrics,
             self._history,
@@ -241,7 +243,7 @@ class LeadershipTerm:
     async def run(self) -> None:
         """Work until cancelled, or until another gateway has taken over."""
         tasks = [
-            asyncio.create_task(self.scheduler.run(), name="journal-writer"),
+            asyncio.create_task(self._writer.run(self.scheduler), name="journal-writer"),
             asyncio.create_task(self._headroom.run(), name="headroom"),
             asyncio.create_task(self._follow_backlog(), name="backlog"),
             asyncio.create_task(self.roster.run(), name="roster"),

@@ -104,7 +104,7 @@ class Roster:
         )
         if self.fleet.published is not None:
             self.book.begin_with(self.fleet.published)
-        connection.link.slots.policy_version = version
+        connection.link.slots.serve(version)
         self.notify()
 
     def notify(self, *, changed: bool = False) -> None:

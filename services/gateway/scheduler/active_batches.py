@@ -127,15 +127,10 @@ class WorkLeft:
         self._samples[index] = (tokens, waiting)
         self._add(1, tokens, waiting)
 
-    def place(self, index: int) -> None:
-        """Record that a sample runs; it needs as many tokens as before."""
+    def run(self, index: int, generated: int = 0) -> None:
+        """Record that a sample runs and has generated tokens. It needs at least one more until it ends."""
         tokens, _ = self._samples.get(index, (1.0, False))
-        self.set(index, tokens, waiting=False)
-
-    def generated(self, index: int, tokens: int) -> None:
-        """Record tokens of a running sample. It needs at least one more until it ends."""
-        left, waiting = self._samples.get(index, (1.0, False))
-        self.set(index, max(1.0, left - tokens), waiting=waiting)
+        self.set(index, max(1.0, tokens - generated), waiting=False)
 
     def end(self, index: int) -> None:
         """Record that a sample needs no more tokens."""

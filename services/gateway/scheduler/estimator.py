@@ -80,17 +80,14 @@ class LengthPredictor:
         This is the prompt's own high quantile, else what the trainer expects (`expected`, 0 for unknown),
         else the run's mean.
         """
-        predicted = self._guess(run_id, prompt_id, expected)
+        if (history := self._histories.get((run_id, prompt_id))) is not None:
+            predicted = history.quantile
+        elif expected > 0:
+            predicted = float(expected)
+        else:
+            mean = self._runs.get(run_id)
+            predicted = mean.total / mean.count if mean else UNKNOWN_LENGTH
         return max(1.0, predicted if limit is None else min(predicted, float(limit)))
-
-    def _guess(self, run_id: str, prompt_id: str, expected: int) -> float:
-        history = self._histories.get((run_id, prompt_id))
-        if history is not None:
-            return history.quantile
-        if expected > 0:
-            return float(expected)
-        mean = self._runs.get(run_id)
-        return mean.total / mean.count if mean else UNKNOWN_LENGTH
 
 
 @dataclass(frozen=True, slots=True)

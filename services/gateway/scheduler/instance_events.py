@@ -143,7 +143,7 @@ class InstanceEvents:
                 tokens += count
                 running = self.batches.by_key.get(attempt.batch.key)
                 if running is not None:
-                    running.left.generated(attempt.index, count)
+                    running.left.run(attempt.index, count)
                     extended[attempt.batch.key] = running
         if tokens:
             self.metrics.tokens.labels(link.instance_id).inc(tokens)
@@ -237,7 +237,7 @@ class InstanceEvents:
         self.metrics.moves.labels("by_prefix" if placed else "no_place").inc()
 
     def _claim(self, link: WorkLink, attempt: Attempt) -> None:
-        handle = link.next_handle()
+        handle = next(link.handles)
         link.claim(attempt, handle)
         running = self.batches.of(attempt)
         if running is not None and attempt.is_running:

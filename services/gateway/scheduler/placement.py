@@ -32,7 +32,7 @@ class InstanceSlots:
     prompt in `prompts`. Its pool is notified of every change.
     """
 
-    __slots__ = ("_version", "instance_id", "load", "pool", "prompts", "room", "stamp")
+    __slots__ = ("instance_id", "load", "policy_version", "pool", "prompts", "room", "stamp")
 
     def __init__(
         self,
@@ -43,22 +43,18 @@ class InstanceSlots:
         prompts: dict[Hashable, int] | None = None,
     ) -> None:
         self.instance_id = instance_id
+        # Version of the samples that the instance takes.
+        self.policy_version = policy_version
         self.room = room
         self.load = load
         self.prompts: dict[Hashable, int] = {} if prompts is None else prompts
         self.pool: InstancePool | None = None
         # Number of the last change; entries of earlier changes in the pool's heaps are void.
         self.stamp = 0
-        self._version = policy_version
 
-    @property
-    def policy_version(self) -> int:
-        """The policy version whose samples the instance takes."""
-        return self._version
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None:
-        self._version = version
+    def serve(self, version: int) -> None:
+        """Take samples of this policy version from now on."""
+        self.policy_version = version
         if self.pool is not None:
             self.pool.changed(self)
 

@@ -48,7 +48,7 @@ class Placer:
     _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
 
     def __post_init__(self) -> None:
-        self._pool = InstancePool(self._takes_samples)
+        self._pool = InstancePool(self._is_open)
         self.metrics.queued.set_function(lambda: len(self._queue))
 
     def add(self, link: WorkLink) -> None:
@@ -110,7 +110,7 @@ class Placer:
         Returns False if the instance cannot take it; the sample then keeps waiting for any instance.
         """
         link, ref = self.links.get(instance_id), (running, index)
-        if self._is_stopped or link is None or ref not in self._queue or not self._is_open(link):
+        if self._is_stopped or link is None or ref not in self._queue or not self._is_open(link.slots):
             return False
         if link.slots.room < 1 or link.slots.policy_version != running.batch.current_version:
             return False
@@ -155,10 +155,8 @@ class Placer:
     def _is_stopped(self) -> bool:
         return self.backlog.paused or self.held
 
-    def _takes_samples(self, slots: InstanceSlots) -> bool:
-        return self._is_open(self.links[slots.instance_id])
-
-    def _is_open(self, link: WorkLink) -> bool:
+    def _is_open(self, slots: InstanceSlots) -> bool:
+        link = self.links[slots.instance_id]
         member = self.fleet.member(link.instance_id, link.epoch)
         return member is not None and member.state is MemberState.SERVING and not self.is_paused(link)
 
@@ -170,12 +168,12 @@ class Placer:
             link.slots.give_back(waiting.prompt, waiting.predicted)
             return
         number = running.batch.assign(index, link.instance_id, now)
-        handle, span = link.next_handle(), running.begin_span(index)
+        handle, span = next(link.handles), running.begin_span(index)
         item = work_item(running.batch, running.batch.samples[index], handle, streamed=running.private)
         item.trace_parent = span.traceparent
         link.give(Attempt(running.batch, index, number, waiting.prompt, waiting.predicted, span), item)
         running.places[index] = (link, handle)
-        running.left.place(index)
+        running.left.run(index)
         self.metrics.placements.labels(link.instance_id).inc()
         if number == 1:
             self.metrics.queue_seconds.observe(now - running.batch.accepted_at)

@@ -57,10 +57,6 @@ class Scheduler:
     _orders: int = field(init=False, default=0)
     _steps: IdleTimeBook = field(init=False, default_factory=IdleTimeBook)
 
-    async def run(self) -> None:
-        """Write progress to the journal until cancelled. Raises Fenced when another gateway leads."""
-        await self.writer.run(self)
-
     # Batches -------------------------------------------------------------------------------------------
 
     def add(

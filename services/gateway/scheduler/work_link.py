@@ -107,6 +107,8 @@ class WorkLink:
         self.epoch = epoch
         self.slots = slots
         self.held: dict[int, Attempt] = {}
+        # Handles for further items, unique on this stream.
+        self.handles = count(1)
         # Loop time until which nothing is given to the instance after a refusal.
         self.closed_until = 0.0
         self.refusals = refusals
@@ -120,16 +122,11 @@ class WorkLink:
         self._sent_interval = 0.0
         self._sent_at = -math.inf
         self._waking: asyncio.TimerHandle | None = None
-        self._handles = count(1)
         self._starts: list[pb.WorkItem] = []
         self._claims: list[pb.Claim] = []
         self._aborts: list[int] = []
         self._wake = asyncio.Event()
         self._over = False
-
-    def next_handle(self) -> int:
-        """Return a handle for the next item, unique on this stream."""
-        return next(self._handles)
 
     def give(self, attempt: Attempt, item: pb.WorkItem) -> None:
         """Send an item. The placement must have taken its slot."""

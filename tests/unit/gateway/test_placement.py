@@ -119,7 +119,7 @@ def test_the_instance_chosen_is_that_of_the_plain_rule_whatever_happened_before(
         elif event == "give" and held[slots]:
             slots.give_back(*held[slots].pop())
         elif event == "version":
-            slots.policy_version = 1 + prompt % 2
+            slots.serve(1 + prompt % 2)
         elif event == "close":
             closed.add(slots)
         elif event == "open":
@@ -157,7 +157,7 @@ def test_the_pool_does_not_grow_with_the_number_of_changes_or_versions() -> None
     pool = _pool(fleet)
     for version in range(1, 50):
         for slots in fleet:
-            slots.policy_version = version
+            slots.serve(version)
             for _ in range(100):
                 slots.take("p", 5.0)
                 slots.give_back("p", 5.0)

@@ -111,7 +111,7 @@ async def test_samples_given_to_a_fleet_at_once_go_out_to_one_instance_after_the
         slots = InstanceSlots(f"instance-{index}", VERSION, 1)
         backoff = ExponentialBackoff(1.0, 1.0)
         link = WorkLink(slots.instance_id, 1, slots, backoff, instances, lambda *_: None, pace, backlog)
-        link.give(Attempt(batch, index, 1, "p", 1.0), pb.WorkItem(handle=link.next_handle()))
+        link.give(Attempt(batch, index, 1, "p", 1.0), pb.WorkItem(handle=next(link.handles)))
         links.append(asyncio.create_task(link.run()))
     counts = [0]
     async with asyncio.timeout(60):

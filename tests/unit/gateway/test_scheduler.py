@@ -55,7 +55,7 @@ async def test_only_serving_instances_with_the_version_of_the_batch_get_samples(
     parts = SchedulerParts()
     paused, old, serving = parts.link("a"), parts.link("b"), parts.link("c")
     parts.fleet.quarantine("a", 1, "weights unknown", 0.0)
-    old.slots.policy_version = 6
+    old.slots.serve(6)
     parts.scheduler.add(a_batch(2))
     await turn()
     assert (len(paused.items), len(old.items), len(serving.items)) == (0, 0, 2)

@@ -147,7 +147,7 @@ class Updating:
     async def serves_new(self, link: RecordingLink) -> None:
         """Let an instance serve the new version."""
         self.parts.fleet.confirm(link.instance_id, 1, NEW, 0.0, updated=True)
-        link.slots.policy_version = NEW
+        link.slots.serve(NEW)
         self.parts.placer.pump_soon()
         await turn()
 

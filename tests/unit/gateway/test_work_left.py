@@ -36,11 +36,11 @@ def test_the_work_left_is_the_sum_over_the_samples(events: list[tuple[int, str, 
             left.set(index, amount, waiting=True)
             samples[index] = (amount, True)
         elif event == "run" and index in samples:
-            left.place(index)
+            left.run(index)
             samples[index] = (samples[index][0], False)
         elif event == "gain" and index in samples:
-            left.generated(index, int(amount))
-            samples[index] = (max(1.0, samples[index][0] - int(amount)), samples[index][1])
+            left.run(index, int(amount))
+            samples[index] = (max(1.0, samples[index][0] - int(amount)), False)
         elif event == "end":
             left.end(index)
             samples.pop(index, None)
