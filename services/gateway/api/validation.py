@@ -64,7 +64,10 @@ def check_submit(
     violations += [*check_sampling(resolve(sampling), limits, "sampling"), *tools]
     in_time = not request.HasField("deadline") or seconds_of(request.deadline) > 0
     violations += _unless(in_time, "deadline", "must be above 0; leave it unset for the gateway's limit")
-    violations += _check_stale(request)
+    known = request.stale in rollout_pb2.Stale.values()
+    violations += _unless(known, "stale", f"is {request.stale}; must be REFUSE or REGENERATE")
+    bounded = request.HasField("max_staleness") or not request.stale
+    violations += _unless(bounded, "stale", "is set; it belongs to a max_staleness")
     if opens:
         return violations
     return violations + check_groups(request.groups, request, limits)
@@ -298,13 +301,6 @@ def check_run(run_id: str) -> list[Violation]:
 def _check_prompt(prompt_id: str, field: str) -> list[Violation]:
     fault = f"has {len(prompt_id)} characters; allowed are 1 to {_LONGEST_PROMPT_ID}"
     return _unless(1 <= len(prompt_id) <= _LONGEST_PROMPT_ID, field, fault)
-
-
-def _check_stale(request: rollout_pb2.SubmitRolloutsRequest) -> list[Violation]:
-    known = request.stale in rollout_pb2.Stale.values()
-    violations = _unless(known, "stale", f"is {request.stale}; must be REFUSE or REGENERATE")
-    bounded = request.HasField("max_staleness") or not request.stale
-    return violations + _unless(bounded, "stale", "is set; it belongs to a max_staleness")
 
 
 def _check_group(

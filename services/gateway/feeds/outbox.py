@@ -23,25 +23,21 @@ class Outbox(Generic[Item]):
         self._size_of = size_of
         self._dropped = dropped
         self._items: deque[Item] = deque()
-        self._bytes = 0
+        self.nbytes = 0
+        """Bytes of all items."""
         self._wake = asyncio.Event()
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all items."""
-        return self._bytes
 
     def put(self, item: Item) -> None:
         """Append an item."""
         self._items.append(item)
-        self._bytes += self._size_of(item)
+        self.nbytes += self._size_of(item)
         self._drop_surplus()
         self._wake.set()
 
     def put_back(self, items: Sequence[Item]) -> None:
         """Put items that were taken back to the front of the queue."""
         self._items.extendleft(reversed(items))
-        self._bytes += sum(map(self._size_of, items))
+        self.nbytes += sum(map(self._size_of, items))
         self._drop_surplus()
         self._wake.set()
 
@@ -58,13 +54,13 @@ class Outbox(Generic[Item]):
         while self._items and size + self._size_of(self._items[0]) <= most_bytes:
             taken.append(self._items.popleft())
             size += self._size_of(taken[-1])
-        self._bytes -= size
+        self.nbytes -= size
         return taken
 
     def _drop_surplus(self) -> None:
         dropped = 0
-        while self._bytes > self._most_bytes:
-            self._bytes -= self._size_of(self._items.popleft())
+        while self.nbytes > self._most_bytes:
+            self.nbytes -= self._size_of(self._items.popleft())
             dropped += 1
         if dropped:
             self._dropped(dropped)

@@ -28,11 +28,6 @@ from services.gateway.state.sample import SampleEnding, SamplePhase
 _TERM_BITS = 32
 
 
-def first_cursor(term: int) -> int:
-    """Return the cursor before all cursors of a term."""
-    return term << _TERM_BITS
-
-
 @dataclass(frozen=True, slots=True)
 class BatchHead:
     """Head of a batch's record. `lenience` is the l of its samples, None if the level has none.
@@ -95,26 +90,18 @@ class BatchRecord:
         """Cursor up to which samples may be delivered: Redis has acknowledged them."""
         self.acked = 0
         """Cursor up to which the trainer has acknowledged samples."""
+        self.last = term << _TERM_BITS
+        """Highest cursor that can have been delivered."""
+        self.stored: set[int] = set()
+        """Samples that should be done in Redis."""
         self._trimmed = 0
-        self._last = first_cursor(term)
         self._cursors: dict[int, int] = {}
         # The same, ascending.
         self._order: list[int] = []
         self._indexes: list[int] = []
-        self._stored: set[int] = set()
         # Prompt id -> index of the first sample, number of samples, number of the group.
         self._groups: dict[str, tuple[int, int, int]] = {}
         self._note(request.groups, 0)
-
-    @property
-    def last(self) -> int:
-        """Highest cursor that can have been delivered."""
-        return self._last
-
-    @property
-    def stored(self) -> int:
-        """Number of samples that should be done in Redis."""
-        return len(self._stored)
 
     @property
     def safe(self) -> int:
@@ -191,20 +178,20 @@ class BatchRecord:
 
     def end(self, index: int, payload: bytes, head: Head = WHOLE) -> int:
         """Give an ended sample its cursor, and keep its bytes until they are written."""
-        self._last += 1
-        self._put(index, self._last)
+        self.last += 1
+        self._put(index, self.last)
         self.unwritten[index] = payload
         self.unwritten_bytes += len(payload)
         if head.chunks:
             self.heads[index] = head
-        return self._last
+        return self.last
 
     def confirm(self, indexes: Iterable[int]) -> None:
         """Record that Redis has acknowledged samples, and has forgotten the samples that it should."""
         for index in indexes:
             self.unwritten_bytes -= len(self.unwritten.pop(index, b""))
             self.heads.pop(index, None)
-            self._stored.add(index)
+            self.stored.add(index)
             self.written = max(self.written, self._cursors[index])
         self.repairing = self.repairing and bool(self.unwritten or self.forgotten)
 
@@ -236,13 +223,13 @@ class BatchRecord:
         self.unwritten = dict(sorted(self.unwritten.items(), key=lambda item: self._cursors[item[0]]))
         self.unwritten_bytes = sum(map(len, self.unwritten.values()))
         self.forgotten = {*there.done, *there.events} - self._cursors.keys()
-        self._stored = set(there.done) - self.forgotten
+        self.stored = set(there.done) - self.forgotten
         self.repairing = True
         return lost
 
     def follow(self, former: BatchRecord) -> None:
         """Continue after the cursors of a former batch of this id, which was discarded."""
-        self._last = max(self._last, former.last)
+        self.last = max(self.last, former.last)
 
     def acknowledge(self, cursor: int) -> list[int]:
         """Record an acknowledgement; return the samples that Redis need no longer keep."""
@@ -269,7 +256,7 @@ class BatchRecord:
             if index < self.total and (cursor <= there.acked or index in there.events):
                 self._put(index, cursor)
         self.written = self._order[-1] if self._order else 0
-        self._last = max(self._last, self.written)
+        self.last = max(self.last, self.written)
         self._trimmed = there.acked
         self.cancels = list(there.cancels)
 
@@ -348,7 +335,7 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
     or with tokens of their environment, for which a trainer waits. Afterwards only the record has the tokens of
     ended samples. Must not be called again before `settle` or `undo`.
     """
-    write = JournalWrite(batch.key, record.stored, record.repairing)
+    write = JournalWrite(batch.key, len(record.stored), record.repairing)
     for index in islice(record.forgotten, MOST_PARTS):
         write.forgotten.append(index)
         write.count()
@@ -480,4 +467,4 @@ class RecordedBatches:
         """Return a finished sample that is in memory: not written yet, or kept."""
         record = self._records.get(key)
         waiting = record.unwritten.get(index) if record is not None else None
-        return waiting or self.kept(key, index)
+        return waiting or self._results.get((key, index))

@@ -365,16 +365,12 @@ class RedisHeadroom:
                 retry_after=_RETRY_AFTER,
             )
 
-    async def look(self) -> None:
-        """Read the used share once. Raises the errors of Redis."""
-        self._share = used_share(await self._redis.info("memory"))
-        self._metrics.redis_memory.set(self._share)
-
     async def run(self) -> None:
         """Read until cancelled."""
         while not is_cancelled():
             try:
-                await self.look()
+                self._share = used_share(await self._redis.info("memory"))
+                self._metrics.redis_memory.set(self._share)
             except RedisError as error:
                 log.debug("memory_unknown", error=str(error))
             await asyncio.sleep(_MEMORY_CHECK_SECONDS)
