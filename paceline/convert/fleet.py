@@ -196,24 +196,22 @@ def in_flight_to_proto(treatment: t.InFlight) -> weight_pb2.InFlight:
     return number
 
 
-def instance_update(message: weight_pb2.InstanceUpdate) -> t.InstanceUpdate:
-    """Return the outcome of an update on one instance."""
-    return t.InstanceUpdate(
-        instance_id=message.instance_id,
-        applied=message.applied,
-        policy_version=message.policy_version,
-        checksum=message.checksum,
-        error=message.error,
-        stage_seconds=seconds_of(message.stage_time),
-        apply_seconds=seconds_of(message.apply_time),
-        dropped_blocks=message.dropped_blocks,
-        kept_samples=message.kept_samples,
-    )
-
-
 def instance_updates(messages: Iterable[weight_pb2.InstanceUpdate]) -> tuple[t.InstanceUpdate, ...]:
-    """Return the outcomes on all instances, in the service's order."""
-    return tuple(instance_update(message) for message in messages)
+    """Return the outcomes of an update on all instances, in the service's order."""
+    return tuple(
+        t.InstanceUpdate(
+            instance_id=each.instance_id,
+            applied=each.applied,
+            policy_version=each.policy_version,
+            checksum=each.checksum,
+            error=each.error,
+            stage_seconds=seconds_of(each.stage_time),
+            apply_seconds=seconds_of(each.apply_time),
+            dropped_blocks=each.dropped_blocks,
+            kept_samples=each.kept_samples,
+        )
+        for each in messages
+    )
 
 
 def update_started(answer: weight_pb2.StartUpdateResponse) -> t.UpdateStarted:

@@ -12,7 +12,6 @@ from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
 from paceline import types as t
@@ -84,7 +83,9 @@ def tools_to_proto(tools: t.ToolUse, at: str = "tools") -> sample_pb2.ToolUse:
         call_token_ids=tools.call_token_ids,
         call_strings=tools.call_strings,
         max_calls=tools.max_calls,
-        max_wait=_seconds(tools.max_wait, f"{at}.max_wait"),
+        max_wait=None
+        if tools.max_wait is None
+        else duration(values.seconds(tools.max_wait, f"{at}.max_wait")),
     )
 
 
@@ -256,7 +257,7 @@ def _without_groups(kind: type[M], batch: t.Batch) -> M:
         run_seed=batch.run_seed,
         priority=batch.priority,
         weight=batch.weight,
-        deadline=_seconds(batch.deadline, "deadline"),
+        deadline=None if batch.deadline is None else duration(values.seconds(batch.deadline, "deadline")),
         max_staleness=batch.max_staleness,
         stale=0 if batch.max_staleness is None else stale,
         tools=None if batch.tools is None else tools_to_proto(batch.tools),
@@ -270,10 +271,6 @@ def _records(given: Iterable[R], field: str, kind: type[R]) -> Iterator[tuple[R,
     listed: Sequence[Any] = values.items(given, field, f"paceline.{kind.__name__}")
     for number, each in enumerate(listed):
         yield record(each, kind, f"{field}[{number}]"), f"{field}[{number}]"
-
-
-def _seconds(value: Any, field: str) -> Duration | None:
-    return None if value is None else duration(values.seconds(value, field))
 
 
 def _json(value: Any, field: str) -> str:

@@ -16,7 +16,7 @@ from paceline import (
     SamplingParams,
     Stale,
 )
-from paceline.shards.members import Shards
+from paceline.shards import Shards
 from services.contracts.gateway_keys import BatchKeys
 from services.gateway.config import GatewayConfig
 from services.platform.redis.connection import connect
