@@ -306,26 +306,21 @@ class JournalWrite:
     extensions: list[TokenChunk] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)
     ended: list[EndedSample] = field(default_factory=list)
-    parts: int = 0
     nbytes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.parts or self.repair)
+        return bool(self.extensions or self.forgotten or self.ended or self.repair)
 
     @property
     def is_full(self) -> bool:
         """Return True if further parts belong in the next write."""
-        return self.parts >= MOST_PARTS or self.nbytes >= MOST_BYTES
+        parts = len(self.extensions) + len(self.forgotten) + len(self.ended)
+        return parts >= MOST_PARTS or self.nbytes >= MOST_BYTES
 
     def end(self, ended: EndedSample) -> None:
         """Add a sample that has ended."""
         self.ended.append(ended)
-        self.count(len(ended.payload) - ended.head.nbytes)
-
-    def count(self, nbytes: int = 0) -> None:
-        """Count one more part."""
-        self.parts += 1
-        self.nbytes += nbytes
+        self.nbytes += len(ended.payload) - ended.head.nbytes
 
 
 def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> JournalWrite:
@@ -336,9 +331,7 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
     ended samples. Must not be called again before `settle` or `undo`.
     """
     write = JournalWrite(batch.key, len(record.stored), record.repairing)
-    for index in islice(record.forgotten, MOST_PARTS):
-        write.forgotten.append(index)
-        write.count()
+    write.forgotten += islice(record.forgotten, MOST_PARTS)
     while batch.unjournaled and not write.is_full:
         index = batch.unjournaled.pop()
         state = batch.samples[index]
@@ -348,7 +341,7 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
             payload = pack(state.columns, begin, end) + state.turns(begin, end)
             write.extensions.append(TokenChunk(index, state.chunks, begin, end, payload))
             state.journaled, state.chunks = end, state.chunks + 1
-            write.count(len(payload))
+            write.nbytes += len(payload)
     for index, payload in record.unwritten.items():
         if write.is_full:
             return write

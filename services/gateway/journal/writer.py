@@ -172,7 +172,8 @@ class JournalWriter:
             self._metrics.journal_holes.labels("torn").inc(len(reply))
             torn = [int(index) for index in reply]
             settle(lane.batch, record, write, torn)
-            reader.extended(write.key, _extended(write, torn))
+            durable = [(each.index, float(each.end)) for each in write.extensions if each.index not in torn]
+            reader.extended(write.key, [*durable, *((each.index, math.inf) for each in write.ended)])
             for ended in write.ended:
                 if ended.payload:
                     self._records.keep(write.key, ended.index, ended.payload)
@@ -291,12 +292,6 @@ class _Lane:
     backoff: ExponentialBackoff = field(
         default_factory=lambda: ExponentialBackoff(FIRST_DELAY, LONGEST_DELAY)
     )
-
-
-def _extended(write: JournalWrite, torn: list[int]) -> list[tuple[int, float]]:
-    """Return the samples of a write that are not torn, with the number of their tokens in the journal."""
-    extended = [(chunk.index, float(chunk.end)) for chunk in write.extensions if chunk.index not in torn]
-    return extended + [(ended.index, math.inf) for ended in write.ended]
 
 
 class JournalBacklog:

@@ -211,7 +211,7 @@ class InstanceEvents:
             self._resume(attempt, receiver)
             return
         running = self.batches.of(attempt)
-        if running is not None and self.placer.discard(running, attempt.index):
+        if running is not None and self.placer.queue.discard((running, attempt.index)):
             self._await_link(attempt, receiver)
 
     def _admit_moved(self, link: WorkLink) -> None:

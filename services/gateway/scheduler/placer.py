@@ -40,7 +40,7 @@ class Placer:
     # True while weights are being applied on the instances: nothing is placed.
     held: bool = field(init=False, default=False)
     links: dict[str, WorkLink] = field(init=False, default_factory=dict)
-    _queue: WaitingQueue[SampleRef] = field(init=False, default_factory=WaitingQueue)
+    queue: WaitingQueue[SampleRef] = field(init=False, default_factory=WaitingQueue)
     _pool: InstancePool = field(init=False)
     # Revision of the fleet that the pool reflects.
     _revision: int = field(init=False, default=-1)
@@ -49,7 +49,7 @@ class Placer:
 
     def __post_init__(self) -> None:
         self._pool = InstancePool(self._is_open)
-        self.metrics.queued.set_function(lambda: len(self._queue))
+        self.metrics.queued.set_function(lambda: len(self.queue))
 
     def add(self, link: WorkLink) -> None:
         """Place samples on an instance from now on."""
@@ -69,7 +69,7 @@ class Placer:
         sample, group = batch.samples[index], batch.group_of(index)
         predicted = self.estimator.remaining(batch, index)
         running.left.set(index, predicted, waiting=True)
-        self._queue.push(
+        self.queue.push(
             WaitingSample(
                 ref=(running, index),
                 prompt=(run_id, group.prompt_id),
@@ -85,18 +85,10 @@ class Placer:
             )
         )
 
-    def discard(self, running: RunningBatch, index: int) -> bool:
-        """Remove a sample from the queue; return False if it did not wait."""
-        return self._queue.discard((running, index))
-
-    def is_waiting(self, running: RunningBatch, index: int) -> bool:
-        """Return True if the sample is in the queue."""
-        return (running, index) in self._queue
-
     @property
     def is_patient(self) -> bool:
         """True if nothing waits for the ends of single samples: no sample for a slot, and no environment."""
-        return not len(self._queue) and not self.batches.with_tools
+        return not len(self.queue) and not self.batches.with_tools
 
     def pump_soon(self) -> None:
         """Place waiting samples after the current event has been handled."""
@@ -110,11 +102,11 @@ class Placer:
         Returns False if the instance cannot take it; the sample then keeps waiting for any instance.
         """
         link, ref = self.links.get(instance_id), (running, index)
-        if self._is_stopped or link is None or ref not in self._queue or not self._is_open(link.slots):
+        if self._is_stopped or link is None or ref not in self.queue or not self._is_open(link.slots):
             return False
         if link.slots.room < 1 or link.slots.policy_version != running.batch.current_version:
             return False
-        waiting = self._queue.take(ref)
+        waiting = self.queue.take(ref)
         if waiting is None:
             return False
         link.slots.take(waiting.prompt, waiting.predicted)
@@ -144,7 +136,7 @@ class Placer:
             self._revision = self.fleet.revision
             self._pool.look_again()
         until = time.perf_counter() + self.turn_seconds
-        while (placement := self._queue.place_next(self._pool, self.affinity_slack)) is not None:
+        while (placement := self.queue.place_next(self._pool, self.affinity_slack)) is not None:
             self._give(placement)
             if time.perf_counter() > until:
                 self.pump_soon()

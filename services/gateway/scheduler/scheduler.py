@@ -174,7 +174,7 @@ class Scheduler:
                     self._renew(running, index)
                 else:
                     stale.append(index)
-            elif self.placer.is_waiting(running, index):
+            elif (running, index) in self.placer.queue:
                 self.placer.enqueue(running, index)
             yield
         if stale:
@@ -207,7 +207,7 @@ class Scheduler:
                 requested.append(index)
             elif phase is not SamplePhase.ENDED:
                 # It waits, or is moving to another instance, where it will be claimed only to be aborted.
-                self.placer.discard(running, index)
+                self.placer.queue.discard((running, index))
                 self._abort(running, index)
             yield
         if not running.dropped:
@@ -248,7 +248,7 @@ class Scheduler:
         """Remove the samples of a dropped batch from the queue and from their instances, and free them."""
         if running.batch.unfinished:
             for index in range(len(running.batch.samples)):
-                self.placer.discard(running, index)
+                self.placer.queue.discard((running, index))
                 yield
         while running.places:
             _, (link, handle) = running.places.popitem()
@@ -404,11 +404,11 @@ class Scheduler:
             log.warning("sample_failed", batch=batch.key, sample=index, error=ending.error)
         if ending.is_whole:
             self._keep(batch, ending)
-            siblings = batch.group_indexes(index)
-            if self.estimator.observe(batch, index) and len(siblings) <= _MOST_SIBLINGS:
+            group = batch.group_of(index)
+            if self.estimator.observe(batch, index) and group.count <= _MOST_SIBLINGS:
                 # Waiting samples of the group have a better prediction now.
-                for sibling in siblings:
-                    if self.placer.is_waiting(running, sibling):
+                for sibling in range(group.first, group.first + group.count):
+                    if (running, sibling) in self.placer.queue:
                         self.placer.enqueue(running, sibling)
         self._end_feeding(batch)
         if not running.private:

@@ -144,11 +144,6 @@ class RolloutBatch:
         """Return the group of a sample."""
         return self.groups[self.samples[index].group]
 
-    def group_indexes(self, index: int) -> range:
-        """Return the indexes of all samples in the group of a sample."""
-        group = self.group_of(index)
-        return range(group.first, group.first + group.count)
-
     def is_stale(self, index: int) -> bool:
         """Return True if an unfinished sample has tokens of a version that is too old."""
         sample = self.samples[index]
