@@ -141,12 +141,6 @@ class CoordinatorClient:
             await channel.close()
 
 
-@dataclass(slots=True)
-class _SampleCount:
-    unfinished: int = 0
-    waiting: int = 0
-
-
 @dataclass(eq=False)
 class BubbleLink:
     """Reports to the coordinator for one term of leadership. `coverage_timeout` is in seconds."""
@@ -233,30 +227,30 @@ class BubbleLink:
             log.debug("hint_put", hint=hint.hint_id, samples=response.samples)
 
     def _message(self, run: HintedRun) -> pb.SetRunRequest:
-        count, version = self._count(run.run_id), self.book.version or 0
+        (unfinished, waiting), version = self._count(run.run_id), self.book.version or 0
         return pb.SetRunRequest(
             run_id=run.run_id,
-            phase=run.phase(count.unfinished, version, applying=self.book.is_applying()),
+            phase=run.phase(unfinished, version, applying=self.book.is_applying()),
             policy_version=version,
             step=run.position(),
-            unfinished=count.unfinished,
-            waiting=count.waiting,
+            unfinished=unfinished,
+            waiting=waiting,
             hint_ids=[hint.hint_id for _, hint in sorted(run.hints.items())],
         )
 
-    def _count(self, run_id: str) -> _SampleCount:
-        """Count the samples of a run.
+    def _count(self, run_id: str) -> tuple[int, int]:
+        """Return the numbers of unfinished and of waiting samples of a run.
 
         Samples of Generate calls may belong to any run or to none, and count as waiting for every run.
         """
-        count = _SampleCount()
+        unfinished = waiting = 0
         for running in self.batches.by_key.values():
-            unfinished = len(running.batch.samples) - running.batch.ended
-            if running.private or running.batch.key[0] == run_id:
-                count.waiting += unfinished - len(running.places)
-            if running.batch.key[0] == run_id:
-                count.unfinished += unfinished
-        return count
+            own = running.batch.key[0] == run_id
+            if running.private or own:
+                waiting += running.batch.unfinished - len(running.places)
+            if own:
+                unfinished += running.batch.unfinished
+        return unfinished, waiting
 
 
 def _matters(message: pb.SetRunRequest) -> tuple[object, ...]:

@@ -92,7 +92,7 @@ class Hinting:
         async with self._writing:
             self._unsaved.get(request.run_id, set()).discard(request.step)
             try:
-                await self.store.put(request)
+                await self.store.write(request.run_id, hint=request)
             except OUTAGES as error:
                 # The hint still works; only a restart would forget it.
                 log.warning("hint_not_stored", run=request.run_id, step=request.step, error=str(error))
@@ -175,7 +175,7 @@ class Hinting:
                 run, steps = self.book.runs.get(run_id), self._unsaved.pop(run_id, set())
                 begun = (run.step, run.version) if run is not None and run.step is not None else None
                 try:
-                    await self.store.begin(run_id, begun, steps)
+                    await self.store.write(run_id, begun=begun, dropped=steps)
                 except OUTAGES:
                     self._unsaved.setdefault(run_id, set()).update(steps)
                     raise
@@ -406,14 +406,30 @@ class HintStore:
         self._keys = GatewayKeys(namespace)
         self._seconds = max(1, int(seconds))
 
-    async def put(self, request: rollout_pb2.HintNextBatchRequest) -> None:
-        """Record a hint, and replace an earlier one for its step."""
-        await self._write(request.run_id, {str(request.step): request.SerializeToString()}, ())
+    async def write(
+        self,
+        run_id: str,
+        *,
+        hint: rollout_pb2.HintNextBatchRequest | None = None,
+        begun: tuple[int, int] | None = None,
+        dropped: Iterable[int] = (),
+    ) -> None:
+        """Record a hint of a run, in place of an earlier one for its step; remove the hints of `dropped` steps.
 
-    async def begin(self, run_id: str, begun: tuple[int, int] | None, dropped: Iterable[int]) -> None:
-        """Record the step of the run that began last, with its version, and remove the hints of `dropped` steps."""
-        values = {} if begun is None else {_BEGUN_FIELD: f"{begun[0]}:{begun[1]}"}
-        await self._write(run_id, values, dropped)
+        `begun` is the step of the run that began last, with its version.
+        """
+        key = self._keys.hints(run_id)
+        pipe = self._redis.pipeline(transaction=False)
+        # List first: a stored run that is not listed would never be found.
+        pipe.sadd(self._keys.hinted, run_id)
+        if hint is not None:
+            pipe.hset(key, str(hint.step), hint.SerializeToString())
+        if begun is not None:
+            pipe.hset(key, _BEGUN_FIELD, f"{begun[0]}:{begun[1]}")
+        if steps := [str(step) for step in dropped]:
+            pipe.hdel(key, *steps)
+        pipe.expire(key, self._seconds)
+        await pipe.execute()
 
     async def forget(self, run_id: str) -> None:
         """Remove a run."""
@@ -433,18 +449,6 @@ class HintStore:
             else:
                 await self._redis.srem(self._keys.hinted, run_id)
         return found
-
-    async def _write(self, run_id: str, values: dict[str, Any], dropped: Iterable[int]) -> None:
-        key = self._keys.hints(run_id)
-        pipe = self._redis.pipeline(transaction=False)
-        # List first: a stored run that is not listed would never be found.
-        pipe.sadd(self._keys.hinted, run_id)
-        if values:
-            pipe.hset(key, mapping=values)
-        if steps := [str(step) for step in dropped]:
-            pipe.hdel(key, *steps)
-        pipe.expire(key, self._seconds)
-        await pipe.execute()
 
 
 @dataclass(slots=True)

@@ -61,13 +61,6 @@ class Accounts:
         self.of(caller.name).caller = caller
         return Account(caller.name, model_len)
 
-    def count(self, account: Account | None, samples: int, tokens: int) -> None:
-        """Add to the unfinished samples and tokens of an account; negative numbers: subtract."""
-        if account is not None:
-            used = self.of(account.name)
-            used.samples += samples
-            used.tokens += tokens
-
     def check(self, account: Account | None, samples: int, tokens: int) -> None:
         """Check that `samples` samples with `tokens` tokens may begin.
 
@@ -311,7 +304,10 @@ class ActiveBatches:
     def count(self, account: Account | None, samples: int, most_tokens: int) -> None:
         """Add to the unfinished samples and to their account; negative numbers: samples end or are dropped."""
         self.unfinished += samples
-        self.accounts.count(account, samples, most_tokens)
+        if account is not None:
+            used = self.accounts.of(account.name)
+            used.samples += samples
+            used.tokens += most_tokens
 
     def close(self, running: RunningBatch) -> None:
         """Record that nothing can be added to a batch any more."""

@@ -40,12 +40,6 @@ class _History:
         self.quantile = float(ordered[min(int(QUANTILE * len(ordered)), len(ordered) - 1)])
 
 
-@dataclass(slots=True)
-class _Mean:
-    count: int = 0
-    total: float = 0.0
-
-
 class LengthPredictor:
     """Predictor of response lengths in tokens, by run and prompt.
 
@@ -55,7 +49,8 @@ class LengthPredictor:
     def __init__(self, max_prompts: int = 100_000, max_runs: int = 10_000) -> None:
         self._max_prompts, self._max_runs = max_prompts, max_runs
         self._histories: OrderedDict[tuple[str, str], _History] = OrderedDict()
-        self._runs: OrderedDict[str, _Mean] = OrderedDict()
+        # Run id -> number of its responses, and their tokens.
+        self._runs: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def observe(self, run_id: str, prompt_id: str, length: int) -> None:
         """Learn from a response that ended by itself or at its limit (not a cancelled one)."""
@@ -67,12 +62,10 @@ class LengthPredictor:
         self._histories.move_to_end(key)
         if len(self._histories) > self._max_prompts:
             self._histories.popitem(last=False)
-        mean = self._runs.setdefault(run_id, _Mean())
-        self._runs.move_to_end(run_id)
+        count, total = self._runs.pop(run_id, (0, 0))
+        self._runs[run_id] = count + 1, total + length
         if len(self._runs) > self._max_runs:
             self._runs.popitem(last=False)
-        mean.count += 1
-        mean.total += length
 
     def predict(self, run_id: str, prompt_id: str, expected: int = 0, limit: int | None = None) -> float:
         """Return the expected tokens of the next response, between 1 and `limit`.
@@ -85,8 +78,8 @@ class LengthPredictor:
         elif expected > 0:
             predicted = float(expected)
         else:
-            mean = self._runs.get(run_id)
-            predicted = mean.total / mean.count if mean else UNKNOWN_LENGTH
+            count, total = self._runs.get(run_id, (0, 0))
+            predicted = total / count if count else UNKNOWN_LENGTH
         return max(1.0, predicted if limit is None else min(predicted, float(limit)))
 
 

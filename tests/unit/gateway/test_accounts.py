@@ -79,7 +79,8 @@ def test_a_quota_is_what_is_unfinished_at_once() -> None:
     accounts = Accounts(GatewayMetrics(CollectorRegistry()))
     account = accounts.note(TokenHolder(name="few", max_queued_samples=4, max_queued_tokens=50), 100)
     accounts.check(account, 4, 50)
-    accounts.count(account, 3, 30)
+    used = accounts.of("few")
+    used.samples, used.tokens = 3, 30
     accounts.check(account, 1, 20)
     accounts.check(None, 10**9, 10**9)
     for samples, tokens, resource, waits in (
@@ -97,5 +98,5 @@ def test_a_quota_is_what_is_unfinished_at_once() -> None:
     accounts.check(account, 0, 0)
     with pytest.raises(ResourceExhausted, match="3 unfinished samples; 1 more would exceed 2"):
         accounts.check(account, 1, 1)
-    accounts.count(account, -3, -30)
+    used.samples, used.tokens = 0, 0
     accounts.check(account, 2, 10**9)
