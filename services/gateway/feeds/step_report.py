@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
-from services.gateway.state.sample import GatewaySample, GenerationSpan
+from services.gateway.state.sample import GatewaySample
 from services.platform.redis.decision_log import DecisionRecord
 
 BINS = 64
@@ -156,9 +156,9 @@ class StepReport:
     version: int = 0
     waits: Mapping[str, float] = field(default_factory=dict)
 
-    def add(self, spans: Iterable[GenerationSpan], tokens: int, now: float) -> None:
-        """Count a sample that has ended."""
-        for span in spans:
+    def add(self, ended: TimedSample, ahead: int) -> None:
+        """Count a sample that has ended; `ahead` of its tokens existed when the step began."""
+        for span in ended.sample.spans:
             if not span.instance_id:
                 continue
             share = self.shares.get(span.instance_id)
@@ -166,8 +166,11 @@ class StepReport:
                 share = self.shares[span.instance_id] = InstanceShare(self.begun_at)
             share.add(span.begin, span.end, span.end_token - span.begin_token)
         self.samples += 1
-        self.tokens += tokens
-        self.ended_at = max(self.ended_at, now)
+        self.tokens += ended.tokens
+        if self.pregenerated is not None:
+            self.pregenerated += ahead
+        self.last.append(ended)
+        self.ended_at = max(self.ended_at, ended.ended_at)
         self.unfinished -= 1
 
     def bubbles(self, serving: Iterable[str]) -> dict[str, float]:
@@ -219,16 +222,7 @@ class IdleTimeBook:
             report.pregenerated = pregenerated + (report.pregenerated or 0)
         self._close(key)
 
-    def end(
-        self,
-        run_id: str,
-        step: int,
-        spans: Iterable[GenerationSpan],
-        tokens: int,
-        now: float,
-        ended: TimedSample | None = None,
-        ahead: int = 0,
-    ) -> StepReport | None:
+    def end(self, run_id: str, step: int, ended: TimedSample, ahead: int = 0) -> StepReport | None:
         """Record the end of a sample; return the report if it was the last sample of the step.
 
         `ahead` of its tokens existed when the step began.
@@ -236,11 +230,7 @@ class IdleTimeBook:
         report = self._steps.get((run_id, step))
         if report is None:
             return None
-        report.add(spans, tokens, now)
-        if report.pregenerated is not None:
-            report.pregenerated += ahead
-        if ended is not None:
-            report.last.append(ended)
+        report.add(ended, ahead)
         closed = self._close((run_id, step))
         if closed is not None:
             self._over[run_id] = _LastStep(step, closed.version, closed.ended_at)

@@ -444,7 +444,7 @@ class Scheduler:
         draft = self.estimator.covered(batch, ending.index)
         # A draft may be longer than the response.
         ahead = min(draft.tokens, tokens) if draft is not None else 0
-        report = self._steps.end(batch.key[0], batch.step, sample.spans, tokens, ending.at, ended, ahead)
+        report = self._steps.end(batch.key[0], batch.step, ended, ahead)
         if report is not None:
             bubbles = report.bubbles(self.placer.links)
             seconds = report.ended_at - report.begun_at

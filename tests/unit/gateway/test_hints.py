@@ -11,10 +11,10 @@ from hypothesis import given
 from paceline.internal.v1 import bubble_pb2
 from paceline.v1 import rollout_pb2, sample_pb2
 from services.gateway.api.hints import Hint, HintBook, HintedRun, HintOutcome, hinted_batch, make_hint
-from services.gateway.feeds.step_report import IdleTimeBook
+from services.gateway.feeds.step_report import IdleTimeBook, TimedSample
 from services.gateway.scheduler.estimator import DraftCoverage, remaining_work
 from services.gateway.state.messages import BatchBuilder
-from services.gateway.state.sample import GenerationSpan
+from services.gateway.state.sample import GatewaySample, GenerationSpan
 
 
 def request(
@@ -217,20 +217,22 @@ def test_a_draft_never_makes_a_sample_longer_than_it_is(
         assert work <= without + 1e-6
 
 
-def span(instance_id: str, end: float) -> GenerationSpan:
-    return GenerationSpan(instance_id, 0, 1, 0.0, end)
+def ended(tokens: int, **ends: float) -> TimedSample:
+    """Return a sample that ended last on these instances, each with its end."""
+    spans = [GenerationSpan(name, 0, 1, 0.0, end) for name, end in ends.items()]
+    return TimedSample(GatewaySample(0, 0, 0, 1, spans=spans), "p", tokens, 0.0, max(ends.values()))
 
 
 def test_the_bubble_of_an_instance_is_from_its_last_sample_to_the_end_of_the_step() -> None:
     book = IdleTimeBook()
     book.begin("run", 3, 3, 100.0)
-    assert book.end("run", 3, [span("a", 104.0)], 10, 104.0) is None
-    assert book.end("run", 3, [span("a", 102.0), span("b", 107.0)], 20, 107.0) is None
-    report = book.end("run", 3, [span("b", 110.0)], 30, 110.0)
+    assert book.end("run", 3, ended(10, a=104.0)) is None
+    assert book.end("run", 3, ended(20, a=102.0, b=107.0)) is None
+    report = book.end("run", 3, ended(30, b=110.0))
     assert report is not None
     assert report.bubbles(["a", "c"]) == {"a": 6.0, "b": 0.0, "c": 10.0}
     assert (report.tokens, report.pregenerated) == (60, None)
-    assert book.end("run", 3, [], 0, 111.0) is None
+    assert book.end("run", 3, ended(0, a=111.0)) is None
 
 
 def test_batches_of_one_step_and_dropped_ones_count_as_they_should() -> None:
@@ -238,15 +240,15 @@ def test_batches_of_one_step_and_dropped_ones_count_as_they_should() -> None:
     book.begin("run", 3, 1, 100.0, 40)
     book.begin("run", 3, 1, 101.0, 2)
     book.begin("run", 4, 1, 101.0)
-    assert book.end("run", 3, [span("a", 104.0)], 10, 104.0) is None
-    report = book.end("run", 3, [span("a", 105.0)], 10, 105.0, ahead=7)
+    assert book.end("run", 3, ended(10, a=104.0)) is None
+    report = book.end("run", 3, ended(10, a=105.0), ahead=7)
     assert report is not None
     assert (report.begun_at, report.pregenerated, report.tokens) == (100.0, 49, 20)
     book.drop("run", 4, 1)
     book.drop("run", 4, 1)
-    assert book.end("run", 4, [], 1, 106.0) is None
+    assert book.end("run", 4, ended(1, a=106.0)) is None
     book.begin("run", 5, 0, 100.0)
-    assert book.end("run", 5, [], 1, 106.0) is None
+    assert book.end("run", 5, ended(1, a=106.0)) is None
 
 
 def test_a_step_of_single_samples_begins_once() -> None:

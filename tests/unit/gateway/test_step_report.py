@@ -102,8 +102,8 @@ def report_of(instances: int, samples: int) -> StepReport:
     book.begin("run", 3, samples, 100.0)
     for number in range(samples):
         end = 101.0 + number / samples * 20
-        spans = [GenerationSpan(f"instance-{number % instances}", 0, 7, 100.0, end)]
-        report = book.end("run", 3, spans, 7, end, ended(100.0, end, *spans, first_step_at=100.5))
+        span = GenerationSpan(f"instance-{number % instances}", 0, 10, 100.0, end)
+        report = book.end("run", 3, ended(100.0, end, span, first_step_at=100.5))
     assert report is not None
     return report
 
@@ -113,10 +113,10 @@ def test_an_entry_of_a_step_has_what_the_report_page_shows() -> None:
     record = step_record(report, report.bubbles(["instance-0", "instance-1", "idle"]), 5)
     details = record.details
     assert (record.kind, record.run_id, details["step"], details["version"]) == ("step", "run", 3, 5)
-    assert (details["samples"], details["tokens"], details["instances"]) == (8, 56, 3)
+    assert (details["samples"], details["tokens"], details["instances"]) == (8, 80, 3)
     rows = {name: row for name, *row in details["rows"]}
     assert rows["idle"] == [None, None, 0, 0, pytest.approx(18.5), []]
-    assert rows["instance-1"][2:4] == [4, 28]
+    assert rows["instance-1"][2:4] == [4, 40]
     assert max(details["all"]) == 8
     assert [each["ended"] for each in details["last"]] == [118.5, 116.0, 113.5]
     assert sum(details["last"][0]["parts"].values()) == pytest.approx(18.5, abs=1e-3)
@@ -125,7 +125,7 @@ def test_an_entry_of_a_step_has_what_the_report_page_shows() -> None:
 def begun(book: IdleTimeBook, step: int, begin: float, end: float, version: int = 0) -> StepReport:
     """Return the report of a step of one sample."""
     book.begin("run", step, 1, begin, version=version)
-    report = book.end("run", step, (), 1, end, ended(begin, end))
+    report = book.end("run", step, ended(begin, end))
     assert report is not None
     return report
 
@@ -149,7 +149,7 @@ def test_steps_that_overlap_wait_for_nothing_and_the_time_between_two_trainers_c
     begun(book, 4, 100.0, 110.0, version=4)
     book.begin("run", 5, 1, 111.0, version=5)
     assert begun(book, 6, 112.0, 113.0, version=5).waits == {}
-    report = book.end("run", 5, (), 1, 120.0)
+    report = book.end("run", 5, ended(111.0, 120.0))
     assert report is not None
     assert report.waits == {"trainer": 1.0, "weights": 0.0}
     # Another batch of the step, then a trainer that was restarted from the step, and one from an earlier step.

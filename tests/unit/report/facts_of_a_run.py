@@ -47,7 +47,7 @@ def _step(number: int, instances: int, samples: int, run: str) -> Iterator[Decis
         sample.generation_seconds, sample.prefill_seconds = end - begin - 0.5, 0.1
         sample.verify_seconds, sample.plain_seconds, sample.verify_steps = 0.4, 0.2, 2
         ended = TimedSample(sample, "a <prompt> & more", 5, begin, end)
-        report = book.end(run, number, spans, 5, end, ended)
+        report = book.end(run, number, ended)
     assert report is not None
     bubbles = report.bubbles([f"instance-{place}" for place in range(instances)])
     yield DecisionRecord("migration", "one is above", 0.2, _move(instances), begin + 2)
