@@ -40,7 +40,8 @@ async def _accepted(gateway: RunningGateway, request: object) -> bool:
     try:
         await gateway.trainer.submit(request)  # type: ignore[arg-type]
     except grpc.aio.AioRpcError as error:
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        # The memory of a full Redis, which the gateway reads every second, refuses batches until it is read again.
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
             raise
         return False
     return True
