@@ -22,6 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
@@ -117,9 +118,7 @@ class AsyncClient(GatewayCalls):
         first, *others = shards_of(address)
         if others:
             members = [
-                OpenShard(
-                    each.address, each.name, each.weight, calls=type(self)(each.address, **self._options)
-                )
+                OpenShard(*astuple(each), calls=type(self)(each.address, **self._options))
                 for each in (first, *others)
             ]
             transport: Transport = SeveralTransports(members)
