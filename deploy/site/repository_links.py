@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mkdocs.structure.pages import Page
 
@@ -13,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"\[([^]\n]+(?:\n[^]\n]+)?)\]\(((?:\.\./)+[^)#:\s]+)(?:#[^)\s]*)?\)")
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Mapping[str, Any]) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Replace a page's links to files outside docs, such as README files of benchmarks, by text and path."""
     return shown(markdown, ROOT / "docs" / page.file.src_uri)
 
