@@ -9,7 +9,6 @@ each step leaves behind. The short forms are test_footprint.py and tests/chaos.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,7 +98,7 @@ class Seen:
     """Judged tokens for which another one has a score within `TIE`."""
     wrong: list[str] = field(default_factory=list)
     """Samples with a token that is not the policy's."""
-    strikes: Counter[str] = field(default_factory=Counter)
+    strikes: dict[str, int] = field(default_factory=dict)
 
     def add(self, found: StepRecord) -> None:
         """Add a finished step."""
@@ -118,8 +117,12 @@ class Training:
         self._folder = folder
         chance = Random(seed)
         self._judged = set(chance.sample(range(steps), round(JUDGED * steps)))
-        names = [each.spec.name for each in platform.processes]
-        self._strikes = {step: chance.choice(names) for step in range(BETWEEN, steps // 2, BETWEEN)}
+        instances, all_processes = (
+            [each.spec.name for each in these] for these in (platform.instances, platform.processes)
+        )
+        # In turn a kill of any process, and the end of an instance, which moves its samples away first.
+        self._kills = {step: chance.choice(all_processes) for step in range(BETWEEN, steps // 2, 2 * BETWEEN)}
+        self._ends = {step: chance.choice(instances) for step in range(2 * BETWEEN, steps // 2, 2 * BETWEEN)}
         self._learner = new_learner(MODEL, OPTIONS)
         self._client = platform.client(retry=PATIENT)
         self._run = self._client.run("thousand", seed=SEED, weights=WeightStream())
@@ -146,13 +149,13 @@ class Training:
 
     def _strike(self, step: int, finished: int, total: int) -> None:
         """Kill or replace the process whose turn it is when the first sample of the step has arrived."""
-        if finished != 1 or step not in self._strikes:
+        if finished != 1:
             return
-        name = self._strikes[step]
-        # An instance that is asked to end moves its samples away first.
-        kill = step % (2 * BETWEEN) == 0
-        self._platform.restart(name, kill=kill)
-        self.seen.strikes[f"{name} {'killed' if kill else 'replaced'}"] += 1
+        for names, what in ((self._kills, "killed"), (self._ends, "replaced")):
+            if step in names:
+                self._platform.restart(names[step], kill=what == "killed")
+                strike = f"{names[step]} {what}"
+                self.seen.strikes[strike] = self.seen.strikes.get(strike, 0) + 1
 
     def _judge(self, step: int, groups: Sequence[Group], samples: Sequence[Sample], seconds: float) -> None:
         """Compare the samples of a judged step with what transformers samples with the policy's weights."""
