@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,23 @@ def console() -> Console:
 def say(line: str) -> None:
     """Print a line of progress."""
     console().print(line, markup=False, highlight=False)
+
+
+@dataclass(slots=True)
+class BenchProgress:
+    """Report after each part how long the others will take."""
+
+    parts: int
+    name: str
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+
+    def advance(self, part: str) -> None:
+        """Print that a part is done."""
+        self.done += 1
+        gone = time.monotonic() - self.began
+        left = gone / self.done * (self.parts - self.done)
+        print(f"{self.name}: {part}; {gone:.0f} s gone, about {left:.0f} s left", flush=True)
 
 
 def show(title: str, figures: Figures) -> None:

@@ -49,8 +49,7 @@ from bench.device_clock.rows import (
     rows_of,
 )
 from bench.device_clock.stock import DraftMethod, method_of, ngram_lookup
-from bench.progress import BenchProgress
-from bench.report import console, format_value, keep, show_rows, write
+from bench.report import BenchProgress, console, format_value, keep, show_rows, write
 from bench.rollout.cells import cell_key, code_hash
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run

@@ -24,8 +24,7 @@ from bench.comparison import Comparison
 from bench.facade.ways import FacadeWorkload, Ways
 from bench.intervals import median_interval
 from bench.one_instance import one_instance, overhead_arguments, prompts
-from bench.progress import BenchProgress
-from bench.report import Figures, say, show, show_table, write
+from bench.report import BenchProgress, Figures, say, show, show_table, write
 from paceline import AsyncClient
 from services.local.platform import Platform
 

@@ -26,8 +26,7 @@ from typing import Any
 from bench.fleet.control_plane import ControlPlane, Usage
 from bench.fleet.trainer import FleetTrainer, StepResult
 from bench.fleet.workload import MAX_TOKENS, MEDIAN, SimulatedPolicy
-from bench.progress import PartsProgress
-from bench.report import Figures, numbers, option_parser, show, show_table, write
+from bench.report import BenchProgress, Figures, numbers, option_parser, show, show_table, write
 from paceline.shards import Shard
 
 FOLDER = Path("runs/bench/fleet")
@@ -49,12 +48,11 @@ def main() -> None:
 
 async def measure(given: argparse.Namespace, keep: Callable[[list[Row]], None]) -> list[Row]:
     """Return a row of figures for each fleet size; `keep` is called with all rows so far after each."""
-    rows = list[Row]()
-    with PartsProgress([(_name(size), _planned(size, given)) for size in given.instances]) as progress:
-        for instances in given.instances:
-            progress.begin(_name(instances))
-            rows.append(await _fleet(instances, given))
-            keep(list(rows))
+    rows, progress = list[Row](), BenchProgress(len(given.instances), "fleet")
+    for instances in given.instances:
+        rows.append(await _fleet(instances, given))
+        keep(list(rows))
+        progress.advance(f"{instances} instances")
     return rows
 
 
@@ -83,10 +81,6 @@ def summary(rows: Sequence[Row], baseline: Row) -> Row:
         / max(large["partial_writes"], 1),
         "journal_bytes_vs_results": large["journal_bytes_vs_results"],
     }
-
-
-def _name(instances: int) -> str:
-    return f"{instances} instances"
 
 
 async def _fleet(instances: int, given: argparse.Namespace) -> Row:
@@ -197,11 +191,6 @@ def _shares(instances: int, gateways: int) -> list[range]:
 
 def _host_options(given: argparse.Namespace) -> tuple[str, ...]:
     return tuple(f"--{name}={getattr(given, name)}" for name in ("speed", "compression", "longest", "median"))
-
-
-def _planned(instances: int, given: argparse.Namespace) -> float:
-    """Return the planned seconds of a fleet: its start, about 20 ms an instance, and the longest response."""
-    return 6 + given.idle_seconds + 0.02 * instances + 1.2 * given.longest / given.speed / given.compression
 
 
 def table_of(rows: Sequence[Row]) -> Figures:

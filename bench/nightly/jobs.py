@@ -35,9 +35,7 @@ JOBS = (
     NightlyJob("gateway", "bench.gateway", 2.0, ("--rounds", "7")),
     NightlyJob("facade", "bench.facade", 3.0, ("--rounds", "6")),
     NightlyJob("fleet", "bench.fleet", 3.0, ("--instances", "125,250")),
-    NightlyJob(
-        "weights", "bench.weights", 4.0, ("--sizes", "100", "--fleets", "1,2", "--engine-sizes", "100")
-    ),
+    NightlyJob("weights", "bench.weights", 4.0, ("--sizes", "100", "--fleets", "1,2")),
     NightlyJob("coupled", "bench.coupled", 4.0, ("--rounds", "2"), arctic=True),
     NightlyJob(
         "policy", "bench.policy", 5.0, ("--rounds", "6", "--samples", "8,32", "--wrong", "0.02,0.4,0.95")

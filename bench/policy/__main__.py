@@ -23,9 +23,8 @@ from statistics import median
 from bench.intervals import MedianInterval
 from bench.policy.cells import MOST, GivenCells, MeasuredModel, measure_model
 from bench.policy.figures import ADAPTIVE, PLAIN, PLANNER, SOLVER, TOGGLE, MeasuredCell, figures_of, verdict
-from bench.progress import BenchProgress
 from bench.random_model import make_random_experts
-from bench.report import Figures, format_value, numbers, option_parser, show_rows, write
+from bench.report import BenchProgress, Figures, format_value, numbers, option_parser, show_rows, write
 from bench.worker import apart
 
 _FOLDER = Path("runs/bench/policy")

@@ -38,8 +38,7 @@ from bench.policy.rounds import (
     steered,
     with_drafts,
 )
-from bench.progress import BenchProgress
-from bench.report import cores
+from bench.report import BenchProgress, cores
 from services.generation.engine.types import EngineOptions, EngineSampleState
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.plan import StepShape

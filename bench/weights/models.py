@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from bench.random_model import make_random_model
 from bench.worker import apart
@@ -19,16 +20,17 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """Seconds of the operations that an update is compared with.
+class Model:
+    """A model, and the median seconds of the operations that a push of its weights is compared with.
 
-    `copy`: copying the files of a version to the same disk, synced. `check`: reading them once with SHA-256 and
-    the test for finite values, in one thread. `memory_copy`: copying the tensors in memory, in one thread.
+    `copy_seconds`: copying the files of a version to the same disk, synced. `check_seconds`: reading them once with
+    SHA-256 and the test for finite values, in one thread.
     """
 
-    copy: float
-    check: float
-    memory_copy: float
+    megabytes: int
+    folder: Path
+    copy_seconds: float
+    check_seconds: float
 
 
 def shape_of(megabytes: int) -> tuple[int, int]:
@@ -39,29 +41,32 @@ def shape_of(megabytes: int) -> tuple[int, int]:
     return hidden, max(1, round((megabytes * 1e6 - embedding) / layer))
 
 
-def make_models(folder: Path, sizes: list[int]) -> dict[int, Path]:
-    """Make a model of each size, in a separate process."""
-    found = {size: folder / f"model-{size}" for size in sizes}
-    for size, place in found.items():
-        hidden, layers = shape_of(size)
-        shape = {"hidden": hidden, "layers": layers, "vocab_size": VOCABULARY, "length": LENGTH}
-        apart(partial(make_random_model, place, **shape))
-    return found
+def make_models(folder: Path, sizes: Sequence[int]) -> list[Model]:
+    """Make a model of each size, and measure its copy and its check, in separate processes."""
+    return [_made(folder, size) for size in sizes]
 
 
-def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's safetensors files and their index."""
-    return sum(path.stat().st_size for path in folder.iterdir() if ".safetensors" in path.name)
+def _made(folder: Path, size: int) -> Model:
+    place, (hidden, layers) = folder / f"model-{size}", shape_of(size)
+    shape = {"hidden": hidden, "layers": layers, "vocab_size": VOCABULARY, "length": LENGTH}
+    apart(partial(make_random_model, place, **shape))
+    return Model(size, place, *apart(_measure, place, folder / "reference"))
 
 
-def reference(model: Path, scratch: Path) -> Reference:
-    """Measure the medians for the weights of a model, under `scratch`, which is empty afterwards."""
-    return apart(_measure, model, scratch)
-
-
-def _measure(model: Path, scratch: Path) -> Reference:
-    import torch
+def tensors_of(model: Path) -> dict[str, Any]:
+    """Return copies of the tensors in the safetensors files of a folder."""
     from safetensors.torch import load_file
+
+    return {
+        name: tensor.clone()
+        for path in sorted(model.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def _measure(model: Path, scratch: Path) -> tuple[float, float]:
+    """Return the seconds of a copy and of a check under `scratch`, which is removed afterwards."""
+    import torch
 
     from paceline.weights import safetensors
     from services.generation.weights.staging import read_manifest, stage
@@ -69,12 +74,7 @@ def _measure(model: Path, scratch: Path) -> Reference:
     torch.set_num_threads(1)
     source, target = scratch / "source", scratch / "target"
     source.mkdir(parents=True)
-    tensors = {
-        name: tensor.clone()
-        for path in sorted(model.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-    safetensors.write(source, tensors)
+    safetensors.write(source, tensors_of(model))
     manifest, checksum = read_manifest(model), safetensors.checksum(source)
 
     def copy() -> None:
@@ -84,16 +84,8 @@ def _measure(model: Path, scratch: Path) -> Reference:
 
     copying = _median(copy, lambda: shutil.rmtree(target, ignore_errors=True))
     checking = _median(lambda: stage(source, 1, manifest, checksum))
-    copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-
-    def copy_in_memory() -> None:
-        for name, tensor in tensors.items():
-            copies[name].copy_(tensor)
-
-    copy_in_memory()
-    found = Reference(copying, checking, _median(copy_in_memory))
     shutil.rmtree(scratch)
-    return found
+    return copying, checking
 
 
 def _median(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
@@ -104,4 +96,4 @@ def _median(work: Callable[[], object], prepare: Callable[[], object] = lambda: 
         began = time.perf_counter()
         work()
         took.append(time.perf_counter() - began)
-    return statistics.median(took)
+    return median(took)

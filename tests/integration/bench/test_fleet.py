@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from bench.fleet.__main__ import arguments, measure, summary, table_of
-from bench.fleet.reallocator import poll_seconds
 
 _SMALL = (
     "--instances=3",
@@ -47,10 +46,3 @@ async def test_every_sample_of_a_small_fleet_ends_whole_and_its_cost_is_measured
     figures = summary([row], {"partial_writes_per_token": 1.0})
     assert figures["samples"] == 18
     assert figures["journal_writes_reduction"] == row["tokens"] / row["partial_writes"]
-
-
-async def test_simulated_instances_answer_the_polls_of_the_reallocator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.fleet.reallocator.FOLDER", tmp_path)
-    assert await poll_seconds(2, 1) > 0

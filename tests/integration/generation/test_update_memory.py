@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.weights.memory import PeakMemory
 from tests.integration.generation.conftest import Policy
 from tests.support.instances import InstanceProcess, stub_of
 from tests.support.models import tiny_model
+from tests.support.peak_memory import PeakMemory
 
 HANDLES = range(1, 5)
 UPDATES = 2

@@ -9,12 +9,10 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet.reallocator import decisions
 from bench.fleet.simulated_instance import EngineClock
 from bench.fleet.workload import MAX_TOKENS, Reporting, SimulatedPolicy
 from paceline.internal.v1 import generation_pb2 as pb
 from services.generation.loop.work_stream import CheckpointRules
-from services.reallocator.planning.decision_scope import MOST_LISTED, WITNESSES
 
 POLICY = SimulatedPolicy.create()
 
@@ -74,14 +72,3 @@ async def test_simulated_engines_report_every_token_once_and_every_end() -> None
         running.cancel()
     assert sorted(ended) == list(seeds)
     assert tokens == {handle: POLICY.slice(seed, 0, POLICY.length(seed))[0] for handle, seed in seeds.items()}
-
-
-def test_turns_of_the_reallocator_list_few_of_many_instances() -> None:
-    costs = decisions(80, 32)
-    assert {name: {each.instances for each in found} for name, found in costs.items() if "all" in name} == {
-        "decision, all": {80},
-        "evacuation, all": {80},
-    }
-    assert all(2 <= each.instances <= MOST_LISTED + WITNESSES for each in costs["decision"])
-    assert {each.instances for each in costs["evacuation"]} == {1 + MOST_LISTED}
-    assert {each.samples for each in costs["evacuation"]} == {32 * (1 + MOST_LISTED)}
