@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.worker import UncountedDrafts
 from services.contracts.knobs import Knobs
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.drafters.reference.drafter import ReferenceDrafter
@@ -68,15 +69,6 @@ class TextStep(NamedTuple):
     ended: Sequence[str]
 
 
-class _Uncounted:
-    """Ignore counts; raise if a drafter fails."""
-
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None: ...
-
-    def fault(self, drafter: str) -> None:
-        raise RuntimeError(f"{drafter} failed")
-
-
 class TextDrafting(Protocol):
     """Source of an instance's drafts: `Speculation`, or the method of another engine."""
 
@@ -125,7 +117,7 @@ class TextInstance:
             Knobs(draft_cap=WINDOW), estimator, lambda _: None, graphs=self.device.graphs
         )
         drafters = [ReferenceDrafter(), SuffixDrafter(capacity=self.capacity, clock=_no_time)]
-        self.drafting = Speculation(drafters, planner, self.vocabulary, _Uncounted(), clock=_no_time)
+        self.drafting = Speculation(drafters, planner, self.vocabulary, UncountedDrafts(), clock=_no_time)
 
     def __len__(self) -> int:
         return len(self._live)

@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.coupled.engine_process import EngineMeasurement, EngineProcess, EngineRound, EngineUnavailable
+from bench.coupled.engine_process import EngineMeasurement, EngineProcess, EngineRound
 from bench.report import Figures, format_value, show_rows, write
+from bench.worker import WorkerFailed
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineOptions, EngineRequest
 
@@ -83,7 +84,7 @@ def _start(options: EngineOptions) -> tuple[dict[str, EngineProcess], dict[str, 
     for name in list(engines):
         try:
             engines[name].wait()
-        except EngineUnavailable as error:
+        except WorkerFailed as error:
             if name not in _OWN_METHODS:
                 raise
             absent[name] = str(error).strip().rpartition("\n")[2]

@@ -5,19 +5,16 @@ All engines of a benchmark stay up and share a core. Only one works at a time.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from itertools import count
 from typing import Any, NamedTuple
 
 from bench.report import cores
+from bench.worker import PipedWorker, UncountedDrafts
 from services.generation.engine.types import EngineOptions, EngineRequest, EngineSampleState, SampleStep
-
-_ANSWER_SECONDS = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,73 +61,37 @@ class EngineMeasurement:
         return sum(map(len, self.responses.values()))
 
 
-class EngineUnavailable(RuntimeError):
-    """The engine could not be built; the last line of the message is the reason."""
-
-
-class EngineProcess:
-    """Parent's side of an engine process."""
+class EngineProcess(PipedWorker):
+    """A process with an engine. WorkerFailed if the engine cannot be built, or a round fails."""
 
     def __init__(self, options: EngineOptions) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def wait(self) -> None:
-        """Wait until the engine is up. Raises EngineUnavailable if it cannot be built."""
-        self._answer()
+        super().__init__(_build, options)
 
     def run(self, order: EngineRound) -> EngineMeasurement:
         """Run a round and return its figures."""
-        self._pipe.send(order)
-        measured: EngineMeasurement = self._answer()
+        measured: EngineMeasurement = self.ask(order)
         return measured
 
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.join(20)
-        self._process.kill()
 
-    def _answer(self) -> Any:
-        if not self._pipe.poll(_ANSWER_SECONDS):
-            raise TimeoutError("the engine process does not answer")
-        answer = self._pipe.recv()
-        if isinstance(answer, str):
-            raise EngineUnavailable(answer)
-        return answer
-
-
-def _serve(pipe: Connection, options: EngineOptions) -> None:
+def _build(options: EngineOptions) -> Callable[[EngineRound], EngineMeasurement]:
     core = str(cores()[-1])
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "HF_HUB_OFFLINE": "1"}
     # vLLM's n-gram drafter is compiled for several threads. On a single core they would only wait for each other.
     os.environ["NUMBA_NUM_THREADS"] = "1"
-    try:
-        from services.generation.engine.core import Engine
-        from services.generation.engine.startup import warm_up
+    from services.generation.engine.core import Engine
+    from services.generation.engine.startup import warm_up
 
-        if options.vllm_speculation is not None:
-            from vllm.v1.sample import rejection_sampler
+    if options.vllm_speculation is not None:
+        from vllm.v1.sample import rejection_sampler
 
-            from bench.rollout.told_tokens import expand_batch_to_tokens
+        from bench.rollout.told_tokens import expand_batch_to_tokens
 
-            rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-        engine = Engine(options)
-        if options.coupled:
-            warm_up(engine)
-        clock = _NoiseClock(options.coupled)
-        pipe.send(True)
-        serial = 0
-        while True:
-            order, serial = pipe.recv(), serial + 1
-            pipe.send(_run(engine, order, serial, clock))
-    except EOFError:
-        return
-    except BaseException:
-        pipe.send(traceback.format_exc())
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    engine = Engine(options)
+    if options.coupled:
+        warm_up(engine)
+    clock, serials = _NoiseClock(options.coupled), count(1)
+    return lambda order: _run(engine, order, next(serials), clock)
 
 
 class _NoiseClock:
@@ -158,18 +119,6 @@ class _NoiseClock:
         return result
 
 
-@dataclass(slots=True)
-class _Ignored:
-    """Ignore draft metrics."""
-
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Ignore the counts of a verification."""
-
-    def fault(self, drafter: str) -> None:
-        """Raise an error, because a benchmark must not continue with a broken drafter."""
-        raise RuntimeError(f"drafter {drafter} failed")
-
-
 def _speculation(order: EngineRound, vocab_size: int) -> Any:
     if not order.drafter:
         return None
@@ -182,7 +131,7 @@ def _speculation(order: EngineRound, vocab_size: int) -> Any:
     warm_up()
     drafter = ReferenceDrafter() if order.drafter == "reference" else SuffixDrafter()
     # The floor is the default of an instance.
-    return Speculation([drafter], FixedLengthPlanner(order.window, 0.3), vocab_size, _Ignored())
+    return Speculation([drafter], FixedLengthPlanner(order.window, 0.3), vocab_size, UncountedDrafts())
 
 
 def _run(engine: Any, order: EngineRound, serial: int, clock: _NoiseClock) -> EngineMeasurement:

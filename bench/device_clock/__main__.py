@@ -28,9 +28,8 @@ from statistics import fmean
 from typing import Any
 
 from bench.axes.known_texts import vocabulary_of
-from bench.device_clock.clock import ClockedStep
 from bench.device_clock.old_texts import load_or_write
-from bench.device_clock.recording import recorded_texts, refused_share, with_other_noise
+from bench.device_clock.recording import ClockedStep, recorded_texts, refused_share, with_other_noise
 from bench.device_clock.rows import (
     COLOCATED,
     COLUMNS,
@@ -53,7 +52,7 @@ from bench.report import BenchProgress, console, format_value, keep, show_rows, 
 from bench.rollout.cells import cell_key, code_hash
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
-from bench.rollout.registry import ARCTIC, LONG_TAIL, REGIMES, SMOLLM2, SUBJECTS, SYSTEMS, Regime, Subject
+from bench.rollout.registry import ARCTIC, REGIMES, SMOLLM2, SUBJECTS, SYSTEMS, Regime, Subject
 from bench.rollout.session import FOLDER, package_missing
 from services.step_time.estimator import warm_up
 
@@ -213,7 +212,7 @@ def refusals(regimes: Iterable[ClockedRegime]) -> dict[str, float | None]:
 
 
 def tables(rows: Sequence[ClockedRow], device: str) -> dict[str, dict[str, Any]]:
-    """Return the tables: all rows, rows of the long tail, rollouts of all systems by regime, and the brief form."""
+    """Return the tables: all rows, rollouts of all systems by regime, and the brief form."""
     lines = [[row.regime, row.system, *map(format_value, row.figures)] for row in rows]
     regimes = list(dict.fromkeys(row.regime for row in rows))
     systems = list(dict.fromkeys(row.system for row in rows))
@@ -228,8 +227,6 @@ def tables(rows: Sequence[ClockedRow], device: str) -> dict[str, dict[str, Any]]
     ]
     return {
         "rows": {"columns": COLUMNS, "rows": lines},
-        "long_tail": {"columns": COLUMNS[1:], "rows": [line[1:] for line in lines if line[0] == LONG_TAIL]},
-        "coupling": {"columns": COLUMNS[1:], "rows": [line[1:] for line in lines if line[0] == HALF]},
         "compared": {"columns": [head, *regimes], "rows": compared},
         "brief": {"columns": [head, *whole], "rows": brief},
     }

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from bench.axes.known_texts import RUN, KnownText, TextInstance, Tokens, stored
-from bench.device_clock.clock import ClockedStep, TrainerClock
-from bench.device_clock.recording import Cell, ForkedText, RecordedTexts
+from bench.device_clock.recording import Cell, ClockedStep, ForkedText, RecordedTexts, TrainerClock
 from services.bubbles.config import BubblesConfig
 from services.gateway.config import GatewayConfig
 from services.gateway.scheduler.estimator import DraftCoverage, LengthPredictor, remaining_work

@@ -8,9 +8,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from bench.device_clock.clock import ClockedStep, TrainerClock, scheduled
 from bench.device_clock.cluster import RecordedCluster
-from bench.device_clock.recording import MOST_FORKS, RecordedTexts
+from bench.device_clock.recording import MOST_FORKS, ClockedStep, RecordedTexts, TrainerClock, scheduled
 from bench.device_clock.stock import TREE_DEPTH, DraftMethod, StockFleet
 from bench.report import format_band
 from bench.rollout.modelled import ModelledDevice

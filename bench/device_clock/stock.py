@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from bench.axes.known_texts import TextInstance
-from bench.device_clock.clock import ClockedStep
 from bench.device_clock.cluster import known_text
-from bench.device_clock.recording import RecordedTexts, Tokens
+from bench.device_clock.recording import ClockedStep, RecordedTexts, Tokens
 from services.generation.engine.types import SampleStep
 from services.generation.speculation.drafter import DraftContext, NewRollouts, Samples
 from services.generation.speculation.plan import StepShape

@@ -2,10 +2,8 @@
 
 - __main__.py: options
 - sizes.py, plan.py: what is measured, and in which order
-- replay_text.py: the texts that every engine generates in a replay
-- running.py, state.py, host.py: calls that resume an interrupted run, and the processes that carry out the steps
+- running.py: calls that resume an interrupted run, and the processes that carry out the steps
 - device.py, engines/, kernels/: the orders of those processes
 - report.py: the tables
 - device_table.py: converts a run into a device table for the simulator
-- pack/: vLLM and its packages, for machines without network
 """

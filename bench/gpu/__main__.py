@@ -31,12 +31,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu import report
-from bench.gpu.engines.model import PREFILL, model_folder
-from bench.gpu.host import OrderFailed, OrderLate, WorkerHost
+from bench.gpu.engines.setup import PREFILL, model_folder
 from bench.gpu.plan import GpuSubject, chosen, plan
-from bench.gpu.running import REFUSED, run
+from bench.gpu.running import (
+    LINES,
+    REFUSED,
+    GpuStep,
+    OrderFailed,
+    OrderLate,
+    OtherRun,
+    State,
+    WorkerHost,
+    estimated,
+    run,
+    total,
+)
 from bench.gpu.sizes import TINY, GpuSizes, Graphs
-from bench.gpu.state import LINES, GpuStep, OtherRun, State, estimated, total
 from bench.report import keep, option_parser
 from services.step_time.machine import gpu_count
 

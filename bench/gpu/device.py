@@ -1,4 +1,4 @@
-"""Carry out orders that need only the device: the environment, vLLM's libraries, and single kernels."""
+"""Carry out orders that need no engine: the environment, vLLM's libraries, single kernels, the kernel steps."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
     from kernels.short_query_attention import AttentionStep
     from kernels.tuning import Run
+from collections.abc import Mapping, Sequence
+
+if TYPE_CHECKING:
+    from bench.gpu.kernels.steps import KernelStep
 
 _QUERY = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total,pcie.link.gen.max"
 _RELATIVE_ERROR = 1e-2
@@ -169,3 +173,63 @@ def _nvidia_smi() -> dict[str, str] | str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
     return dict(zip(_QUERY.split(","), map(str.strip, said.splitlines()[0].split(",")), strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSetup:
+    """The device, "cuda" or "cpu", and the folder for tuned parameters."""
+
+    device: str
+    tuned: Path
+
+    @property
+    def start_seconds(self) -> float:
+        """Estimated seconds until the process takes orders."""
+        return 10.0
+
+    def orders(self) -> KernelOrders:
+        """Return the orders; without a device kernels run in Triton's interpreter."""
+        if self.device == "cpu":
+            os.environ["TRITON_INTERPRET"] = "1"
+        from bench.gpu.kernels.steps import kernel_steps
+        from kernels import backend
+
+        backend.use("triton")
+        return KernelOrders(self, kernel_steps(self.device))
+
+
+class KernelOrders:
+    """Kernel steps by name."""
+
+    def __init__(self, setup: KernelSetup, steps: Sequence[KernelStep]) -> None:
+        self._setup = setup
+        self._steps = {step.name: step for step in steps}
+
+    def step(
+        self, name: str, ceilings: Mapping[str, float] | None, values: Mapping[str, Any], wrong: Sequence[str]
+    ) -> dict[str, Any]:
+        """Run a step.
+
+        Args:
+            name: name of the step.
+            ceilings: result of the ceilings step; None if it has not been run, or failed.
+            values: launch parameters that were swept so far.
+            wrong: checks with these parameters that have not passed.
+        """
+        import gc
+
+        import torch
+
+        from bench.gpu.kernels.steps import KernelBench
+        from kernels.tuning import Tuning, using
+
+        device = torch.device(self._setup.device, 0) if self._setup.device == "cuda" else torch.device("cpu")
+        bench = KernelBench(device, self._setup.tuned, ceilings, values, wrong)
+        with using(Tuning(**values)):
+            found = self._steps[name].run(bench)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            # An error of a launched kernel appears here, and belongs to this step.
+            torch.cuda.synchronize()
+        return found

@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from bench.gpu.running import ENVIRONMENT, State
 from bench.gpu.sizes import EngineKind, Graphs
-from bench.gpu.state import ENVIRONMENT, State
 from bench.report import option_parser
 from services.simulator.device_tables import DeviceFile
 

@@ -11,13 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from bench.gpu.device import DeviceSetup
-from bench.gpu.engines.model import LOAD_FORMAT, PREFILL
-from bench.gpu.engines.setup import STOCK, EngineSetup
-from bench.gpu.kernels.setup import KernelSetup
-from bench.gpu.replay_text import TextDrift
-from bench.gpu.sizes import EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
-from bench.gpu.state import (
+from bench.gpu.device import DeviceSetup, KernelSetup
+from bench.gpu.engines.setup import LOAD_FORMAT, PREFILL, STOCK, EngineSetup
+from bench.gpu.running import (
     CEILINGS,
     ENVIRONMENT,
     KERNELS,
@@ -28,6 +24,7 @@ from bench.gpu.state import (
     State,
     tokens_name,
 )
+from bench.gpu.sizes import EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs, TextDrift
 
 _FLOAT32 = "float32"
 _REPLAYED = (

@@ -2,8 +2,7 @@
 
 A real GRPO run is recorded on a plain platform, together with samples of its first policy. A head is warmed up on
 these samples and then follows the run in several ways (bench/learner/following.py): frozen, synchronously, at
-intervals of 1, 3 and 5 steps, by plain distillation, from top-k targets, and with samples weighted by reward. One
-more follower trains as much on samples of the first policy. A head after a short warm-up is far from its
+intervals of 1, 3 and 5 steps, by plain distillation, and with samples weighted by reward. One more follower trains as much on samples of the first policy. A head after a short warm-up is far from its
 optimum, so that part of a follower's gain over the frozen head comes from longer training alone. Measured
 acceptance and training seconds are replayed through the table of step times of Qwen3-8B on an H100
 (bench/learner/replay.py). With several seeds this is repeated with a run of each seed, for means and spreads.
@@ -18,14 +17,26 @@ drafts of --depth tokens.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.learner.following import ASYNC_1, ASYNC_3, ASYNC_5, FOLLOWERS, FROZEN, REWARD, FollowerRecord
-from bench.learner.recording import LearnerSubject, recorded_steps
+from bench.learner.following import (
+    ASYNC_1,
+    ASYNC_3,
+    ASYNC_5,
+    FOLLOWERS,
+    FROZEN,
+    REWARD,
+    Follower,
+    FollowerRecord,
+    follow,
+)
+from bench.learner.recording import LearnerSubject, prepare, recorded_steps
 from bench.learner.replay import (
     against,
     efficiency,
@@ -34,17 +45,130 @@ from bench.learner.replay import (
     replayed,
     update_tokens,
 )
-from bench.learner.session import LearnerSession, OutOfTimeError, name_of, read
 from bench.learner.tables import figures, gain, over_seeds, tables, weighting_verdict
-from bench.report import console, format_value, show_rows, write
+from bench.report import console, cores, format_value, keep, option_parser, show_rows, write
+from bench.rollout.training import TrainedStep
+from examples.tinymath.options import MODEL, Options
+from services.drafter.learning.data import LearningSettings
 
-_BATCHES = (16, 128)
-"""Samples of a simulated instance: ReSpec's number, and a large one."""
+FOLDER = Path("runs/bench/learner")
+_FOLLOWERS_LR = 1.5e-3
+"""Learning rate of the followers; the warm-up has the learner's."""
+
+
+class OutOfTimeError(RuntimeError):
+    """The call's minutes are over; measured parts are kept."""
+
+
+@dataclass(slots=True)
+class LearnerSession:
+    """A call of the benchmark for one model."""
+
+    given: argparse.Namespace
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+    """Followers that this call has measured."""
+
+    def subject(self, seed: int) -> LearnerSubject:
+        """Return the subject of a seed, and make its missing parts first."""
+        given = self.given
+        options = Options(
+            steps=given.steps,
+            prompts=8,
+            samples=given.samples,
+            pool=48,
+            max_tokens=given.max_tokens,
+            threads=given.threads,
+            lr=5e-4,
+            seed=seed,
+        )
+        name = name_of(given.model)
+        first = (FOLDER / f"{name}-first-{key_of(given, FIRST)}").absolute()
+        return prepare(
+            given.model.absolute(),
+            (FOLDER / f"{name}-{key_of(given, RUN)}-{seed}").absolute(),
+            first,
+            first / f"head-{key_of(given, HEAD)}",
+            options,
+            given.instances,
+            given.warm_up_seconds,
+            self.settings,
+            self.say,
+        )
+
+    @property
+    def settings(self) -> LearningSettings:
+        """Settings of the warm-up; followers only have another learning rate."""
+        return LearningSettings(depth=self.given.depth, layers=(2, 4, 5), batch_tokens=256, top_k=5)
+
+    def follow(self, subject: LearnerSubject, follower: Follower, seed: int, left: int) -> FollowerRecord:
+        """Return a follower's record, measured now if none is kept. OutOfTimeError if there is no time left."""
+        path = subject.followed / "cells" / f"{follower.name}.json"
+        if path.exists():
+            return FollowerRecord(**json.loads(path.read_text()))
+        gone = time.monotonic() - self.began
+        if gone > 60 * self.given.minutes:
+            raise OutOfTimeError
+        each = f", about {gone / self.done * left:.0f} s left" if self.done else ""
+        console().print(
+            f"learner: {follower.name}, seed {seed}; {gone:.0f} s gone, {left} followers left{each}",
+            highlight=False,
+        )
+        settings = replace(self.settings, lr=_FOLLOWERS_LR)
+        steps = recorded_steps(subject.trajectory)
+        found = follow(follower, steps, subject.first, subject.drafter, subject.followed, settings, seed)
+        self.done += 1
+        keep(path, asdict(found))
+        return found
+
+    def say(self, label: str, step: TrainedStep) -> None:
+        """Print a step of a run."""
+        gone = time.monotonic() - self.began
+        left = gone / (step.step + 1) * (self.given.steps - step.step - 1)
+        console().print(
+            f"{label}: step {step.step + 1} of {self.given.steps}, reward {step.reward:.3f}, "
+            f"rollout {step.rollout_seconds:.2f} s, update {step.update_seconds:.2f} s, "
+            f"KL {step.moved_kl:.1e}; {gone:.0f} s gone, about {left:.0f} s left of this part",
+            highlight=False,
+        )
+
+
+RUN = ("model", "steps", "samples", "max_tokens", "instances")
+FIRST = ("model", "samples", "max_tokens")
+HEAD = ("warm_up_seconds", "depth")
+
+
+def name_of(model: Path) -> str:
+    """Return the name of a model in figures."""
+    return "tinymath" if model.absolute() == MODEL.absolute() else model.name
+
+
+def key_of(given: argparse.Namespace, names: tuple[str, ...]) -> str:
+    """Return a short name for the values of some options."""
+    return hashlib.sha256(json.dumps([str(getattr(given, name)) for name in names]).encode()).hexdigest()[:8]
 
 
 def arguments() -> argparse.Namespace:
     """Parse the options."""
-    return read(__doc__ or "")
+    parser = option_parser(__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of a model of tinymath")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=1, help="recorded runs, each of a seed of its own")
+    parser.add_argument("--minutes", type=float, default=1e6, help="minutes after which no follower is begun")
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=320)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=len(cores()), help="threads of trainer and warm-up")
+    parser.add_argument("--warm-up-seconds", type=float, default=90.0)
+    names = [each.name for each in FOLLOWERS]
+    parser.add_argument("--followers", nargs="+", choices=names, default=names)
+    parser.add_argument("--depth", type=int, default=5)
+    return parser.parse_args()
+
+
+_BATCHES = (16, 128)
+"""Samples of a simulated instance: ReSpec's number, and a large one."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from services.drafter.learning.data import LearningSettings, Targets, TrainingSample, Weighting, weights_of
+from services.drafter.learning.data import LearningSettings, TrainingSample, Weighting, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class Follower:
     weighting: Weighting | None
     """None: the drafter does not change."""
     interval: int = 1
-    targets: Targets = Targets.POLICY
     acceptance_share: float | None = None
     """None: the value of the settings."""
     delay: int = 2
@@ -48,15 +47,11 @@ SYNC = Follower("Sync", "every step, and the next step waits for the update", We
 ASYNC_1 = Follower("Async-1", "every step, beside the next one", Weighting.NONE)
 ASYNC_3 = Follower("Async-3", "every third step, from a third of the samples", Weighting.NONE, 3)
 ASYNC_5 = Follower("Async-5", "every fifth step, from a fifth of the samples", Weighting.NONE, 5)
-TOP_K = Follower(
-    "top-k targets", "Async-1, taught the most likely tokens alone", Weighting.NONE, targets=Targets.TOP_K
-)
 DIVERGENCE = Follower(
     "divergence alone", "Async-1, by plain distillation", Weighting.NONE, acceptance_share=0.0
 )
 REWARD = Follower("reward-weighted", "Async-1 with w(r) = r, normalised and clipped", Weighting.REWARD)
-GROUP = Follower("group-weighted", "Async-1, weighed against the samples of the same prompt", Weighting.GROUP)
-FOLLOWERS = (FROZEN, ASYNC_1, SYNC, ASYNC_3, ASYNC_5, MORE, DIVERGENCE, REWARD, TOP_K, GROUP)
+FOLLOWERS = (FROZEN, ASYNC_1, SYNC, ASYNC_3, ASYNC_5, MORE, DIVERGENCE, REWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +99,6 @@ def follow(
     head: Path,
     into: Path,
     settings: LearningSettings,
-    amounts: Amounts,
     seed: int = 0,
 ) -> FollowerRecord:
     """Run one follower along the recorded run, on one core, and return its record.
@@ -116,7 +110,6 @@ def follow(
         head: checkpoint that all followers begin with.
         into: folder for the follower's result.
         settings: settings of the updates.
-        amounts: numbers of samples.
         seed: seed of the choice of samples to learn from.
     """
     import torch
@@ -126,10 +119,10 @@ def follow(
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    own = replace(settings, targets=follower.targets, seed=seed)
+    own = replace(settings, seed=seed)
     if follower.acceptance_share is not None:
         own = replace(own, acceptance_share=follower.acceptance_share)
-    learner = Learner(steps[0].weights, own, head)
+    amounts, learner = Amounts(), Learner(steps[0].weights, own, head)
     # Every follower is measured on the same samples, regardless of the samples that it draws to learn from.
     found, rng, measuring = FollowerRecord(), Random(seed), Random(1)
     for place, step in enumerate(steps):

@@ -30,6 +30,7 @@ from services.local import Platform
 
 _WARM_UP_SEED = 977
 """Seed of the warm-up problems, which differ from the problems of the run."""
+_WARM_UP_PROMPTS = 64
 _PASSES = 100
 
 
@@ -60,7 +61,6 @@ def prepare(
     head: Path,
     options: Options,
     instances: int,
-    warm_up_prompts: int,
     warm_up_seconds: float,
     settings: LearningSettings,
     say: Callable[[str, TrainedStep], None],
@@ -74,7 +74,6 @@ def prepare(
         head: folder of the head.
         options: options of the run.
         instances: number of instances of a platform.
-        warm_up_prompts: number of groups in the first policy's samples.
         warm_up_seconds: seconds of training on these samples.
         settings: settings of the head and its warm-up.
         say: called with each recorded step.
@@ -85,20 +84,20 @@ def prepare(
         folder / "run",
         lambda step: say("recorded", step),
     )
-    first = _first_samples(model, first_folder, replace(options, seed=0), instances, warm_up_prompts)
+    first = _first_samples(model, first_folder, replace(options, seed=0), instances)
     warmed = _warm_up(model, head, first, settings, warm_up_seconds, options.threads)
     return LearnerSubject(model, folder, run.trajectory, first, head, folder / head.name, warmed)
 
 
-def _first_samples(
-    model: Path, folder: Path, options: Options, instances: int, prompts: int
-) -> tuple[TrainingSample, ...]:
+def _first_samples(model: Path, folder: Path, options: Options, instances: int) -> tuple[TrainingSample, ...]:
     """Return samples of the first policy, of problems that are not in the run."""
     path = folder / "samples.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        console().print(f"learner: {prompts * options.samples} samples of the first policy", highlight=False)
-        asked = groups(make_problems(_WARM_UP_SEED, prompts, PRACTICE), options)
+        console().print(
+            f"learner: {_WARM_UP_PROMPTS * options.samples} samples of the first policy", highlight=False
+        )
+        asked = groups(make_problems(_WARM_UP_SEED, _WARM_UP_PROMPTS, PRACTICE), options)
         told = {group.prompt_id: [int(each) for each in group.prompt_token_ids] for group in asked}
         sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
         with (

@@ -27,9 +27,17 @@ from statistics import median
 from typing import Any
 
 from bench.comparison import Comparison
-from bench.migration.driver import DrivenMove, Driver, LoadResult, Task
+from bench.migration.driver import (
+    PROMPT_TOKENS,
+    DrivenMove,
+    Driver,
+    LoadResult,
+    TailOptions,
+    Task,
+    figure_5,
+    long_tail,
+)
 from bench.migration.figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
-from bench.migration.loads import PROMPT_TOKENS, TailOptions, figure_5, long_tail
 from bench.random_model import make_random_model
 from bench.report import console, say, show, show_table, write
 from bench.rollout.systems import plain_platform

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from bench.worker import UncountedDrafts
 from services.contracts.knobs import Knobs
 from services.contracts.sampling import Sampling
 from services.generation.draft_cache.origin import Origin
@@ -63,17 +64,6 @@ class StepErrors:
     def predicted(self, predicted: float, measured: float) -> None:
         """Record the error of a step."""
         self.errors.append(abs(predicted / measured - 1))
-
-
-class IgnoredVerifications:
-    """Ignore draft metrics."""
-
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Do nothing."""
-
-    def fault(self, drafter: str) -> None:
-        """Raise an error, because a benchmark must not continue with a broken drafter."""
-        raise RuntimeError(f"drafter {drafter} failed")
 
 
 def requests_of(samples: int, tokens: int, vocab: int) -> list[EngineRequest]:
@@ -140,7 +130,7 @@ def planner_of(
 
 
 def _speculation(plan: DraftPlanner, vocab: int) -> Speculation:
-    return Speculation([ReferenceDrafter()], plan, vocab, IgnoredVerifications(), time.process_time)
+    return Speculation([ReferenceDrafter()], plan, vocab, UncountedDrafts(), time.process_time)
 
 
 def make_kernels(engine: Engine, samples: int) -> None:

@@ -6,8 +6,8 @@ Paceline by its seeds, vLLM because its sampler is made to draw the recorded tok
 The trainer's update is a wait. It takes a quarter of plain decoding's step, and the same time for all systems.
 
 The table is made of cells (system, regime, round). Each is kept under runs/bench/rollout with the hash of the code
-and the run that it depends on, and a later call measures the missing ones. Writes runs/bench/rollout.json and .md,
-or rollout.SUBJECT.json and .md if the first subject is not tinymath.
+and the run that it depends on, and a later call measures the missing ones. Writes runs/bench/rollout.json, or
+rollout.SUBJECT.json if the first subject is not tinymath.
 
     python -m bench.rollout [--systems quick] [--rounds 1] [--minutes 25]
     python -m bench.rollout --systems without --regimes "long tail"            # each mechanism left out
@@ -22,18 +22,16 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from bench.report import console, option_parser, show_rows, write
 from bench.rollout.cells import TableCell
-from bench.rollout.markdown import document, shown
+from bench.rollout.markdown import shown
 from bench.rollout.registry import EVERYTHING, OFF, PLAIN, REGIMES, SUBJECTS, SYSTEMS
 from bench.rollout.session import CellSession
 from bench.rollout.table import GOALS, PairedRatio, headline, rows, table_of, verdicts
 from bench.simulate.verification import replays_off
 
-_RESULT = Path("runs/bench")
 QUICK, ALL, WITHOUT = "quick", "all", "without"
 
 
@@ -92,7 +90,7 @@ def result_of(cells: Sequence[TableCell]) -> dict[str, Any]:
 def write_all(
     first: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> None:
-    """Show the first subject's figures and write JSON and Markdown of all subjects."""
+    """Show the first subject's figures and write those of all subjects."""
     goals = first["goals"]
     show_rows(
         "rollout",
@@ -102,15 +100,6 @@ def write_all(
             for name, found in goals.items()
         ],
     )
-    parts = []
-    for name, result in results.items():
-        notes = {each: system.note for each, system in SYSTEMS.items() if system.note}
-        notes |= {
-            each: f"no figures: {found['reason']}, {found['why']}" for each, found in result["absent"].items()
-        }
-        parts.append(f"# {name}\n\n" + document(result["rows"], result["figures"], result["goals"], notes))
-    name = result_name(next(iter(results)))
-    (_RESULT / f"{name}.md").write_text("\n".join(parts))
     data = {
         **first["figures"],
         "goals": goals,
@@ -119,7 +108,7 @@ def write_all(
         "regimes": {name: each.about for name, each in REGIMES.items()},
         "options": dict(options),
     }
-    write(name, data)
+    write(result_name(next(iter(results))), data)
 
 
 def result_name(subject: str) -> str:

@@ -1,8 +1,8 @@
-"""Render the table as Markdown and on the terminal. Pure."""
+"""Render the table as Markdown. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bench.report import format_value, markdown_row, markdown_table
@@ -146,19 +146,3 @@ def goal_table(figures: Mapping[str, Any], verdicts: Mapping[str, str]) -> list[
         goal = f"{GOALS[name]} at least" if name in GOALS else "0"
         lines.append(markdown_row(f"`{name}`", shown(figures[name]), goal, found))
     return lines
-
-
-def document(
-    rows: Rows, figures: Mapping[str, Any], verdicts: Mapping[str, str], notes: Mapping[str, str]
-) -> str:
-    """Return the whole document: overview, goals, every regime, and the notes of marked systems."""
-    marks = {name: f" [{place}]" for place, name in enumerate(notes, 1)}
-    parts: list[Sequence[str]] = [
-        overview(rows, marks),
-        modelled_table(rows, marks),
-        goal_table(figures, verdicts),
-    ]
-    for regime, systems in rows.items():
-        parts += [[f"**{regime}**"], regime_table(systems, marks)]
-    parts.append([f"- [{place}] {name}: {text}" for place, (name, text) in enumerate(notes.items(), 1)])
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"

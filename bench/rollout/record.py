@@ -116,9 +116,7 @@ def _record_rest(
     with serving(config, options.seed) as run:
         if first:
             push(run, served)
-        steps = train(
-            run, learner, options, weights, Exactness(), curriculum, first, served, measure_kl=False
-        )
+        steps = train(run, learner, options, weights, Exactness(), curriculum, first, served)
         for step in steps:
             after = weights.root / f"v{step.step + 1:08d}"
             keep(folder / _STEPS / f"{step.step:04d}.json", _step_data(step, after))
@@ -215,8 +213,6 @@ def _step(data: Mapping[str, Any], options: Options, weights: Path) -> TrainedSt
         groups=tuple(Group(name, prompt, options.samples) for name, prompt in data["groups"]),
         samples={SampleKey(name, slot): _sample(name, slot, *rest) for name, slot, *rest in data["samples"]},
         weights=weights,
-        kl=0.0,
-        update_kl=0.0,
     )
 
 

@@ -13,7 +13,7 @@ import paceline
 from bench.comparison import Responses
 from bench.report import say
 from examples.tinymath.curriculum import TINYMATH, Curriculum
-from examples.tinymath.grpo import Drift, GrpoLearner
+from examples.tinymath.grpo import GrpoLearner
 from examples.tinymath.options import Options
 from examples.tinymath.train import collect, groups, lessons, plan, reward
 from paceline import Exactness, Group, Reward, Run, Sample, SampleKey, WeightFolder
@@ -38,13 +38,8 @@ class TrainedStep:
     """Seconds of the push of the weights to every instance."""
     reward: float
     """Mean over the samples."""
-    kl: float
-    """KL(behaviour || policy) of the samples before they are learned from: the mean of e^r - r - 1 over all tokens,
-    with r = log p_policy - log p_behaviour. It is 0, except for rounding, unless cached tokens were kept."""
-    update_kl: float
-    """The same KL during learning, over the tokens learned from."""
     clip_fraction: float
-    """Share of these tokens whose ratio was clipped."""
+    """Share of the tokens learned from whose ratio was clipped."""
     moved_kl: float
     """KL of the sampling policy from the learned one, over the step's tokens: the size of the update."""
 
@@ -63,14 +58,12 @@ def train(
     curriculum: Curriculum = TINYMATH,
     first: int = 0,
     served: Path | None = None,
-    measure_kl: bool = True,
 ) -> Iterator[TrainedStep]:
     """Train, and keep every version in `weights`.
 
     Args:
         first: the first step to take, by a learner that has taken the earlier ones.
         served: folder of the weights that the platform serves; None: `weights.model`.
-        measure_kl: measure `TrainedStep.kl`, which needs a forward pass on all samples; otherwise it is 0.
     """
     sampling, text = options.sampling, curriculum.text
     served = served or weights.model
@@ -82,15 +75,12 @@ def train(
         rolled_out = time.perf_counter()
         rewards = reward(problems, samples, text)
         lesson = lessons(problems, samples, rewards, text)
-        rewarded = time.perf_counter()
-        drift = learner.drift(lesson) if measure_kl else Drift()  # for the figures: a trainer would not
-        measured = time.perf_counter()
         report = learner.step(lesson)
         folder = weights.write(step + 1, learner.model.state_dict())
         learned = time.perf_counter()
-        moved = learner.drift(lesson)  # for the figures, as well
+        moved = learner.drift(lesson)  # for the figures: a trainer would not
         named = [Reward(s.prompt_id, s.slot, value) for s, value in zip(samples, rewards, strict=True)]
-        run.report_rewards(rollout.batch.batch_id, named, kl=drift.kl, clip_fraction=report.clipped_ratio)
+        run.report_rewards(rollout.batch.batch_id, named, kl=0.0, clip_fraction=report.clipped_ratio)
         push_seconds = push(run, folder)
         yield TrainedStep(
             step=step,
@@ -98,11 +88,9 @@ def train(
             samples={sample.key: sample for sample in samples},
             weights=served,
             rollout_seconds=rolled_out - began,
-            update_seconds=(rewarded - rolled_out) + (learned - measured),
+            update_seconds=learned - rolled_out,
             push_seconds=push_seconds,
             reward=report.reward,
-            kl=drift.kl,
-            update_kl=report.kl,
             clip_fraction=report.clipped_ratio,
             moved_kl=moved.kl,
         )

@@ -117,6 +117,7 @@ class BatchDriver:
         self._stock = isinstance(engine, StockVllm)
         self._names = [f"{next(_serials)}-{i}" for i in range(batch.rows)]
         self._places = {name: i for i, name in enumerate(self._names)}
+        self._truths = {name: drafts.truth[i] for name, i in self._places.items()} if drafts.length else {}
         self._found = Driven(responses={i: [] for i in range(batch.rows)})
         self._random = Random(1)
         self._before: Callable[[], object] = self._put if drafts.length else _nothing
@@ -174,24 +175,28 @@ class BatchDriver:
         return drafting, len(stepped)
 
     def _put(self) -> None:
-        self._engine.put_drafts(self._given())
+        drafts = self._drafts
+        self._engine.put_drafts(
+            drafts_of(self._engine, self._truths, drafts.length, drafts.wrong, self._random)
+        )
 
-    def _given(self) -> dict[str, list[int]]:
-        """Return the drafts of a step, which also cover the tokens that are in flight."""
-        requests, found = self._engine._scheduler.requests, {}
-        for state in self._engine.decoding():
-            ahead = requests[state.sample_id].num_output_placeholders
-            here = len(state.response)
-            truth = self._drafts.truth[self._places[state.sample_id]]
-            # `room` counts the tokens after the last known one.
-            reach = min(ahead + self._drafts.length, state.room)
-            tokens = [
-                token if self._random.random() >= self._drafts.wrong else (token + 1) % self._vocab
-                for token in truth[here : here + reach]
-            ]
-            if tokens:
-                found[state.sample_id] = tokens
-        return found
+
+def drafts_of(
+    engine: Any, truths: Mapping[str, Sequence[int]], length: int, wrong: float, random: Random
+) -> dict[str, list[int]]:
+    """Return drafts of `length` tokens of each sample's truth, a share `wrong` of which is wrong.
+
+    They also cover the tokens that are in flight.
+    """
+    requests, found, vocab = engine._scheduler.requests, {}, engine.limits.vocab_size
+    for state in engine.decoding():
+        here, ahead = len(state.response), requests[state.sample_id].num_output_placeholders
+        # `room` counts the tokens after the last known one.
+        known = truths[state.sample_id][here : here + min(ahead + length, state.room)]
+        tokens = [(each + (random.random() < wrong)) % vocab for each in known]
+        if tokens:
+            found[state.sample_id] = tokens
+    return found
 
 
 def _nothing() -> None:

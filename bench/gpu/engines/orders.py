@@ -20,11 +20,12 @@ from bench.gpu.engines.driving import (
     DrivenBatch,
     StepWatch,
     StockVllm,
+    drafts_of,
     watched,
 )
 from bench.gpu.engines.replay import SteeredLogits, instance_drafts, replay, samples_of
-from bench.gpu.replay_text import TextDrift, TextRepeats, text_of
-from bench.gpu.sizes import EngineKind, Graphs
+from bench.gpu.sizes import EngineKind, Graphs, TextDrift, TextRepeats, text_of
+from bench.worker import UncountedDrafts
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest
 
@@ -83,9 +84,10 @@ class EngineOrders:
             engine.add(EngineRequest(name, prompt, (), sampling, random.getrandbits(64)))
             found["tokens"][number], found["logprobs"][number] = [], []
         accepted = steps = 0
+        truths = {name: truth[number] for name, number in names.items()} if truth else {}
         while engine.has_work:
             if truth:
-                given = _given(engine, names, truth, drafts, wrong, random)
+                given = drafts_of(engine, truths, drafts, wrong, random)
                 engine.put_drafts(*_forked(engine, given) if trees else (given,))
             steps += 1
             for step in engine.step():
@@ -197,7 +199,7 @@ class EngineOrders:
 
         engine, batch = self._engine, DrivenBatch(rows, context, 16 + _SPARE)
         speculation = Speculation(
-            [ReferenceDrafter()], FixedLengthPlanner(length), engine.limits.vocab_size, _Unread()
+            [ReferenceDrafter()], FixedLengthPlanner(length), engine.limits.vocab_size, UncountedDrafts()
         )
         driver = BatchDriver(engine, batch, DraftGiving())
         driver.enter()
@@ -259,30 +261,6 @@ class EngineOrders:
             **seen,
         }
         return found, figures
-
-
-class _Unread:
-    """Ignore draft metrics."""
-
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Do nothing."""
-
-    def fault(self, drafter: str) -> None:
-        """Raise an error, because a drafter that fails must not look fast."""
-        raise RuntimeError(f"drafter {drafter} failed")
-
-
-def _given(
-    engine: Any, names: dict[str, str], truth: dict[str, list[int]], length: int, wrong: float, random: Random
-) -> dict[str, list[int]]:
-    requests, found, vocab = engine._scheduler.requests, {}, engine.limits.vocab_size
-    for state in engine.decoding():
-        here, ahead = len(state.response), requests[state.sample_id].num_output_placeholders
-        known = truth[names[state.sample_id]][here : here + min(ahead + length, state.room)]
-        tokens = [(each + (random.random() < wrong)) % vocab for each in known]
-        if tokens:
-            found[state.sample_id] = tokens
-    return found
 
 
 def _forked(engine: Any, drafts: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:

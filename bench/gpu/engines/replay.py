@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.gpu.engines.driving import StepWatch, StockVllm
-from bench.gpu.replay_text import TextDrift, reference_of
-from bench.gpu.sizes import EngineKind
+from bench.gpu.sizes import EngineKind, TextDrift, reference_of
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineRequest
 

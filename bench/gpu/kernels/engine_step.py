@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.gpu.kernels import cases
-from bench.gpu.kernels.graphs import captured
+from bench.gpu.kernels.exact import captured
 from bench.gpu.kernels.measure import launching
 from kernels.backend import KernelMismatch
 from kernels.coupled_sampler.noise import Domain, gumbel

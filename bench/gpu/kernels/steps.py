@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from bench.gpu.kernels import cases, engine_step, exact, graphs, measure, sweeps
-from bench.gpu.state import CEILINGS, KERNELS, SWEEP, TUNED_CHECKS
+from bench.gpu.kernels import cases, engine_step, exact, measure
+from bench.gpu.running import CEILINGS, KERNELS, SWEEP, TUNED_CHECKS
 from kernels.tuning import Tuning, about, device_name, path_for, write
 
 REAL = cases.Sizes()
@@ -83,14 +83,14 @@ def kernel_steps(device: str) -> list[KernelStep]:
         KernelStep(f"{KERNELS}{name}", seconds, partial(_on_device, run), run is measure.host_time)
         for name, seconds, run in (
             ("host time of sampling", 5, measure.host_time),
-            ("compiled code", 40, graphs.resources),
-            ("CUDA graphs", 15, graphs.replayed),
-            ("recompiles", 20, graphs.recompiles),
+            ("compiled code", 40, exact.resources),
+            ("CUDA graphs", 15, exact.replayed),
+            ("recompiles", 20, exact.recompiles),
         )
     ]
     plan += [
         KernelStep(f"{SWEEP}{sweep.parameter}", sweep.seconds, partial(_sweep, sweep))
-        for sweep in sweeps.SWEEPS
+        for sweep in measure.SWEEPS
     ]
     plan += [
         KernelStep(f"{TUNED_CHECKS}{name}", seconds, partial(_exact, run)) for name, seconds, run in checks
@@ -129,14 +129,14 @@ def _table(name: str, bench: KernelBench) -> dict[str, Any]:
     return {"rows": rows, "failed": failed}
 
 
-def _sweep(sweep: sweeps.Sweep, bench: KernelBench) -> dict[str, Any]:
+def _sweep(sweep: measure.Sweep, bench: KernelBench) -> dict[str, Any]:
     """Try each value of one parameter with the values chosen so far, and keep the fastest."""
     runs = sweep.runs(bench.device, bench.sizes)
     if bench.device.type != "cuda":
         sweep = replace(sweep, candidates=sweep.candidates[:CANDIDATES_WITHOUT_DEVICE])
         runs = dict(list(runs.items())[-1:])
     taken = measure.taker(bench.device, 60)
-    return sweeps.swept(sweep, Tuning(**bench.values), runs, lambda run: taken(run).seconds)
+    return measure.swept(sweep, Tuning(**bench.values), runs, lambda run: taken(run).seconds)
 
 
 def _write(bench: KernelBench) -> dict[str, Any]:

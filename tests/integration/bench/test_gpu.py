@@ -14,17 +14,28 @@ from unittest.mock import patch
 import pytest
 
 from bench.gpu import report, running
-from bench.gpu.engines.model import LOAD_FORMAT, model_folder
-from bench.gpu.engines.setup import EngineSetup
-from bench.gpu.engines.tables import differences
-from bench.gpu.host import SpawnedWorker, Worker, WorkerHost, build_orders
+from bench.gpu.device import KernelSetup
+from bench.gpu.engines.setup import LOAD_FORMAT, EngineSetup, model_folder
 from bench.gpu.kernels.engine_step import WITHOUT_DEVICE
-from bench.gpu.kernels.setup import KernelSetup
-from bench.gpu.kernels.sweeps import SWEEPS
+from bench.gpu.kernels.measure import SWEEPS
 from bench.gpu.plan import GpuSubject, plan
-from bench.gpu.running import DONE, MORE, run
+from bench.gpu.report import differences
+from bench.gpu.running import (
+    DONE,
+    LINES,
+    MORE,
+    SWEEP,
+    TUNED_CHECKS,
+    GpuStep,
+    SpawnedWorker,
+    State,
+    Worker,
+    WorkerHost,
+    build_orders,
+    left,
+    run,
+)
 from bench.gpu.sizes import TINY, EngineKind, Graphs
-from bench.gpu.state import LINES, SWEEP, TUNED_CHECKS, GpuStep, State, left
 from bench.worker import serve
 from kernels.tuning import Tuning, read
 from tests.support.engine_process import EngineProcess

@@ -33,8 +33,6 @@ def _step(number: int) -> TrainedStep:
         update_seconds=1.0,
         push_seconds=1.0,
         reward=0.0,
-        kl=0.0,
-        update_kl=0.0,
         clip_fraction=0.0,
         moved_kl=0.0,
     )

@@ -13,8 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from bench.gpu.engines.model import model_folder
-from bench.gpu.engines.setup import STOCK, EngineSetup
+from bench.gpu.engines.setup import STOCK, EngineSetup, model_folder
 from bench.gpu.sizes import EngineKind, GpuSizes, Graphs
 
 

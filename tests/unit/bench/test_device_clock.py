@@ -13,9 +13,15 @@ pytest.importorskip("numba")
 
 from bench.axes.known_texts import KnownText, TextInstance
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
-from bench.device_clock.clock import ClockedStep, TrainerClock, scheduled
 from bench.device_clock.cluster import RecordedCluster
-from bench.device_clock.recording import ForkedText, RecordedTexts, Tokens
+from bench.device_clock.recording import (
+    ClockedStep,
+    ForkedText,
+    RecordedTexts,
+    Tokens,
+    TrainerClock,
+    scheduled,
+)
 from bench.device_clock.rows import (
     COLOCATED,
     COUPLED,

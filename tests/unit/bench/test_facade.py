@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.comparison import Comparison
-from bench.facade.__main__ import figures_of
-from bench.facade.ways import FacadeWorkload
+from bench.facade.__main__ import FacadeWorkload, figures_of
 from paceline import SampleKey
 
 

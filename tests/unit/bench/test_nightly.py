@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from bench.measured_code import measured_by
-from bench.nightly.__main__ import DOCUMENTS, run
+from bench.nightly.__main__ import DOCUMENTS, JOBS, LONGER, NIGHT_MINUTES, NightlyJob, run
 from bench.nightly.documents import DocumentError, rewritten, written_by_hand
 from bench.nightly.evidence import ANSWERS
-from bench.nightly.jobs import JOBS, LONGER, NIGHT_MINUTES, NightlyJob
 from bench.nightly.published import command_of, publish, published, reduced
 from bench.rollout.registry import LONG_TAIL, PLAIN
 

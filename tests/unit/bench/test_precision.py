@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.coupled.engine_process import RunnerUp
-from bench.precision.differences import JudgedRun, compare, joined, same_share
+from bench.precision.__main__ import JudgedRun, compare, joined, same_share
 
 
 def run(runners_up: dict[str, list[tuple[int, float]]], **tokens: list[int]) -> JudgedRun:

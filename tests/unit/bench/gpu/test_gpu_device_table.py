@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench.gpu.device_table import TimedStep, fitted, main, measured_steps
+from bench.gpu.running import State
 from bench.gpu.sizes import EngineKind, GpuCell, GpuSizes, Graphs
-from bench.gpu.state import State
 from services.simulator.device_tables import (
     H100,
     QWEN3_8B,

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.gpu.kernels import cases, engine_step, measure, sweeps
+from bench.gpu.kernels import cases, engine_step, measure
 from bench.gpu.kernels.measure import Taken
 from bench.gpu.kernels.steps import TINY, KernelBench, kernel_steps
-from bench.gpu.kernels.tables import table
-from bench.gpu.state import KERNELS
+from bench.gpu.report import table
+from bench.gpu.running import KERNELS
 from kernels.backend import KernelMismatch, installed
 from kernels.coupled_sampler.sample import sample
 from kernels.draft_table import DraftTable
@@ -73,12 +73,12 @@ def test_a_sweep_takes_the_fastest_over_all_runs_and_leaves_out_what_fails():
             raise RuntimeError("out of shared memory")
         return found
 
-    sweep = sweeps.Sweep("scan_block", tuple(times), lambda *_: {}, 1)
-    found = sweeps.swept(sweep, Tuning(), {"a": 0, "b": 1}, timed)
+    sweep = measure.Sweep("scan_block", tuple(times), lambda *_: {}, 1)
+    found = measure.swept(sweep, Tuning(), {"a": 0, "b": 1}, timed)
     assert found["best"] == 512
     assert "out of shared memory" in found["tried"][2]["error"]
     with pytest.raises(ValueError, match="no value of scan_block works: RuntimeError: out of shared memory"):
-        sweeps.swept(replace(sweep, candidates=(1024,)), Tuning(), {"b": 1}, timed)
+        measure.swept(replace(sweep, candidates=(1024,)), Tuning(), {"b": 1}, timed)
 
 
 def test_a_row_has_its_share_of_whatever_bounds_it_and_rivals_may_fail():

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.__main__ import BRIEF_SECONDS
-from bench.gpu.engines.model import LOAD_FORMAT, PREFILL, SHAPES, model_folder, random_head
-from bench.gpu.engines.setup import EngineSetup
-from bench.gpu.engines.tables import main_tables
+from bench.gpu.engines.setup import LOAD_FORMAT, PREFILL, SHAPES, EngineSetup, model_folder, random_head
 from bench.gpu.plan import GpuSubject, chosen, plan
+from bench.gpu.report import main_tables
+from bench.gpu.running import CEILINGS, ENVIRONMENT, GpuStep, State, left, total
 from bench.gpu.sizes import TINY, EngineKind, GpuCell, GpuDraft, GpuSizes, Graphs
-from bench.gpu.state import CEILINGS, ENVIRONMENT, GpuStep, State, left, total
 from services.contracts.drafter_checkpoint import load
 
 OURS = (EngineKind.V1, EngineKind.V2, EngineKind.AHEAD)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.gpu.replay_text import TextDrift, TextRepeats, reference_of, text_of
+from bench.gpu.sizes import TextDrift, TextRepeats, reference_of, text_of
 
 LENGTH, VOCABULARY = 20_000, 151_936
 

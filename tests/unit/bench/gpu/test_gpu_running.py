@@ -17,10 +17,8 @@ import pytest
 
 from bench.gpu import running
 from bench.gpu.__main__ import main
-from bench.gpu.engines.tables import differences
-from bench.gpu.host import WorkerHost
-from bench.gpu.report import lines
-from bench.gpu.state import LINES, GpuStep, OtherRun, State, left
+from bench.gpu.report import differences, lines
+from bench.gpu.running import LINES, GpuStep, OtherRun, State, WorkerHost, left
 
 ABOUT = {"device": "a device", "torch": "2", "triton": "3", "vllm": "0.32"}
 Answers = dict[str, Callable[[], Any]]
