@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from bench.axes.known_texts import DecodedBatch, KnownText, decode, plain_seconds, stored
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
-from bench.report import console, format_band, format_value, show_rows, write
+from bench.report import console, format_band, format_value, option_parser, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from services.contracts.rollout import StoredRollout
 from services.step_time.estimator import warm_up
@@ -78,18 +78,17 @@ def main() -> None:
         gone = f"{time.monotonic() - began:.0f} s"
         console().print(f"axes: {gone}, {row['changed']} {row['point']} {row['drafts']}", highlight=False)
     lines = [shown(row) for row in rows]
-    show_rows("axes", COLUMNS, lines)
+    table = show_rows("axes", COLUMNS, lines)
     base = {row["drafts"]: row["speedup_vs_plain"] for row in rows if row["changed"] == "base"}
     figures = {
         f"{name.replace(', ', '_').replace(' ', '_')}_speedup_vs_plain": value for name, value in base.items()
     }
-    tables = {"points": {"columns": COLUMNS, "rows": lines}}
-    write("axes", {**figures, "options": asdict(Point()), "rows": rows, "tables": tables})
+    write("axes", {**figures, "options": asdict(Point()), "rows": rows, "tables": {"points": table}})
 
 
 def arguments() -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--axes", nargs="*", choices=list(AXES), default=list(AXES))
     return parser.parse_args()
 

@@ -10,7 +10,6 @@ runs/bench/axes.recorded.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +21,7 @@ import numpy as np
 
 from bench.axes.__main__ import band_of
 from bench.axes.known_texts import KnownText, plain_seconds, stored, vocabulary_of
-from bench.report import format_band, format_value, show_rows, write
+from bench.report import format_band, format_value, option_parser, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
 from bench.rollout.registry import SMOLLM2, SUBJECTS, Subject
@@ -43,13 +42,13 @@ COLUMNS = (
 
 def main() -> None:
     """Show and write the steps of a subject's run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("subject", nargs="?", choices=list(SUBJECTS), default=SMOLLM2.name)
     subject = SUBJECTS[parser.parse_args().subject]
     warm_up()
     rows = list(steps_of(subject))
     lines = [shown(row) for row in rows]
-    show_rows(f"recorded run of {subject.name}", COLUMNS, lines)
+    table = show_rows(f"recorded run of {subject.name}", COLUMNS, lines)
     later = rows[1:]
     figures = {
         "history_tokens_per_step": fmean(row["tokens_per_step"] for row in later),
@@ -58,9 +57,8 @@ def main() -> None:
         "reward_first": rows[0]["reward"],
         "reward_last": rows[-1]["reward"],
     }
-    tables = {"steps": {"columns": COLUMNS, "rows": lines}}
     options = json.loads(json.dumps(asdict(subject.options)))
-    write("axes.recorded", {**figures, "options": options, "tables": tables})
+    write("axes.recorded", {**figures, "options": options, "tables": {"steps": table}})
 
 
 def shown(row: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from bench.coupled.engine_process import EngineMeasurement, EngineProcess, EngineRound
-from bench.report import Figures, format_value, show_rows, write
+from bench.report import Figures, format_value, option_parser, show_rows, write
 from bench.worker import WorkerFailed
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import EngineOptions, EngineRequest
@@ -183,7 +183,7 @@ def _requests(count: int, sampling: Sampling) -> Sequence[EngineRequest]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--model", type=Path, default=Path("examples/tinymath/model"))

@@ -18,7 +18,6 @@ Writes runs/bench/device_clock.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,7 +47,7 @@ from bench.device_clock.rows import (
     rows_of,
 )
 from bench.device_clock.stock import DraftMethod, method_of, ngram_lookup
-from bench.report import BenchProgress, console, format_value, keep, show_rows, write
+from bench.report import BenchProgress, console, format_value, keep, option_parser, show_rows, write
 from bench.rollout.cells import cell_key, code_hash
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
@@ -115,7 +114,7 @@ class KeptRows:
 
 def main() -> None:
     """Simulate the run in each regime, then show and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("subject", nargs="?", choices=list(SUBJECTS), default=SMOLLM2.name)
     parser.add_argument("--device", choices=list(DEVICES), default=H100_8B)
     given = parser.parse_args()

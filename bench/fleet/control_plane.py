@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,6 @@ from services.platform.launching import ProcessEndpoint, read_ready_file, tied
 from services.platform.redis.embedded import EmbeddedRedis
 
 _START_SECONDS = 60.0
-_SCRIPTS = ("eval", "evalsha")
 _TURNS_SHOWN = 3
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -32,24 +31,11 @@ class Usage:
     """Resources that the control plane has used since its processes began: processor seconds, and Redis traffic.
 
     `redis_bytes` are the bytes that the control plane sent to Redis, without traffic of simulated instances.
-    `calls` counts writing commands by name, including commands within scripts, and the scripts themselves.
     """
 
     gateway_seconds: float
     redis_seconds: float
     redis_bytes: int
-    calls: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def total(cls, parts: Sequence[Usage]) -> Usage:
-        """Return the sum over several control planes."""
-        names = {name for each in parts for name in each.calls}
-        return cls(
-            sum(each.gateway_seconds for each in parts),
-            sum(each.redis_seconds for each in parts),
-            sum(each.redis_bytes for each in parts),
-            {name: sum(each.calls.get(name, 0) for each in parts) for name in names},
-        )
 
     def since(self, before: Usage) -> Usage:
         """Return the increase since an earlier reading."""
@@ -57,7 +43,6 @@ class Usage:
             self.gateway_seconds - before.gateway_seconds,
             self.redis_seconds - before.redis_seconds,
             self.redis_bytes - before.redis_bytes,
-            {name: calls - before.calls.get(name, 0) for name, calls in self.calls.items()},
         )
 
 
@@ -73,16 +58,12 @@ class ControlPlane:
         self._server = EmbeddedRedis(folder / "redis")
         self._children: list[subprocess.Popen[bytes]] = []
         self._redis: Any = None
-        self._writing: frozenset[str] = frozenset()
         self.gateway: ProcessEndpoint
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._redis = Redis.from_url(self._server.start())
         self._redis.flushall()
-        self._writing = frozenset(
-            name.lower() for name, known in self._redis.command().items() if "write" in known["flags"]
-        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,11 +93,6 @@ class ControlPlane:
             while await asyncio.to_thread(self.serving) < len(instances):
                 await self._pause(gateway)
 
-    @property
-    def redis_url(self) -> str:
-        """URL of its Redis."""
-        return self._server.url
-
     def metrics(self) -> Metrics:
         """Return the metrics of the gateway."""
         url = f"http://127.0.0.1:{self.gateway.metrics_port}/metrics"
@@ -129,19 +105,13 @@ class ControlPlane:
 
     def usage(self) -> Usage:
         """Return the resources that gateway and Redis have used so far."""
-        stats = self._redis.info("commandstats")
-        calls = {
-            name.removeprefix("cmdstat_"): int(each["calls"])
-            for name, each in stats.items()
-            if name.removeprefix("cmdstat_") in self._writing.union(_SCRIPTS)
-        }
         theirs = sum(
             int(client["tot-net-in"]) for client in self._redis.client_list() if client["name"] == CLIENT
         )
         total = int(self._redis.info("stats")["total_net_input_bytes"])
         assert self._server.pid is not None
         seconds = (_processor_seconds(self.gateway.pid), _processor_seconds(self._server.pid))
-        return Usage(*seconds, total - theirs, calls)
+        return Usage(*seconds, total - theirs)
 
     def peak_memory(self) -> int:
         """Return the peak memory of the gateway in bytes."""

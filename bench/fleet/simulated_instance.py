@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 
 from bench.fleet.workload import MAX_TOKENS, MEDIAN, PROMPT_TOKENS, VOCABULARY, Reporting, SimulatedPolicy
+from bench.report import option_parser
 from paceline.internal.v1 import generation_pb2 as pb
 from paceline.internal.v1 import generation_pb2_grpc as rpc
 from paceline.times import duration, seconds_of
@@ -269,7 +270,7 @@ async def _beat(registrations: list[Registration]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--redis-url", required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)

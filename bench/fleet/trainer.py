@@ -1,7 +1,4 @@
-"""Trainer of the fleet benchmark: submit a step in parts, stream, acknowledge and check its samples.
-
-Prompts are distributed over several gateways as the SDK distributes them over shards.
-"""
+"""Trainer of the fleet benchmark: submit a step in parts, stream, acknowledge and check its samples."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import grpc
 
 from bench.fleet.workload import GROUP, PROMPT_TOKENS, SimulatedPolicy
 from paceline.calls.rollouts import MOST_SAMPLES
-from paceline.shards import Shard, assign
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, sample_pb2
 
@@ -39,66 +35,51 @@ class StepResult:
     lost_acknowledgements: int = 0
     seconds: float = 0.0
     submit_seconds: list[float] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)
-    """Samples that each gateway received."""
 
 
 class FleetTrainer:
-    """Trainer with one connection to each gateway."""
+    """Trainer with a connection to the gateway."""
 
-    def __init__(self, shards: Sequence[Shard], policy: SimulatedPolicy) -> None:
-        """Connect to the gateways."""
-        self._shards = shards
-        self._channels = [grpc.aio.insecure_channel(shard.address, options=_OPTIONS) for shard in shards]
-        self._stubs: list[Any] = [rollout_pb2_grpc.RolloutServiceStub(each) for each in self._channels]
+    def __init__(self, address: str, policy: SimulatedPolicy) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub: Any = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self._policy = policy
-        self._result = StepResult(given=[0] * len(shards))
+        self._result = StepResult()
 
     async def step(self, samples: int, batch_samples: int) -> StepResult:
-        """Run one step of `samples` samples. Its parts are submitted one after the other and streamed concurrently.
+        """Run one step of `samples` samples, in parts of `batch_samples`.
 
-        A part has `batch_samples` samples for each gateway, on average.
+        The parts are submitted one after the other and streamed concurrently.
         """
         began = time.perf_counter()
-        groups = _groups(samples, batch_samples)
-        size = -(-batch_samples // GROUP) * len(self._shards)
         async with asyncio.TaskGroup() as streams:
-            for number, first in enumerate(range(0, len(groups), size)):
-                await self._submit(number, groups[first : first + size], streams)
+            for number, first in enumerate(range(0, samples, batch_samples)):
+                groups = _groups(number, min(batch_samples, samples - first))
+                request = _batch(number, groups, self._policy.longest)
+                asked = time.perf_counter()
+                await self._stub.SubmitRollouts(request, timeout=_CALL)
+                self._result.submit_seconds.append(time.perf_counter() - asked)
+                streams.create_task(self._stream(request))
         self._result.seconds = time.perf_counter() - began
-        for channel in self._channels:
-            await channel.close()
+        await self._channel.close()
         return self._result
 
-    async def _submit(self, number: int, groups: Sequence[pb.Group], streams: asyncio.TaskGroup) -> None:
-        assigned = assign([group.prompt_id for group in groups], self._shards)
-        for index, stub in enumerate(self._stubs):
-            own = [group for group, owner in zip(groups, assigned, strict=True) if owner == index]
-            if not own:
-                continue
-            request = _batch(number, own, self._policy.longest)
-            asked = time.perf_counter()
-            await stub.SubmitRollouts(request, timeout=_CALL)
-            self._result.submit_seconds.append(time.perf_counter() - asked)
-            self._result.given[index] += sum(group.samples for group in own)
-            streams.create_task(self._stream(stub, request))
-
-    async def _stream(self, stub: Any, request: pb.SubmitRolloutsRequest) -> None:
+    async def _stream(self, request: pb.SubmitRolloutsRequest) -> None:
         names = (request.run_id, request.batch_id)
         wanted = {(group.prompt_id, slot) for group in request.groups for slot in range(group.samples)}
         cursor = unacknowledged = 0
         whole = pb.StreamRolloutsRequest(run_id=names[0], batch_id=names[1], most_samples=MOST_SAMPLES)
-        async for event in stub.StreamRollouts(whole):
+        async for event in self._stub.StreamRollouts(whole):
             if not event.HasField("sample"):
                 continue
             for sample in (*(each.sample for each in event.earlier), event.sample):
                 self._take(sample, wanted)
             cursor, unacknowledged = event.cursor, unacknowledged + 1 + len(event.earlier)
             if unacknowledged >= _ACK_EVERY:
-                await self._acknowledge(stub, names, cursor)
+                await self._acknowledge(names, cursor)
                 unacknowledged = 0
         self._result.wrong += len(wanted)
-        await self._acknowledge(stub, names, cursor)
+        await self._acknowledge(names, cursor)
 
     def _take(self, sample: sample_pb2.Sample, wanted: set[tuple[str, int]]) -> None:
         key, result, length = (sample.prompt_id, sample.slot), self._result, self._policy.length(sample.seed)
@@ -111,12 +92,12 @@ class FleetTrainer:
         result.tokens += length
         result.result_bytes += sample.ByteSize()
 
-    async def _acknowledge(self, stub: Any, names: tuple[str, str], cursor: int) -> None:
+    async def _acknowledge(self, names: tuple[str, str], cursor: int) -> None:
         if not self._result.acknowledged:
             return
         try:
             request = pb.AckRolloutsRequest(run_id=names[0], batch_id=names[1], cursor=cursor)
-            await stub.AckRollouts(request, timeout=_CALL)
+            await self._stub.AckRollouts(request, timeout=_CALL)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._result.acknowledged = False
@@ -127,20 +108,16 @@ class FleetTrainer:
                 self._result.lost_acknowledgements += 1
 
 
-def _groups(samples: int, batch_samples: int) -> list[pb.Group]:
-    """Return the groups of a step, which are the same for any number of gateways."""
-    found = list[pb.Group]()
-    for block, first in enumerate(range(0, samples, batch_samples)):
-        left = min(batch_samples, samples - first)
-        for at in range(-(-left // GROUP)):
-            found.append(
-                pb.Group(
-                    prompt_id=f"p{block}-{at}",
-                    prompt_token_ids=[1 + at] * PROMPT_TOKENS,
-                    samples=min(GROUP, left - at * GROUP),
-                )
-            )
-    return found
+def _groups(part: int, samples: int) -> list[pb.Group]:
+    """Return the groups of a part of a step."""
+    return [
+        pb.Group(
+            prompt_id=f"p{part}-{at}",
+            prompt_token_ids=[1 + at] * PROMPT_TOKENS,
+            samples=min(GROUP, samples - at * GROUP),
+        )
+        for at in range(-(-samples // GROUP))
+    ]
 
 
 def _batch(number: int, groups: Sequence[pb.Group], longest: int) -> pb.SubmitRolloutsRequest:

@@ -1,7 +1,7 @@
 """Measure the host's part of an engine step: what the loop does before and after vLLM's core.
 
 Drafters, planner, engine and loop of an instance run a batch of samples. vLLM's core is replaced by one that knows
-the texts (known_core.py): no scheduler, model or sampler runs. Figures are medians over the steps of the processor
+the texts (host.py): no scheduler, model or sampler runs. Figures are medians over the steps of the processor
 time of the engine's thread. With `--off-ratio` two real engines of tinymath, the coupled one without drafts and
 vLLM's own, take turns on one core, and `off_step_ratio` compares the processor time of their steps. Writes
 runs/bench/host_step.json.

@@ -2,10 +2,11 @@
 
 A real GRPO run is recorded on a plain platform, together with samples of its first policy. A head is warmed up on
 these samples and then follows the run in several ways (bench/learner/following.py): frozen, synchronously, at
-intervals of 1, 3 and 5 steps, by plain distillation, and with samples weighted by reward. One more follower trains as much on samples of the first policy. A head after a short warm-up is far from its
-optimum, so that part of a follower's gain over the frozen head comes from longer training alone. Measured
-acceptance and training seconds are replayed through the table of step times of Qwen3-8B on an H100
-(bench/learner/replay.py). With several seeds this is repeated with a run of each seed, for means and spreads.
+intervals of 1, 3 and 5 steps, by plain distillation, and with samples weighted by reward. One more follower trains
+as much on samples of the first policy. A head after a short warm-up is far from its optimum, so that part of a
+follower's gain over the frozen head comes from longer training alone. Measured acceptance and training seconds are
+replayed through the table of step times of Qwen3-8B on an H100 (bench/learner/replay.py). With several seeds this
+is repeated with a run of each seed, for means and spreads.
 
     python -m bench.learner [--model DIR] [--steps 60] [--seeds 1] [--minutes 8]
 

@@ -94,9 +94,7 @@ def _first_samples(model: Path, folder: Path, options: Options, instances: int) 
     path = folder / "samples.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        console().print(
-            f"learner: {_WARM_UP_PROMPTS * options.samples} samples of the first policy", highlight=False
-        )
+        say(f"learner: {_WARM_UP_PROMPTS * options.samples} samples of the first policy")
         asked = groups(make_problems(_WARM_UP_SEED, _WARM_UP_PROMPTS, PRACTICE), options)
         told = {group.prompt_id: [int(each) for each in group.prompt_token_ids] for group in asked}
         sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)

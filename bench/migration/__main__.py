@@ -39,7 +39,7 @@ from bench.migration.driver import (
 )
 from bench.migration.figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
 from bench.random_model import make_random_model
-from bench.report import console, say, show, show_table, write
+from bench.report import console, option_parser, say, show, show_table, write
 from bench.rollout.systems import plain_platform
 from bench.scrape import Metrics, scrape
 from examples.tinymath.options import MODEL
@@ -249,9 +249,7 @@ def _say(name: str, number: int, plain: LoadResult, moved: LoadResult, by_prefix
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="rounds of Figure 5's load")
     parser.add_argument("--tail-rounds", type=int, default=15, help="rounds of the long tail")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds of each load before those")

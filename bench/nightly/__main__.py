@@ -25,9 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.measured_code import MEASURED, lines_of, measured_by
-from bench.nightly.documents import Published, outdated, rewritten, written_by_hand
-from bench.nightly.published import RESULTS, publish, published
-from bench.report import console
+from bench.nightly.documents import (
+    RESULTS,
+    Published,
+    outdated,
+    publish,
+    published,
+    rewritten,
+    written_by_hand,
+)
+from bench.report import console, option_parser
 from bench.rollout.registry import ARCTIC
 
 NIGHT_MINUTES = 67
@@ -208,7 +215,7 @@ def _fault(name: str, shown: str, figures: Published) -> str:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=_NAMES, default=_NAMES)
     parser.add_argument(
         "--publish",

@@ -205,14 +205,13 @@ def main() -> None:
         [name, str(len(some) // modes), *(format_value(figures_of(some).get(goal)) for goal in GOALS)]
         for name, some in by_device
     ]
-    show_rows("policy, simulated: the worst cell of each device", columns, worst)
+    shown = show_rows("policy, simulated: the worst cell of each device", columns, worst)
     goals = [
         (name, format_value(value), f">= {GOALS[name]}" if name in GOALS else "")
         for name, value in figures.items()
     ]
     show_rows("policy, simulated", ("figure", "value", "goal"), goals)
-    shown = {"worst": {"columns": columns, "rows": worst}}
-    write("policy.simulated", {**figures, "cells": rows, "steps": [FIRST, LATER], "tables": shown})
+    write("policy.simulated", {**figures, "cells": rows, "steps": [FIRST, LATER], "tables": {"worst": shown}})
 
 
 def cells(

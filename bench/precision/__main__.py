@@ -164,12 +164,11 @@ def main() -> None:
         for mode, measured in found.items()
         for how, each in measured.differences.items()
     ]
-    show_rows("precision", COLUMNS, rows)
+    table = show_rows("precision", COLUMNS, rows)
     figures = figures_of(found)
     show_rows(
         "precision", ("figure", "value"), [(name, format_value(each)) for name, each in figures.items()]
     )
-    table = {"columns": COLUMNS, "rows": rows}
     write("precision", {**figures, "tables": {"differences": table}, "options": _plain(given)})
 
 

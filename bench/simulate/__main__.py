@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from bench.report import format_value, show_rows, write
+from bench.report import format_value, option_parser, show_rows, write
 from services.bubbles.config import BubblesConfig
 from services.reallocator.config import ReallocatorConfig
 from services.simulator.capacity import SimulationProgress, instances_for, last_step
@@ -148,9 +148,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--samples", type=int, default=100_000, help="samples of the step")
     return parser.parse_args()
 

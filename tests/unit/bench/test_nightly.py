@@ -11,9 +11,16 @@ import pytest
 
 from bench.measured_code import measured_by
 from bench.nightly.__main__ import DOCUMENTS, JOBS, LONGER, NIGHT_MINUTES, NightlyJob, run
-from bench.nightly.documents import DocumentError, rewritten, written_by_hand
+from bench.nightly.documents import (
+    DocumentError,
+    command_of,
+    publish,
+    published,
+    reduced,
+    rewritten,
+    written_by_hand,
+)
 from bench.nightly.evidence import ANSWERS
-from bench.nightly.published import command_of, publish, published, reduced
 from bench.rollout.registry import LONG_TAIL, PLAIN
 
 _ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ import pytest
 from bench import measured_code
 from bench.measured_code import MeasuredCode, changed_share, measured_by, snapshot
 from bench.nightly import __main__ as nightly
-from bench.nightly.published import publish
+from bench.nightly.documents import publish
 from bench.report import write
 
 _ROOT = Path(__file__).parents[3]
