@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.local import Platform
 
-_TIMEOUT = 10.0
+_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ async def _measure(platform: Platform, work: FacadeWorkload, rounds: int) -> Fig
                     seconds[name].append(time.perf_counter() - started)
                     busy[name] += _cpu_seconds(process) - cpu
             for name in ways:
-                comparison.add(name, number, found["grpc"], found[name])
+                comparison.add(f"{name}, round {number}", found["grpc"], found[name])
             progress.advance(f"round {number + 1} of {rounds + 1}")
     return figures_of(work, seconds, busy, comparison)
 
@@ -225,7 +225,7 @@ def figures_of(
         "samples": samples,
         "rounds": len(seconds["grpc"]),
         "tokens_compared": comparison.compared,
-        "tokens_that_differ": len(comparison.differences),
+        "tokens_that_differ": comparison.differing,
         "simulated": "nothing",
         "ways": ways,
     }

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Self
 from redis import Redis
 
 from bench.fleet.simulated_instance import CLIENT
-from bench.scrape import Metrics, parse
+from bench.scrape import Metrics, metrics_at
 from services.platform.launching import ProcessEndpoint, read_ready_file, tied
 from services.platform.redis.embedded import EmbeddedRedis
 
@@ -95,9 +94,7 @@ class ControlPlane:
 
     def metrics(self) -> Metrics:
         """Return the metrics of the gateway."""
-        url = f"http://127.0.0.1:{self.gateway.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return parse(answer.read().decode())
+        return metrics_at(self.gateway.metrics_port, None)
 
     def serving(self) -> int:
         """Return the number of instances that the gateway can place samples on."""

@@ -10,9 +10,7 @@ stopped while it is not wanted. It has learned the cost of moves from the warm-u
 long-running one has. All tokens are compared with the tokens of samples that were never moved. Writes
 runs/bench/migration.json.
 
-    python -m bench.migration [--rounds 6] [--tail-rounds 15] [--instances 2] [--by cheaper]
-
-With more instances than cores only the tokens are meaningful, not the times.
+    python -m bench.migration [--rounds 6] [--tail-rounds 15]
 """
 
 from __future__ import annotations
@@ -21,22 +19,13 @@ import argparse
 import asyncio
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench.comparison import Comparison
-from bench.migration.driver import (
-    PROMPT_TOKENS,
-    DrivenMove,
-    Driver,
-    LoadResult,
-    TailOptions,
-    Task,
-    figure_5,
-    long_tail,
-)
+from bench.migration.driver import PROMPT_TOKENS, DrivenMove, Driver, LoadResult, Task, figure_5, long_tail
 from bench.migration.figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
 from bench.random_model import make_random_model
 from bench.report import console, option_parser, say, show, show_table, write
@@ -57,7 +46,9 @@ GOALS = {
 }
 # Seconds until the reallocator has noticed the end of a round.
 _SETTLE_SECONDS = 0.3
-_REALLOCATOR = ("--lease-seconds=0.5", "--dtype=float32")
+_REALLOCATOR = ("--lease-seconds=0.5", "--dtype=float32", "--by=cheaper")
+# Rounds of each load before those that count, and tokens of a sample of Figure 5's load.
+_WARM_UP, _FIGURE_TOKENS = 2, 400
 _COLUMNS = (
     ("seconds", "seconds"),
     ("tokens/s", "tokens_per_second"),
@@ -79,34 +70,13 @@ def main() -> None:
     """Measure both loads, then show and write the figures."""
     given = _arguments()
     model = make_random_model(
-        FOLDER / "model",
-        hidden=given.hidden,
-        layers=given.layers,
-        vocab_size=512,
-        length=PROMPT_TOKENS + given.tokens + 64,
+        FOLDER / "model", hidden=512, layers=8, vocab_size=512, length=PROMPT_TOKENS + _FIGURE_TOKENS + 64
     )
     comparison = Comparison()
     figure = asyncio.run(
-        _measure(
-            model,
-            "figure 5",
-            lambda _: figure_5(given.instances, given.tokens),
-            given.rounds,
-            comparison,
-            given,
-        )
+        _measure(model, "figure 5", lambda _: figure_5(_FIGURE_TOKENS), given.rounds, comparison)
     )
-    options = TailOptions(given.prompts, given.samples, given.tail_tokens)
-    tail = asyncio.run(
-        _measure(
-            MODEL,
-            "long tail",
-            lambda plain: long_tail(plain, given.instances, options),
-            given.tail_rounds,
-            comparison,
-            given,
-        )
-    )
+    tail = asyncio.run(_measure(MODEL, "long tail", long_tail, given.tail_rounds, comparison))
     tables = {"figure_5": table_of(figure), "long_tail": table_of(tail)}
     for name, table in tables.items():
         show_table(f"migration: {name}", _COLUMNS, table)
@@ -117,7 +87,6 @@ def main() -> None:
         "tables": {"moves": document_table(tables)},
         **tables,
         "tokens_compared": comparison.compared,
-        "differences": [asdict(each) for each in comparison.differences],
         "options": vars(given),
     }
     write("migration", {**figures, **details})
@@ -157,13 +126,12 @@ async def _measure(
     tasks_of: Callable[[LoadResult | None], list[Task]],
     rounds: int,
     comparison: Comparison,
-    given: argparse.Namespace,
 ) -> dict[str, MigrationRuns]:
     runs = {system: MigrationRuns() for system in (STAY, MOVE, PREFIX)}
     config = replace(
-        plain_platform(model, given.instances, FOLDER / name.replace(" ", "-")),
+        plain_platform(model, 2, FOLDER / name.replace(" ", "-")),
         reallocator=True,
-        reallocator_options=(*_REALLOCATOR, f"--by={given.by}"),
+        reallocator_options=_REALLOCATOR,
         policy=False,
     )
     options = (*config.instance_options, "--flush-interval-seconds=0.01")
@@ -171,7 +139,7 @@ async def _measure(
         async with Driver(_addresses(platform), platform.config.token) as driver:
             # The first run warms everything up, measures response lengths, and lets the reallocator learn.
             tasks = tasks_of(await driver.run(tasks_of(None)))
-            for _ in range(given.warm_up):
+            for _ in range(_WARM_UP):
                 await driver.run(tasks)
             await _reallocate(platform, wanted=False)
             for number in range(rounds):
@@ -189,7 +157,7 @@ async def _measure(
                 runs[STAY].outcomes.append(plain)
                 truth = _keyed(plain)
                 for system, found in ((MOVE, moved), (PREFIX, by_prefix)):
-                    comparison.add(f"{name}, {system}", number, truth, _keyed(found))
+                    comparison.add(f"{name}, {system}, round {number}", truth, _keyed(found))
                 _say(name, number, plain, moved, by_prefix)
         # A stopped process does not react to a request to end.
         await _reallocate(platform, wanted=True)
@@ -252,15 +220,6 @@ def _arguments() -> argparse.Namespace:
     parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="rounds of Figure 5's load")
     parser.add_argument("--tail-rounds", type=int, default=15, help="rounds of the long tail")
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds of each load before those")
-    parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--by", choices=("cheaper", "kv", "prefix"), default="cheaper")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of a sample of Figure 5's load")
-    parser.add_argument("--hidden", type=int, default=512, help="width of the model for it")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=12, help="prompts of tinymath")
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tail-tokens", type=int, default=800)
     return parser.parse_args()
 
 

@@ -275,20 +275,10 @@ def _item(track: Track) -> pb.WorkItem:
 PROMPT_TOKENS = 24
 """Prompt tokens of a sample of Figure 5's load."""
 _SEED = 11
-_FULL = "instance-0"
 
 
-@dataclass(frozen=True, slots=True)
-class TailOptions:
-    """Prompts of tinymath, samples of each, and maximum tokens of a sample."""
-
-    prompts: int
-    samples: int
-    tokens: int
-
-
-def figure_5(instances: int, tokens: int) -> list[Task]:
-    """Return 24 samples on one instance and 1 on each other, all of the same length."""
+def figure_5(tokens: int) -> list[Task]:
+    """Return 24 samples on one instance and 1 on the other, all of the same length."""
     sampling = sample_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
     return [
         Task(
@@ -296,34 +286,30 @@ def figure_5(instances: int, tokens: int) -> list[Task]:
             tuple(3 + (7 * n + place) % 500 for place in range(PROMPT_TOKENS)),
             sample_seed(_SEED, 0, "figure", n),
             sampling,
-            _FULL if n < 24 else f"instance-{n - 23}",
+            "instance-0" if n < 24 else "instance-1",
         )
-        for n in range(23 + instances)
+        for n in range(25)
     ]
 
 
-def long_tail(plain: LoadResult | None, instances: int, options: TailOptions) -> list[Task]:
-    """Return tinymath's prompts; those with longer measured responses begin on the first half of the instances."""
-    problems = make_problems(seed=1, n=options.prompts)
-    sampling = sample_pb2.SamplingParams(max_tokens=options.tokens)
+def long_tail(plain: LoadResult | None) -> list[Task]:
+    """Return samples of tinymath; the half with the longer measured responses begins on the first instance."""
+    problems = make_problems(seed=1, n=12)
+    sampling = sample_pb2.SamplingParams(max_tokens=800)
     lengths: dict[str, int] = defaultdict(int)
     if plain is not None:
         for track in plain.tracks.values():
             lengths[track.task.key.partition("/")[0]] += len(track.tokens)
     ranked = sorted((problem.id for problem in problems), key=lambda name: (-lengths[name], name))
-    half = max(1, instances // 2)
-    # Deal the long ones to the first half in turn, and the short ones to the second half.
-    places = {
-        name: place % half + (half if place >= len(ranked) // 2 else 0) for place, name in enumerate(ranked)
-    }
+    first = set(ranked[: len(ranked) // 2])
     return [
         Task(
             f"{problem.id}/{slot}",
             tuple(prompt_ids(problem.question)),
             sample_seed(_SEED, 1, problem.id, slot),
             sampling,
-            f"instance-{places[problem.id]}",
+            "instance-0" if problem.id in first else "instance-1",
         )
         for problem in problems
-        for slot in range(options.samples)
+        for slot in range(8)
     ]

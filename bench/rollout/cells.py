@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from bench.report import keep
 from bench.rollout.modelled import ModelledStep
@@ -108,27 +110,15 @@ class TableCell:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**asdict(self), "name": list(self.name)}
+        return dict(_CELLS.dump_python(self, mode="json"))
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return a cell from plain data. Raises KeyError, TypeError or ValueError for data of another form."""
-        absent = data["absent"]
-        return cls(
-            name=CellName(*data["name"]),
-            key=data["key"],
-            update_seconds=data["update_seconds"],
-            seconds=data["seconds"],
-            steps=tuple(_step_of(each) for each in data["steps"]),
-            absent=None if absent is None else AbsentReason(absent),
-            why=data["why"],
-        )
+    def from_json(cls, data: Mapping[str, Any]) -> TableCell:
+        """Return a cell from plain data. ValueError for data of another form."""
+        return _CELLS.validate_python(data)
 
 
-def _step_of(data: Mapping[str, Any]) -> StepFigures:
-    times = {device: ModelledStep(**each) for device, each in data["modelled"].items()}
-    loads = tuple(InstanceLoad(*each) for each in data.get("loads", ()))
-    return StepFigures(**{**data, "modelled": times, "loads": loads})
+_CELLS = TypeAdapter(TableCell)
 
 
 class CellFolder:
@@ -141,7 +131,7 @@ class CellFolder:
         """Return a cell with any key; None if there is none, or it cannot be read."""
         try:
             return TableCell.from_json(json.loads((self._folder / name.file).read_text()))
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, ValueError):
             return None
 
     def keep(self, cell: TableCell) -> None:

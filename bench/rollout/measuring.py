@@ -285,8 +285,8 @@ def _load(work: InstanceWork, seconds: float) -> InstanceLoad:
 
 def _compare(system: str, recorded: TrainedStep, found: Responses) -> tuple[int, int]:
     comparison = Comparison()
-    comparison.add(system, recorded.step, recorded.responses, found)
-    return comparison.compared, len(comparison.differences)
+    comparison.add(f"{system}, step {recorded.step}", recorded.responses, found)
+    return comparison.compared, comparison.differing
 
 
 def mean_reward(tasks: Curriculum, responses: Responses) -> float:

@@ -18,7 +18,7 @@ def test_the_overhead_is_the_median_of_the_rounds_ratios_of_the_slowest_dialect(
         "http_sglang": [1.2, 1.2, 6.0, 1.2, 3.0, 10.8, 1.2],
     }
     comparison = Comparison()
-    comparison.add("http_vllm", 0, {SampleKey("p", 0): [1, 2, 3]}, {SampleKey("p", 0): [1, 9, 3]})
+    comparison.add("http_vllm", {SampleKey("p", 0): [1, 2, 3]}, {SampleKey("p", 0): [1, 9, 3]})
     found = figures_of(
         FacadeWorkload([[1], [2]], samples=3, max_tokens=4), seconds, dict.fromkeys(seconds, 0.42), comparison
     )
