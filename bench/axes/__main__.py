@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from bench.axes.known_texts import DecodedBatch, KnownText, decode, plain_seconds, stored
 from bench.axes.policy import PolicySizes, SyntheticPolicy, hashes
-from bench.report import console, format_band, format_value, option_parser, show_rows, write
+from bench.report import format_band, format_value, option_parser, say, show_rows, write
 from bench.rollout.modelled import DEVICES, H100_8B
 from services.contracts.rollout import StoredRollout
 from services.step_time.estimator import warm_up
@@ -76,7 +76,7 @@ def main() -> None:
     for row in synthetic(given.axes):
         rows.append(row)
         gone = f"{time.monotonic() - began:.0f} s"
-        console().print(f"axes: {gone}, {row['changed']} {row['point']} {row['drafts']}", highlight=False)
+        say(f"axes: {gone}, {row['changed']} {row['point']} {row['drafts']}")
     lines = [shown(row) for row in rows]
     table = show_rows("axes", COLUMNS, lines)
     base = {row["drafts"]: row["speedup_vs_plain"] for row in rows if row["changed"] == "base"}

@@ -47,7 +47,7 @@ from bench.device_clock.rows import (
     rows_of,
 )
 from bench.device_clock.stock import DraftMethod, method_of, ngram_lookup
-from bench.report import BenchProgress, console, format_value, keep, option_parser, show_rows, write
+from bench.report import BenchProgress, format_value, keep, option_parser, say, show_rows, write
 from bench.rollout.cells import cell_key, code_hash
 from bench.rollout.modelled import DEVICES, H100_8B
 from bench.rollout.record import kept_run
@@ -130,7 +130,7 @@ def main() -> None:
     found = tables(rows, given.device)
     show_rows(f"{given.subject} on the clock of {given.device}", **found["rows"])
     if run.absent:
-        console().print(f"device_clock: without vLLM's suffix decoding: {run.absent}", highlight=False)
+        say(f"device_clock: without vLLM's suffix decoding: {run.absent}")
     data = {**figures(rows), **refusals(run.regimes), "kl_of_an_update": run.kl}
     details = [{**asdict(row), "figures": row.figures} for row in rows]
     notes = {"goals": GOALS, "absent": run.absent, "options": vars(given)}
@@ -146,7 +146,7 @@ def prepared(subject: Subject) -> ClockedRun:
         place,
         subject.model,
         subject.kv_bytes,
-        lambda step: console().print(f"device_clock: texts before step {step} are written", highlight=False),
+        lambda step: say(f"device_clock: texts before step {step} are written"),
     )
     absent, find = package_missing(SYSTEMS["vllm suffix"].setup), ngram_lookup()
     # This imports numba, and vLLM must be imported before numba.

@@ -37,7 +37,7 @@ from bench.learner.following import (
     FollowerRecord,
     follow,
 )
-from bench.learner.recording import LearnerSubject, prepare, recorded_steps
+from bench.learner.recording import LearnerSubject, first_samples, recorded_steps, warmed_up
 from bench.learner.replay import (
     against,
     efficiency,
@@ -47,7 +47,9 @@ from bench.learner.replay import (
     update_tokens,
 )
 from bench.learner.tables import figures, gain, over_seeds, tables, weighting_verdict
-from bench.report import console, cores, format_value, keep, option_parser, show_rows, write
+from bench.report import console, cores, format_value, keep, option_parser, say, show_rows, write
+from bench.rollout.record import load_or_record
+from bench.rollout.systems import plain_platform
 from bench.rollout.training import TrainedStep
 from examples.tinymath.options import MODEL, Options
 from services.drafter.learning.data import LearningSettings
@@ -83,19 +85,15 @@ class LearnerSession:
             lr=5e-4,
             seed=seed,
         )
-        name = name_of(given.model)
-        first = (FOLDER / f"{name}-first-{key_of(given, FIRST)}").absolute()
-        return prepare(
-            given.model.absolute(),
-            (FOLDER / f"{name}-{key_of(given, RUN)}-{seed}").absolute(),
-            first,
-            first / f"head-{key_of(given, HEAD)}",
-            options,
-            given.instances,
-            given.warm_up_seconds,
-            self.settings,
-            self.say,
-        )
+        name, model, settings = name_of(given.model), given.model.absolute(), self.settings
+        folder = (FOLDER / f"{name}-{key_of(given, RUN)}-{seed}").absolute()
+        place = (FOLDER / f"{name}-first-{key_of(given, FIRST)}").absolute()
+        head = place / f"head-{key_of(given, HEAD)}"
+        platform = plain_platform(model, given.instances, folder / "platform")
+        run = load_or_record(platform, options, folder / "run", self.say)
+        first = first_samples(model, place, replace(options, seed=0), given.instances)
+        warmed = warmed_up(model, head, first, settings, given.warm_up_seconds, options.threads)
+        return LearnerSubject(model, folder, run.trajectory, first, head, folder / head.name, warmed)
 
     @property
     def settings(self) -> LearningSettings:
@@ -111,10 +109,7 @@ class LearnerSession:
         if gone > 60 * self.given.minutes:
             raise OutOfTimeError
         each = f", about {gone / self.done * left:.0f} s left" if self.done else ""
-        console().print(
-            f"learner: {follower.name}, seed {seed}; {gone:.0f} s gone, {left} followers left{each}",
-            highlight=False,
-        )
+        say(f"learner: {follower.name}, seed {seed}; {gone:.0f} s gone, {left} followers left{each}")
         settings = replace(self.settings, lr=_FOLLOWERS_LR)
         steps = recorded_steps(subject.trajectory)
         found = follow(follower, steps, subject.first, subject.drafter, subject.followed, settings, seed)
@@ -122,15 +117,14 @@ class LearnerSession:
         keep(path, asdict(found))
         return found
 
-    def say(self, label: str, step: TrainedStep) -> None:
-        """Print a step of a run."""
+    def say(self, step: TrainedStep) -> None:
+        """Print a recorded step of a run."""
         gone = time.monotonic() - self.began
         left = gone / (step.step + 1) * (self.given.steps - step.step - 1)
-        console().print(
-            f"{label}: step {step.step + 1} of {self.given.steps}, reward {step.reward:.3f}, "
+        say(
+            f"recorded: step {step.step + 1} of {self.given.steps}, reward {step.reward:.3f}, "
             f"rollout {step.rollout_seconds:.2f} s, update {step.update_seconds:.2f} s, "
-            f"KL {step.moved_kl:.1e}; {gone:.0f} s gone, about {left:.0f} s left of this part",
-            highlight=False,
+            f"KL {step.moved_kl:.1e}; {gone:.0f} s gone, about {left:.0f} s left of this part"
         )
 
 
@@ -251,9 +245,7 @@ def _replays(
     intervals = {each.name: each.interval for each in FOLLOWERS}
     replays = {}
     for samples in _BATCHES:
-        console().print(
-            f"learner: rollouts of 8 instances of {samples} samples are simulated", highlight=False
-        )
+        say(f"learner: rollouts of 8 instances of {samples} samples are simulated")
         training = {
             name: h100_update_seconds(shares[name], depth, update_tokens(intervals[name], samples))
             if name in shares

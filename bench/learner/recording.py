@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.learner.following import RecordedRollouts
-from bench.report import console, say
-from bench.rollout.record import load_or_record
+from bench.report import say
 from bench.rollout.systems import plain_platform
-from bench.rollout.training import TrainedStep, Trajectory
+from bench.rollout.training import Trajectory
 from examples.tinymath import tokenizer
 from examples.tinymath.options import Options
 from examples.tinymath.tasks import PRACTICE, load_problem, make_problems
@@ -54,42 +53,7 @@ class LearnerSubject:
         return folder_of(self.head, 1)
 
 
-def prepare(
-    model: Path,
-    folder: Path,
-    first_folder: Path,
-    head: Path,
-    options: Options,
-    instances: int,
-    warm_up_seconds: float,
-    settings: LearningSettings,
-    say: Callable[[str, TrainedStep], None],
-) -> LearnerSubject:
-    """Return the subject of a run, and make the missing parts first.
-
-    Args:
-        model: the first policy.
-        folder: folder of the run.
-        first_folder: folder of the first policy's samples.
-        head: folder of the head.
-        options: options of the run.
-        instances: number of instances of a platform.
-        warm_up_seconds: seconds of training on these samples.
-        settings: settings of the head and its warm-up.
-        say: called with each recorded step.
-    """
-    run = load_or_record(
-        plain_platform(model, instances, folder / "platform"),
-        options,
-        folder / "run",
-        lambda step: say("recorded", step),
-    )
-    first = _first_samples(model, first_folder, replace(options, seed=0), instances)
-    warmed = _warm_up(model, head, first, settings, warm_up_seconds, options.threads)
-    return LearnerSubject(model, folder, run.trajectory, first, head, folder / head.name, warmed)
-
-
-def _first_samples(model: Path, folder: Path, options: Options, instances: int) -> tuple[TrainingSample, ...]:
+def first_samples(model: Path, folder: Path, options: Options, instances: int) -> tuple[TrainingSample, ...]:
     """Return samples of the first policy, of problems that are not in the run."""
     path = folder / "samples.jsonl"
     if not path.exists():
@@ -138,7 +102,7 @@ def rollout(
     )
 
 
-def _warm_up(
+def warmed_up(
     model: Path,
     head: Path,
     samples: Sequence[TrainingSample],
@@ -165,10 +129,9 @@ def _warm_up(
     for passed in warm_up(learner, learned, held, [1.0] * len(learned), passes=_PASSES, seconds=seconds):
         lengths.append(passed.evaluation.acceptance_length)
         gone = time.perf_counter() - began
-        console().print(
+        say(
             f"warm-up: pass {passed.number}, acceptance length {lengths[-1]:.3f}; {gone:.0f} s gone, "
-            f"about {max(seconds - gone, 0):.0f} s left",
-            highlight=False,
+            f"about {max(seconds - gone, 0):.0f} s left"
         )
         if passed.is_best:
             learner.save(head, 1)

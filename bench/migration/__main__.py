@@ -28,7 +28,7 @@ from bench.comparison import Comparison
 from bench.migration.driver import PROMPT_TOKENS, DrivenMove, Driver, LoadResult, Task, figure_5, long_tail
 from bench.migration.figures import MOVE, PREFIX, STAY, MigrationRuns, document_table, table_of
 from bench.random_model import make_random_model
-from bench.report import console, option_parser, say, show, show_table, write
+from bench.report import option_parser, say, show, show_table, write
 from bench.rollout.systems import plain_platform
 from bench.scrape import Metrics, scrape
 from examples.tinymath.options import MODEL
@@ -209,10 +209,9 @@ def _keyed(outcome: LoadResult) -> dict[SampleKey, list[int]]:
 
 
 def _say(name: str, number: int, plain: LoadResult, moved: LoadResult, by_prefix: LoadResult) -> None:
-    console().print(
+    say(
         f"{name}, round {number}: {plain.seconds:.2f} s as it is, {moved.seconds:.2f} s with {len(moved.moves)} "
-        f"moves, {by_prefix.seconds:.2f} s with {len(by_prefix.moves)} of them by prefix",
-        highlight=False,
+        f"moves, {by_prefix.seconds:.2f} s with {len(by_prefix.moves)} of them by prefix"
     )
 
 

@@ -34,7 +34,7 @@ from bench.nightly.documents import (
     rewritten,
     written_by_hand,
 )
-from bench.report import console, option_parser
+from bench.report import option_parser, say
 from bench.rollout.registry import ARCTIC
 
 NIGHT_MINUTES = 67
@@ -107,7 +107,7 @@ def main() -> None:
         failed = run_all([job for job in JOBS if job.name in given.only])
     write_documents()
     if failed:
-        console().print(f"nightly: no new figures of {', '.join(failed)}", highlight=False)
+        say(f"nightly: no new figures of {', '.join(failed)}")
         sys.exit(1)
 
 
@@ -117,12 +117,11 @@ def run_all(jobs: Sequence[NightlyJob]) -> list[str]:
     for place, job in enumerate(jobs):
         left = sum(each.minutes for each in jobs[place:])
         gone = (time.monotonic() - began) / 60
-        console().print(
-            f"nightly: {job.name}, {place + 1} of {len(jobs)}; {gone:.0f} minutes gone, {left:.0f} left at most",
-            highlight=False,
+        say(
+            f"nightly: {job.name}, {place + 1} of {len(jobs)}; {gone:.0f} minutes gone, {left:.0f} left at most"
         )
         if ended := run(job):
-            console().print(f"nightly: {job.name} {ended}", highlight=False)
+            say(f"nightly: {job.name} {ended}")
             failed.append(job.name)
         else:
             publish(job.name, job.command)
@@ -177,7 +176,7 @@ def write_documents() -> None:
         after = rewritten(before, figures)
         if after != before:
             path.write_text(after)
-            console().print(f"nightly: {path} is rewritten", highlight=False)
+            say(f"nightly: {path} is rewritten")
 
 
 def complaints() -> Iterator[str]:

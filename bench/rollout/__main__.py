@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.report import console, option_parser, show_rows, write
+from bench.report import option_parser, say, show_rows, write
 from bench.rollout.cells import TableCell
 from bench.rollout.markdown import shown
 from bench.rollout.registry import EVERYTHING, OFF, PLAIN, REGIMES, SUBJECTS, SYSTEMS
@@ -52,9 +52,7 @@ def main() -> None:
     first = results[given.subjects[0]]
     write_all(first, results, options=vars(given))
     if left:
-        console().print(
-            f"rollout: {left} cells are left; run the same command again to measure them", highlight=False
-        )
+        say(f"rollout: {left} cells are left; run the same command again to measure them")
 
 
 def chosen(names: Sequence[str]) -> list[str]:

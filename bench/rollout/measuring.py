@@ -14,7 +14,7 @@ from bench.report import cores, say
 from bench.rollout.cells import InstanceLoad, StepFigures
 from bench.rollout.modelled import InstanceWork, StepReader, assumed_sweep, divided, modelled, passes_of
 from bench.rollout.registry import StockSystem
-from bench.rollout.replay import Coverage, Covering, ReplayedStep, ReplaySetup, nothing_covered, replay
+from bench.rollout.replay import Coverage, ReplayedStep, replay
 from bench.rollout.stock_engine import StockEngine, StockMeasurement, StockSample, StockSetup, StockStep
 from bench.rollout.systems import KV_BYTES, System, platform_of
 from bench.rollout.training import TrainedStep, Trajectory
@@ -211,11 +211,8 @@ def _on_platform(
         if system.knobs:
             with platform.client() as client:
                 client.set_knobs("", KnobSetting(0, system.knobs))
-        covering: Covering = nothing_covered
-        if system.bubbles:
-            covering = stack.enter_context(Coverage(platform))
-        manner = ReplaySetup("rollout", system.exactness, hint=system.bubbles)
-        replay(platform, replace(trajectory, steps=steps), manner, covering, take)
+        coverage = stack.enter_context(Coverage(platform)) if system.bubbles else None
+        replay(platform, replace(trajectory, steps=steps), system.exactness, coverage, take)
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.report import console, keep
+from bench.report import keep, say
 from bench.rollout.registry import Regime, Subject
 from bench.rollout.training import TrainedStep, Trajectory, push, serving, train
 from examples.tinymath.curriculum import curriculum_of
@@ -257,7 +257,7 @@ def first_head(run: RecordedRun, model: Path, folder: Path) -> Path:
         for key, sample in step.samples.items()
     ]
     rollouts.write_text("\n".join(lines) + "\n")
-    console().print(f"rollout: training a first EAGLE-3 head, {_SECONDS} s", highlight=False)
+    say(f"rollout: training a first EAGLE-3 head, {_SECONDS} s")
     module = [sys.executable, "-m", "services.drafter.warmup"]
     options = [f"--policy={model}", f"--rollouts={rollouts}", f"--out={parent}", f"--seconds={_SECONDS}"]
     done = subprocess.run([*module, *options], capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol, Self
+from typing import Self
 
 import grpc
 
@@ -21,24 +21,13 @@ from bench.comparison import Responses
 from bench.rollout.training import Samples, TrainedStep, Trajectory, push
 from bench.scrape import Metrics, scrape, together
 from examples.tinymath.train import collect
-from paceline import Exactness, ExactnessLevel, Group
+from paceline import Exactness, Group
 from paceline.internal.v1 import bubble_pb2 as pb
 from paceline.internal.v1 import bubble_pb2_grpc as rpc
 from paceline.transport.channel import call_metadata
 from services.local import Platform, PlatformError
 
-_EXACT = Exactness(ExactnessLevel.EXACT)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaySetup:
-    """Settings of a replay of a trajectory."""
-
-    run_id: str
-    """Id of the run, new for each replay on a platform, because history is kept under it."""
-    exactness: Exactness = _EXACT
-    hint: bool = False
-    """Announce each step's prompts while the previous step is rolled out."""
+_RUN = "rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,62 +62,56 @@ class ReplayedStep:
         return together(self.metrics[name] for name in self.fleet if name in self.metrics)
 
 
-class Covering(Protocol):
-    """Function that returns the pre-generated tokens of each sample of a coming step that has any."""
-
-    def __call__(self, run_id: str, step: int) -> tuple[int, ...]: ...
-
-
-def nothing_covered(run_id: str, step: int) -> tuple[int, ...]:
-    """Return the coverage of a platform without a coordinator: none."""
-    return ()
-
-
 def replay(
     platform: Platform,
     trajectory: Trajectory,
-    manner: ReplaySetup,
-    covering: Covering = nothing_covered,
-    watch: Callable[[ReplayedStep], None] = lambda _: None,
-) -> list[ReplayedStep]:
-    """Replay all steps, from the trajectory's first weights to its last."""
-    found: list[ReplayedStep] = []
-    with platform.client() as client, client.run(manner.run_id, seed=trajectory.options.seed) as run:
+    exactness: Exactness,
+    coverage: Coverage | None,
+    watch: Callable[[ReplayedStep], None],
+) -> None:
+    """Replay all steps, from the trajectory's first weights to its last, once on a platform.
+
+    Args:
+        exactness: asked for with every batch.
+        coverage: of a platform with a coordinator, to which each step's prompts are then announced while the
+            previous step is rolled out.
+        watch: called with each step.
+    """
+    with platform.client() as client, client.run(_RUN, seed=trajectory.options.seed) as run:
         fleet = tuple(instance.instance_id for instance in client.instances())
         push(run, trajectory.steps[0].weights)
         before = scrape(platform)
-        for place in range(len(trajectory.steps)):
-            covered = covering(manner.run_id, trajectory.steps[place].step)
-            samples, rollout_seconds = _roll_out(run, trajectory, place, manner)
-            update_seconds = _learn(trajectory.steps[place])
+        for place, recorded in enumerate(trajectory.steps):
+            covered = coverage.of(recorded.step) if coverage else ()
+            samples, rollout_seconds = _roll_out(run, trajectory, place, exactness, hint=coverage is not None)
+            update_seconds = _learn(recorded)
             push_seconds = push(run, trajectory.weights_after(place))
             after = scrape(platform)
-            step = ReplayedStep(
-                step=trajectory.steps[place].step,
-                samples=samples,
-                fleet=fleet,
-                rollout_seconds=rollout_seconds,
-                update_seconds=update_seconds,
-                push_seconds=push_seconds,
-                covered=covered,
-                metrics={name: after[name].since(before.get(name, Metrics())) for name in after},
+            watch(
+                ReplayedStep(
+                    step=recorded.step,
+                    samples=samples,
+                    fleet=fleet,
+                    rollout_seconds=rollout_seconds,
+                    update_seconds=update_seconds,
+                    push_seconds=push_seconds,
+                    covered=covered,
+                    metrics={name: after[name].since(before.get(name, Metrics())) for name in after},
+                )
             )
             before = after
-            found.append(step)
-            watch(step)
-    return found
 
 
 def _roll_out(
-    run: paceline.Run, trajectory: Trajectory, place: int, manner: ReplaySetup
+    run: paceline.Run, trajectory: Trajectory, place: int, exactness: Exactness, *, hint: bool
 ) -> tuple[Samples, float]:
     """Return the samples of a step, and the seconds from its submission to the last of them."""
     sampling, recorded = trajectory.options.sampling, trajectory.steps[place]
     began = time.perf_counter()
-    rollout = run.rollout(recorded.step, _asked(recorded), sampling, exactness=manner.exactness)
-    if manner.hint and place + 1 < len(trajectory.steps):
+    rollout = run.rollout(recorded.step, _asked(recorded), sampling, exactness=exactness)
+    if hint and place + 1 < len(trajectory.steps):
         coming, version = trajectory.steps[place + 1], rollout.batch.policy_version + 1
-        run.hint(coming.step, _asked(coming), sampling, policy_version=version, exactness=manner.exactness)
+        run.hint(coming.step, _asked(coming), sampling, policy_version=version, exactness=exactness)
     samples = collect(rollout, lambda *_: None)
     return {sample.key: sample for sample in samples}, time.perf_counter() - began
 
@@ -164,8 +147,8 @@ class Coverage:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def __call__(self, run_id: str, step: int) -> tuple[int, ...]:
+    def of(self, step: int) -> tuple[int, ...]:
         """Return the tokens of each sample of the step that has any."""
-        request = pb.GetCoverageRequest(run_id=run_id, step=step)
+        request = pb.GetCoverageRequest(run_id=_RUN, step=step)
         answer = self._stub.GetCoverage(request, timeout=_TIMEOUT, metadata=self._metadata)
         return tuple(slot.tokens for slot in answer.slots if slot.tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from bench.report import console
+from bench.report import say
 from bench.rollout.cells import (
     AbsentReason,
     CellFolder,
@@ -97,10 +97,9 @@ class CellSession:
 
         def watch(step: TrainedStep) -> None:
             done = f"{step.step + 1} of {self.subject.options.steps} steps"
-            console().print(
+            say(
                 f"rollout: recorded {done}, rollout {step.rollout_seconds:.2f} s, "
-                f"update {step.update_seconds:.2f} s, reward {step.reward:.3f}, KL {step.moved_kl:.1e}",
-                highlight=False,
+                f"update {step.update_seconds:.2f} s, reward {step.reward:.3f}, KL {step.moved_kl:.1e}"
             )
 
         return load_or_record(config, self.subject.options, place, watch)
@@ -125,7 +124,7 @@ class CellSession:
         assert key is not None, "plain decoding leads the plan"
         which = f"{name.regime}, {name.system}, round {name.round}"
         took = seconds_left([name], self._taken)
-        console().print(f"rollout: {which} begins, about {took:.0f} s", highlight=False)
+        say(f"rollout: {which} begins, about {took:.0f} s")
         steps, absent, why = self._tried(system, run, name, model, update_seconds)
         if absent is not None and name.system == PLAIN:
             raise BenchmarkError(f"plain decoding failed in {name.regime}: {why}")
@@ -166,14 +165,12 @@ class CellSession:
         what = f"{rollout_seconds(cell):.2f} s a rollout" if cell.steps else cell.why
         which = f"{cell.name.regime}, {cell.name.system}, round {cell.name.round}"
         rest = f"{len(left)} cells left, about {seconds_left(left, self._taken):.0f} s"
-        console().print(
-            f"rollout: {which}: {what}; {cell.seconds:.0f} s. {gone:.0f} s gone, {rest}", highlight=False
-        )
+        say(f"rollout: {which}: {what}; {cell.seconds:.0f} s. {gone:.0f} s gone, {rest}")
 
 
 def _say_step(step: StepFigures) -> None:
     differing = f", {step.differing} samples differ" if step.differing else ""
-    console().print(f"  step {step.step}, rollout {step.rollout_seconds:.2f} s{differing}", highlight=False)
+    say(f"  step {step.step}, rollout {step.rollout_seconds:.2f} s{differing}")
 
 
 @cache
@@ -201,7 +198,7 @@ def package_missing(setup: object) -> str:
 def subject_model(subject: Subject) -> Path:
     """Return the model folder of a subject, and make the model if it is missing. BenchmarkError if that fails."""
     if subject.made_by and not (subject.model / "model.safetensors").is_file():
-        console().print(f"rollout: making the model of {subject.name}, some minutes", highlight=False)
+        say(f"rollout: making the model of {subject.name}, some minutes")
         if subprocess.run(subject.made_by, check=False).returncode:
             raise BenchmarkError(f"the model of {subject.name} could not be made")
     return subject.model

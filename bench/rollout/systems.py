@@ -24,7 +24,6 @@ class System:
     instance_options: tuple[str, ...]
     bubble_options: tuple[str, ...] = ()
     gateway_options: tuple[str, ...] = ()
-    learner_options: tuple[str, ...] = ()
     drafts: bool = True
     bubbles: bool = True
     # Most benchmarks compare ways to speculate, on samples that do not move.
@@ -78,7 +77,6 @@ def platform_of(
         instance_options=("--dtype=float32", f"--kv-cache-memory-bytes={kv_bytes}", *system.instance_options),
         bubble_options=system.bubble_options,
         gateway_options=system.gateway_options,
-        learner_options=system.learner_options,
         reallocator_options=("--dtype=float32",) if system.reallocator else (),
         draft_stores=1 if system.drafts else 0,
         bubbles=system.bubbles,

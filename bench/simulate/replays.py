@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import console, format_value, option_parser, show_rows, write
+from bench.report import format_value, option_parser, say, show_rows, write
 from bench.simulate.verification import (
     A100,
     BUBBLESPEC,
@@ -312,7 +312,7 @@ def main() -> None:
     rows = list[ReplayedRollout]()
     for model in published_models():
         rows += replayed(model, given.steps)
-        console().print(f"simulate.replays: {model.paper}, {model.name}", highlight=False)
+        say(f"simulate.replays: {model.paper}, {model.name}")
     tables = tables_of(rows)
     titles = ("steps, published and fitted", "rollouts, times as fast as plain decoding")
     for title, table in zip(titles, tables.values(), strict=True):

@@ -20,7 +20,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.report import BenchProgress, console, format_value, numbers, option_parser, show, show_table, write
+from bench.report import (
+    BenchProgress,
+    console,
+    format_value,
+    numbers,
+    option_parser,
+    say,
+    show,
+    show_table,
+    write,
+)
 from bench.weights.fleet import FOLDER, STREAM, transfers
 from bench.weights.models import make_models
 
@@ -48,7 +58,7 @@ def main() -> None:
         for model in models:
             for row in transfers(model, place / "platform", given.fleets, given.rounds):
                 about = f"{row['transport']}, {row['megabytes']} MB, {row['instances']} instances"
-                console().print(f"  {about}: {format_value(row['seconds'])} s", highlight=False)
+                say(f"  {about}: {format_value(row['seconds'])} s")
                 rows.append(row)
             progress.advance(f"{model.megabytes} MB")
     table = {f"{row['transport']}, {row['megabytes']} MB, {row['instances']}": row for row in rows}
