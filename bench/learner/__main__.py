@@ -10,8 +10,8 @@ is repeated with a run of each seed, for means and spreads.
 
     python -m bench.learner [--model DIR] [--steps 60] [--seeds 1] [--minutes 8]
 
-Parts are kept under runs/bench/learner, and a call resumes with the first missing part. Each model adds its figures
-to runs/bench/learner.json. Acceptance length is tokens per verification, including the policy's own token, with
+Parts are kept under runs/bench/learner, and a call resumes with the first missing part. Writes
+runs/bench/learner.json. Acceptance length is tokens per verification, including the policy's own token, with
 drafts of --depth tokens.
 """
 
@@ -26,17 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.learner.following import (
-    ASYNC_1,
-    ASYNC_3,
-    ASYNC_5,
-    FOLLOWERS,
-    FROZEN,
-    REWARD,
-    Follower,
-    FollowerRecord,
-    follow,
-)
+from bench.learner.following import ASYNC_1, FOLLOWERS, FROZEN, REWARD, Follower, FollowerRecord, follow
 from bench.learner.recording import LearnerSubject, first_samples, recorded_steps, warmed_up
 from bench.learner.replay import (
     against,
@@ -47,7 +37,7 @@ from bench.learner.replay import (
     update_tokens,
 )
 from bench.learner.tables import figures, gain, over_seeds, tables, weighting_verdict
-from bench.report import console, cores, format_value, keep, option_parser, say, show_rows, write
+from bench.report import cores, format_value, keep, option_parser, say, show_rows, write
 from bench.rollout.record import load_or_record
 from bench.rollout.systems import plain_platform
 from bench.rollout.training import TrainedStep
@@ -173,12 +163,9 @@ def main() -> None:
     try:
         found = _measured(session)
     except OutOfTimeError:
-        console().print("learner: out of time; call again to continue")
+        say("learner: out of time; call again to continue")
         return
-    path = Path("runs/bench/learner.json")
-    models = json.loads(path.read_text()).get("models", {}) if path.exists() else {}
-    models[name_of(session.given.model)] = found
-    result = _result(models)
+    result = _result(name_of(session.given.model), found)
     shown = [(name, format_value(value)) for name, value in result.items() if not isinstance(value, dict)]
     for name, table in result["tables"].items():
         show_rows(f"learner: {name}", table["columns"], table["rows"])
@@ -205,7 +192,6 @@ def _measured(session: LearnerSession) -> dict[str, Any]:
         "figures": over_seeds([each["figures"] for each in seeds]),
         "seeds": {str(given.seed + place): each for place, each in enumerate(seeds)},
         "about": {each.name: each.about for each in followers},
-        "parameters": _parameters(subjects[0].model),
         "product_rate": rate,
         "reward_gains": [gain(run[REWARD.name], run[ASYNC_1.name]) for run in runs if REWARD.name in run],
         "options": {
@@ -259,26 +245,19 @@ def _replays(
     return {"efficiency": shares, "replays": replays}
 
 
-def _result(models: dict[str, Any]) -> dict[str, Any]:
-    """Return the result to write: all models, with the figures of the largest first."""
-    largest = max(models.values(), key=lambda each: each["parameters"])
-    replays = [each["replays"][str(_BATCHES[0])] for each in largest["seeds"].values() if "replays" in each]
+def _result(model: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the result to write."""
+    replays = [each["replays"][str(_BATCHES[0])] for each in found["seeds"].values() if "replays" in each]
     followed = bool(replays) and ASYNC_1.name in replays[0]
-    most = max(models.values(), key=lambda each: len(each["reward_gains"]))
-    own = largest["figures"].get(ASYNC_1.name, {})
+    own, gains = found["figures"].get(ASYNC_1.name, {}), found["reward_gains"]
     return {
-        "subject_seeds": len(largest["seeds"]),
+        "subject_seeds": len(found["seeds"]),
         **(against(replays, ASYNC_1.name) if followed else {}),
         "final_gain_vs_frozen": own.get("gain_vs_frozen"),
         "final_gain_spread": own.get("gain_spread"),
-        **(weighting_verdict(most["reward_gains"]) if most["reward_gains"] else {}),
-        "async_intervals": {
-            str(each.interval): largest["figures"][each.name]["last"]
-            for each in (ASYNC_1, ASYNC_3, ASYNC_5)
-            if each.name in largest["figures"]
-        },
-        "tables": tables(models),
-        "models": models,
+        **(weighting_verdict(gains) if gains else {}),
+        "tables": tables({model: found}),
+        "models": {model: found},
     }
 
 
