@@ -126,12 +126,9 @@ class DeviceOrders:
 
     def attention(self) -> dict[str, Any]:
         """Time the attention backends for the model's heads, and return which one an engine would use."""
-        from kernels.short_query_attention.race import AttentionName, RaceShape, backends, fastest, race
+        from kernels.short_query_attention.race import AttentionName, backends, fastest, race
 
-        own = self._shape()
-        shape = RaceShape(
-            own.heads, own.kv_heads, own.head_size, own.context, own.long, max(self._sizes.rows)
-        )
+        shape = replace(self._shape(), requests=max(self._sizes.rows))
         makers = backends(ours=True)
         if self._device.type != "cuda":
             # On a CPU, use PyTorch's own attention over the same cache, which interprets no kernel.

@@ -72,7 +72,10 @@ def fastest(timings: Iterable[Timing]) -> AttentionName:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of a model, contexts of a usual request and of a long one, and the draft tokens of one with drafts."""
+    """Heads of a model on one device, and the lengths and the number of the requests that it serves.
+
+    `context` is of a usual request, `long` of a long one; `drafts` are the draft tokens of one that has drafts.
+    """
 
     heads: int = 16
     kv_heads: int = 8
@@ -81,6 +84,15 @@ class AttentionShape:
     long: int = 32_768
     block: int = 16
     drafts: int = 4
+    requests: int = 128
+
+    def within(self, most_bytes: int) -> AttentionShape:
+        """Return the same with as many requests, and then as long a context, as fit the memory."""
+        position = 4 * self.kv_heads * self.head_size
+        long = max(1, min(self.long, most_bytes // 2 // position))
+        context = max(1, min(self.context, long))
+        requests = max(1, min(self.requests, (most_bytes // position - long) // context))
+        return replace(self, long=long, context=context, requests=requests)
 
 
 def context_lengths(kind: str, shape: AttentionShape, requests: int) -> torch.Tensor:
@@ -254,26 +266,6 @@ _FEW = 4
 Maker = Callable[[AttentionStep], Run]
 
 
-@dataclass(frozen=True, slots=True)
-class RaceShape:
-    """Heads of a model on one device, the context of a usual sample and of a long one, and the samples at once."""
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    context: int
-    long: int
-    requests: int
-
-    def within(self, most_bytes: int) -> RaceShape:
-        """Return the same with as many samples, and then as long a context, as fit the memory."""
-        position = 4 * self.kv_heads * self.head_size
-        long = max(1, min(self.long, most_bytes // 2 // position))
-        context = max(1, min(self.context, long))
-        requests = max(1, min(self.requests, (most_bytes // position - long) // context))
-        return replace(self, long=long, context=context, requests=requests)
-
-
 def attending(step: AttentionStep) -> Run:
     """Return our attention of a step."""
     return partial(attend, step, backend="triton")
@@ -288,15 +280,14 @@ def backends(*, ours: bool) -> dict[AttentionName, Maker]:
     return found | ({AttentionName.OURS: attending} if ours else {})
 
 
-def race(device: torch.device, shape: RaceShape, makers: Mapping[AttentionName, Maker]) -> Iterator[Timing]:
+def race(
+    device: torch.device, shape: AttentionShape, makers: Mapping[AttentionName, Maker]
+) -> Iterator[Timing]:
     """Time each backend in each case. One that does not run has its error, and infinite times."""
     fitting = shape.within(MOST_BYTES)
-    # "one long" has contexts of a quarter of the usual one around it.
-    step_shape = AttentionShape(
-        fitting.heads, fitting.kv_heads, fitting.head_size, fitting.context, fitting.long
-    )
     timed = timer(device, _MILLISECONDS)
     count = fitting.requests
+    # "one long" has contexts of a quarter of the usual one around it.
     few = min(_FEW, count)
     cases = (
         ("even", "even", count, 0),
@@ -305,7 +296,7 @@ def race(device: torch.device, shape: RaceShape, makers: Mapping[AttentionName, 
         ("few", "even", few, few),
     )
     for name, kind, requests, drafted in cases:
-        step = random_step(device, step_shape, kind, requests, drafted=drafted)
+        step = random_step(device, fitting, kind, requests, drafted=drafted)
         for backend, maker in makers.items():
             try:
                 yield Timing(backend, name, timed(maker(step)))

@@ -1,7 +1,7 @@
 """Replace vLLM's attention of short queries by our short-query kernel.
 
 The backends here are vLLM's own, Triton and FlashAttention, with one change: a step in which no request has more
-than 16 query tokens, decoding and verification in any mixture, is one launch of `kernels.short_query_attention`.
+than 17 query tokens, decoding and verification in any mixture, is one launch of `kernels.short_query_attention`.
 KV layout, writes, metadata, CUDA graphs, and all steps with a prefill in them are vLLM's, except for samples with
 draft trees (trees/attention.py).
 
@@ -34,8 +34,9 @@ from kernels.tuning import tuning
 from services.generation.engine.kernel_choice import ATTENTION, leave_out, measured_choice
 from services.generation.engine.trees.attention import BRANCHES
 
-LONGEST_SHORT_QUERY = 16
-"""Most query tokens of a request in a short step: decoding, or the verification of 15 drafts."""
+LONGEST_SHORT_QUERY = 17
+"""Most query tokens of a request in a short step: decoding, or the verification of as many drafts as the default
+`draft_window`. Tiles of 32 rows, the default most, serve 16 and 17 query tokens alike if heads share KV."""
 
 _log = logging.getLogger(__name__)
 _PLAIN_KV = ("auto", "float16", "bfloat16")
@@ -86,7 +87,7 @@ def layer_refusal(layer: LayerTraits) -> str | None:
 
 
 def is_short(longest_query: int, causal: object, special_masks: bool) -> bool:
-    """Return whether our kernel computes a step: query lengths of 1 to 16, mixed in any way, in one launch.
+    """Return whether our kernel computes a step: query lengths of 1 to 17, mixed in any way, in one launch.
 
     Args:
         longest_query: upper bound of a request's query tokens. For a captured CUDA graph it bounds every step with

@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import get_world_group
 
 from kernels.backend import Backend, choose, in_use, use
 from kernels.selfcheck import check_kernels
-from kernels.short_query_attention.race import AttentionName, RaceShape, Timing, backends, fastest, race
+from kernels.short_query_attention.race import AttentionName, AttentionShape, Timing, backends, fastest, race
 from kernels.tuning import about, device_name, path_for
 
 _log = logging.getLogger(__name__)
@@ -98,11 +98,11 @@ def measured_choice(config: Any, device: torch.device, *, ours: bool) -> Attenti
     return AttentionName(found)
 
 
-def shape_of(config: Any) -> RaceShape:
+def shape_of(config: Any) -> AttentionShape:
     """Return the heads of a model on one rank, and the lengths and the batch that its instance serves."""
     model, parallel = config.model_config, config.parallel_config
     most = int(model.max_model_len)
-    return RaceShape(
+    return AttentionShape(
         heads=model.get_num_attention_heads(parallel),
         kv_heads=model.get_num_kv_heads(parallel),
         head_size=model.get_head_size(),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.short_query_attention.race import MARGIN, AttentionName, RaceShape, Timing, fastest, race
+from kernels.short_query_attention.race import MARGIN, AttentionName, AttentionShape, Timing, fastest, race
 from services.generation.engine.kernel_choice import keep, recall
 
 VLLM, OURS, FLASHINFER = AttentionName.VLLM, AttentionName.OURS, AttentionName.FLASHINFER
@@ -64,7 +64,7 @@ def test_what_is_chosen_is_faster_and_nowhere_much_slower(own, ours, other):
 
 
 def test_a_backend_that_does_not_run_has_its_error_and_the_others_their_times():
-    shape = RaceShape(heads=2, kv_heads=1, head_size=16, context=24, long=40, requests=3)
+    shape = AttentionShape(heads=2, kv_heads=1, head_size=16, context=24, long=40, requests=3)
     made = []
 
     def runs(step):
@@ -91,7 +91,7 @@ def test_a_backend_that_does_not_run_has_its_error_and_the_others_their_times():
 
 
 def test_a_race_fits_its_memory():
-    shape = RaceShape(heads=64, kv_heads=8, head_size=128, context=4096, long=1 << 20, requests=1024)
+    shape = AttentionShape(heads=64, kv_heads=8, head_size=128, context=4096, long=1 << 20, requests=1024)
     for most in (1 << 30, 1 << 24, 1 << 10):
         fitting = shape.within(most)
         assert min(fitting.context, fitting.long, fitting.requests) >= 1

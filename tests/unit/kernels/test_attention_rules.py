@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.generation.config import GenerationConfig
 from services.generation.engine.attention_backend import (
     LONGEST_SHORT_QUERY,
     LayerTraits,
@@ -58,6 +59,10 @@ def test_what_the_kernel_does_not_do_is_vllms_and_the_reason_says_so(change, rea
 @given(longest=st.integers(0, 200))
 def test_a_step_is_short_by_its_longest_query(longest):
     assert is_short(longest, True, False) is (1 <= longest <= LONGEST_SHORT_QUERY)
+
+
+def test_drafts_as_long_as_the_default_window_are_verified_by_our_kernel():
+    assert is_short(1 + GenerationConfig.model_fields["draft_window"].default, True, False)
 
 
 @pytest.mark.parametrize(
