@@ -42,10 +42,12 @@ def entry(fingerprint: str) -> Callable[[Callable[..., Any]], Any]:
     return compiled
 
 
-def source_fingerprint(*folders: Path) -> str:
-    """Return a digest of the Python sources in these folders."""
+def source_fingerprint(*sources: Path) -> str:
+    """Return a digest of these Python sources, and of all in these folders."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
+    for path in (
+        path for each in sources for path in ([each] if each.is_file() else sorted(each.glob("*.py")))
+    ):
         source = path.read_bytes()
         digest.update(f"{path.name} {len(source)}\n".encode() + source)
     return digest.hexdigest()

@@ -75,7 +75,7 @@ class TextDrafting(Protocol):
     def begin(self, context: DraftContext) -> None: ...
     def add_rollouts(self, arrival: NewRollouts) -> None: ...
     def idle_work(self) -> bool: ...
-    def drafts(self, samples: Samples, rows: int) -> dict[str, list[int]]: ...
+    def drafts(self, samples: Samples, rows: int) -> Mapping[str, Sequence[int]]: ...
     def shape(self, samples: Samples, drafts: Mapping[str, Sequence[int]]) -> StepShape | None: ...
     def stepped(self, shape: StepShape, seconds: float) -> None: ...
     def learn(self, step: SampleStep) -> object: ...
@@ -186,7 +186,8 @@ class TextInstance:
         states = [each.state for each in live]
         for each in live:
             each.state.room = max(0, min(self.window, each.left - 1))
-        drafting, drafts, shape = self.drafting, dict[str, list[int]](), None
+        drafting, shape = self.drafting, None
+        drafts: Mapping[str, Sequence[int]] = {}
         if drafting is not None:
             drafts = drafting.drafts(states, self.device.most_rows)
             shape = drafting.shape(states, drafts)
@@ -199,7 +200,7 @@ class TextInstance:
         self._prefill = 0
         return TextStep(seconds, ended)
 
-    def _advance(self, live: _Live, drafts: dict[str, list[int]]) -> bool:
+    def _advance(self, live: _Live, drafts: Mapping[str, Sequence[int]]) -> bool:
         """Append the tokens that one step decodes; return True at the end of the text."""
         state, known = live.state, live.text.response
         draft = drafts.get(state.sample_id, [])

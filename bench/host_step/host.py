@@ -38,11 +38,10 @@ from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.loop.samples import SampleTable
 from services.generation.loop.work_stream import WorkStream
-from services.generation.speculation.acceptance import table as acceptance
+from services.generation.speculation import acceptance, selection
 from services.generation.speculation.drafter import TokenDrafter
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.planner import KnobDrivenPlanner
-from services.generation.speculation.selection import selection
 from services.generation.speculation.speculation import Speculation
 from services.simulator.device_tables import DeviceTable, swept
 from services.step_time.estimator import StepTimeEstimator
@@ -121,12 +120,12 @@ class KnownTextEngine(Engine):
         self._core = core
         self._scheduler = core.scheduler
         self.support = ModelSupport()
-        self.trees = False
+        self.form = None
         self.asleep = False
         self.limits = limits
         self.graph_sizes = ()
         self.model_drafts = {}
-        self._steps = CoreSteps(core, coupled=True, trees=False)
+        self._steps = CoreSteps(core, coupled=True)
         self._stops = StopStrings(None)
         self._hits = PrefixHits(core.scheduler)
         self._requests = VllmRequests(limits, None, self._stops, self._hits, coupled=True)

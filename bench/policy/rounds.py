@@ -18,7 +18,7 @@ from services.generation.speculation.decision import PlanDecision
 from services.generation.speculation.drafter import DraftContext
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.planner import KnobDrivenPlanner, OriginOf
-from services.generation.speculation.selection.selection import draft_token_counts
+from services.generation.speculation.selection import draft_token_counts
 from services.generation.speculation.speculation import DraftPlanner, Speculation
 from services.step_time.estimator import StepTimeEstimator
 from services.step_time.sweep import MeasuredStep

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from bench.report import format_value, numbers, option_parser, show_rows, write
 from services.contracts.knobs import Knobs
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.acceptance.table import AcceptanceTable
+from services.generation.speculation.acceptance import AcceptanceTable
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.plan import StepShape
 from services.generation.speculation.planner import KnobDrivenPlanner

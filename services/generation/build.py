@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from paceline.internal.v1 import policy_pb2_grpc as policy_rpc
 from paceline.internal.v1 import weight_peer_pb2_grpc as peer_rpc
 from paceline.v1 import weight_stream_pb2_grpc as stream_rpc
 from services.contracts.knobs import DrafterKnobs, Knobs
-from services.contracts.modes import OFF
+from services.contracts.modes import MODES, OFF
 from services.drafts.client import DraftStores
 from services.generation.config import GenerationConfig
 from services.generation.draft_cache.cache import DraftCache, Shards
@@ -50,11 +50,10 @@ from services.generation.server.knob_service import KnobService
 from services.generation.server.sample_intake import SampleIntake, SchemaChecks
 from services.generation.server.weight_stream_service import WeightPeerService, WeightStreamService
 from services.generation.server.weight_updates import WeightUpdates
-from services.generation.speculation.acceptance import table as acceptance
+from services.generation.speculation import acceptance, selection
 from services.generation.speculation.drafter import DrafterSetting
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.planner import KnobDrivenPlanner, OriginOf
-from services.generation.speculation.selection import selection
 from services.generation.speculation.speculation import Speculation
 from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.generation.weights.update_room import check_host
@@ -84,10 +83,10 @@ def _speculation(
 ) -> Speculation | None:
     if config.speculation == OFF or not engine.support.allows(Feature.DRAFTS):
         return None
-    branches = config.max_branches if engine.trees else 0
+    modes, drafters = ({}, {}) if engine.form is None else (engine.form.modes, engine.form.drafters)
     # These import numba, which vLLM must come before.
     acceptance.warm_up()
-    selection.warm_up(branches > 0)
+    selection.warm_up()
     warm_up_estimator()
     knobs = Knobs(
         mode=config.speculation,
@@ -106,19 +105,20 @@ def _speculation(
         metrics=metrics.planner,
         graphs=engine.graph_sizes,
         learns=assumed is None,
+        modes={**MODES, **{name: replace(MODES[name], place=place) for name, place in modes.items()}},
     )
     setting = DrafterSetting(
         config,
         None,
         engine.limits.vocab_size,
         metrics.registry,
-        branches,
         engine.model_drafts,
         planner.draft_lengths,
         planner.account.lacked,
     )
-    drafters = build_drafters((*config.drafters, *engine.model_drafts), setting, metrics.fault)
-    return Speculation(drafters, planner, engine.limits.vocab_size, metrics, late=config.steps_ahead)
+    names = (*config.drafters, *engine.model_drafts)
+    made = build_drafters(names, setting, metrics.fault, drafters)
+    return Speculation(made, planner, engine.limits.vocab_size, metrics, late=config.steps_ahead)
 
 
 def _swept(config: GenerationConfig, engine: Any) -> Sequence[MeasuredStep]:

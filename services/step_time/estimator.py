@@ -21,14 +21,16 @@ imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from math import isfinite, log2
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kernels.late_module import LateModule
 from services.step_time.sweep import SHORT_CONTEXT, Floats, MeasuredStep, StepTimePrior
+
+_compiled: Any = LateModule("services.step_time.compiled")
 
 # Cells per octave: rows, samples, context of a sample. Most cells; the least recently measured one is dropped
 # first.
@@ -83,7 +85,7 @@ class StepTimeEstimator:
         # Solved once after each measurement.
         now, self._solved = 0.0 if self._solved else float(self._observed), True
         fitted = (self._table[:used], now, self._derived[:used], self._shares, self._weights[:used])
-        _compiled().predict(self._prior, *fitted, float(samples), tokens, float(context), found)
+        _compiled.predict(self._prior, *fitted, float(samples), tokens, float(context), found)
         return found
 
     def seconds(self, samples: int, rows: int, context: float) -> float:
@@ -134,14 +136,6 @@ class StepTimeEstimator:
         self._table[:, 5] -= _OUTDATED
         self._doubt = 0
         return seconds
-
-
-@cache
-def _compiled() -> ModuleType:
-    """Return the compiled functions; even an import that was done before costs time in every step."""
-    from services.step_time import compiled
-
-    return compiled
 
 
 def warm_up() -> None:

@@ -17,8 +17,8 @@ index(), alignments()
 """,
     """
 from kernels.coupled_sampler.cpu import warm_up as sampler
-from services.generation.speculation.acceptance.table import warm_up as acceptance
-from services.generation.speculation.selection.selection import warm_up as selection
+from services.generation.speculation.acceptance import warm_up as acceptance
+from services.generation.speculation.selection import warm_up as selection
 from services.step_time.estimator import warm_up as estimator
 sampler(), acceptance(), selection(), estimator()
 """,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from services.generation.engine.trees.tree import ROOT, DraftTree
+from services.generation.engine.experiments.trees.tree import ROOT, DraftTree
 
 _RIGHT = 0.7
 

@@ -10,7 +10,7 @@ Starting one takes seconds, so many scenarios share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,10 +20,13 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
+from services.contracts.modes import MODES
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.draft_cache.lenient_reuse import Reuse
 from services.generation.draft_cache.origin import NOWHERE
+from services.generation.engine.draft_forms import FORMS
 from services.generation.engine.environment import V2
+from services.generation.engine.experiments.trees.tree import forked
 from services.generation.engine.sampling.outputs import PromptScores
 from services.generation.engine.types import EngineOptions, EngineRequest, Finish
 from services.generation.loop.metrics import EngineMetrics
@@ -150,14 +153,19 @@ def _branching(scenario: Scenario, vocab_size: int, metrics: EngineMetrics) -> S
     """Return the suffix drafter with branches, in mode planner."""
     # Import numba, which vLLM must come before.
     from kernels.suffix_index import SuffixIndex
-    from services.generation.drafters.suffix import SuffixDrafter
+    from services.generation.experiments.trees.suffix import ForkingSuffixDrafter
 
-    drafter = SuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=0.02), branches=scenario.branches or 0)
+    drafter = ForkingSuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=0.02))
+    drafter.alternatives = scenario.branches or 0
     planner = KnobDrivenPlanner(
         Knobs(mode="planner", draft_cap=scenario.drafts.window, margin=0.0),
         KnownStepTime(),  # type: ignore[arg-type]
         lambda _: NOWHERE,
         exploration=settled(),
+        modes={
+            **MODES,
+            **{name: replace(MODES[name], place=place) for name, place in FORMS[0].modes.items()},
+        },
     )
     # What drafting takes, compiling included, is not to keep it from drafting.
     return Speculation([drafter], planner, vocab_size, metrics, clock=lambda: 0.0)
@@ -231,7 +239,7 @@ class _Run:
             if self._served is not None:
                 self._served.put(engine)
             elif scenario.drafts.policy != "none" or self._reuse:
-                engine.put_drafts(self._drafts(), self._parents())
+                engine.put_drafts(forked(self._drafts(), self._parents()))
             self._step()
         found.preemptions = sum(self._preempted.values())
         assert not self._reuse, "a sample is followed after its end"
@@ -262,7 +270,7 @@ class _Run:
         if self._scenario.chunk:
             self._reuse.begin(known)
 
-    def _drafts(self) -> dict[str, list[int]]:
+    def _drafts(self) -> dict[str, Sequence[int]]:
         decoding = self._engine.decoding()
         states = [
             msgspec.structs.replace(state, sample_id=state.sample_id.removeprefix(self._prefix))

@@ -71,7 +71,9 @@ def settled(samples: Sequence[int] = tuple(1 << k for k in range(12))) -> Explor
     return found
 
 
-def planner_mode(window: int, margin: float = 0.0, step_time: Any = None) -> PlannerMode:
+def planner_mode(
+    window: int, margin: float = 0.0, step_time: Any = None, kind: type[PlannerMode] = PlannerMode
+) -> PlannerMode:
     """Return the planner of a machine, by default one on which a row costs a hundredth of a step."""
     known = KnownStepTime(per_row=1e-5) if step_time is None else step_time
-    return PlannerMode(known, Knobs(draft_cap=min(window, MOST_DRAFTED), margin=margin), settled())
+    return kind(known, Knobs(draft_cap=min(window, MOST_DRAFTED), margin=margin), settled())

@@ -27,6 +27,7 @@ from bench.gpu.engines.replay import SteeredLogits, instance_drafts, replay, sam
 from bench.gpu.sizes import EngineKind, Graphs, TextDrift, TextRepeats, text_of
 from bench.worker import UncountedDrafts
 from services.contracts.sampling import Sampling
+from services.generation.engine.experiments.trees.tree import forked
 from services.generation.engine.types import EngineRequest
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class EngineOrders:
         the engine refuses trees.
         """
         engine, random = self._engine, Random(7)
-        if trees and not engine.trees:
+        if trees and engine.form is None:
             raise RuntimeError("the engine refuses draft trees; its log says why")
         engine.forget_kv()
         found: dict[str, dict[str, list[Any]]] = {"tokens": {}, "logprobs": {}}
@@ -88,7 +89,7 @@ class EngineOrders:
         while engine.has_work:
             if truth:
                 given = drafts_of(engine, truths, drafts, wrong, random)
-                engine.put_drafts(*_forked(engine, given) if trees else (given,))
+                engine.put_drafts(_forked(engine, given) if trees else given)
             steps += 1
             for step in engine.step():
                 number = names[step.sample_id]
@@ -263,13 +264,13 @@ class EngineOrders:
         return found, figures
 
 
-def _forked(engine: Any, drafts: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Return trees of a draft and a wrong sibling token, and their parents. Drafts without room stay chains."""
+def _forked(engine: Any, drafts: dict[str, list[int]]) -> dict[str, Sequence[int]]:
+    """Return trees of a draft and a wrong sibling token. Drafts without room stay chains."""
     vocab, rooms = engine.limits.vocab_size, {each.sample_id: each.room for each in engine.decoding()}
-    forked = {name: draft for name, draft in drafts.items() if len(draft) < rooms[name]}
-    trees = {name: [(draft[0] + 1) % vocab, *draft] for name, draft in forked.items()}
-    parents = {name: [-1, -1, *range(1, len(draft))] for name, draft in forked.items()}
-    return {**drafts, **trees}, parents
+    own = {name: draft for name, draft in drafts.items() if len(draft) < rooms[name]}
+    trees = {name: [(draft[0] + 1) % vocab, *draft] for name, draft in own.items()}
+    parents = {name: [-1, -1, *range(1, len(draft))] for name, draft in own.items()}
+    return forked({**drafts, **trees}, parents)
 
 
 def _waits(driver: BatchDriver) -> dict[str, float]:

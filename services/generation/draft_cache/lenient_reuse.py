@@ -48,7 +48,7 @@ class Reuse:
         """Release a sample that left the engine."""
         self._ahead.pop(sample_id, None)
 
-    def drafts(self, samples: Sequence[EngineSampleState], room: int) -> dict[str, list[int]]:
+    def drafts(self, samples: Sequence[EngineSampleState], room: int) -> dict[str, Sequence[int]]:
         """Return the tokens to verify in the next step, by sample id.
 
         Args:

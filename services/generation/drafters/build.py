@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import structlog
 
@@ -15,16 +16,21 @@ _log = structlog.get_logger(__name__)
 
 
 def build_drafters(
-    names: Iterable[str], setting: DrafterSetting, left_out: Callable[[str], None]
+    names: Iterable[str],
+    setting: DrafterSetting,
+    left_out: Callable[[str], None],
+    places: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TokenDrafter]:
     """Return the drafters of these names, which are registered; building some of them imports numba.
 
     A drafter of another package that cannot be built is left out: the fault is logged, and `left_out` is called
-    with its name. Faults of other drafters are raised.
+    with its name. Faults of other drafters are raised. `places` replaces the registered class of some drafters.
     """
     known, found = registered(), list[TokenDrafter]()
     for name in names:
         drafter = known[name]
+        if name in places:
+            drafter = replace(drafter, place=places[name])
         try:
             found.append(_built(drafter, setting))
         except Exception as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from prometheus_client import CollectorRegistry
 
 from services.generation.engine.types import EngineSampleState, ModelProposal
-from services.generation.speculation.acceptance.table import AcceptanceTable
+from services.generation.speculation.acceptance import AcceptanceTable
 from services.generation.speculation.drafter import (
     DrafterSetting,
     Proposal,

@@ -141,8 +141,6 @@ class GuestDrafter(TokenDrafter):
             return None
         if type(made) is not Proposals:
             raise GuestFault(f"{type(made).__name__} instead of proposals")
-        if made.branches is not None:
-            raise GuestFault("branches, which only drafters of Paceline may propose")
         sources = tuple(made.sources)
         if unknown := [each for each in sources if each not in self._sources]:
             raise GuestFault(f"a source {unknown[0]!r} that is not among its `sources`")

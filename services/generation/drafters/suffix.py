@@ -34,7 +34,6 @@ from services.generation.speculation.drafter import (
     NewRollouts,
     Proposals,
     ProposalsByName,
-    ProposedBranches,
     Samples,
     TokenDrafter,
     ignore_lack,
@@ -155,13 +154,14 @@ class SuffixDrafter(TokenDrafter):
 
     name = "suffix"
     Metrics = SuffixMetrics
+    alternatives = 0
+    """Most alternatives that the index is asked for in addition to a continuation; subclasses propose them."""
 
     def __init__(
         self,
         index: SuffixIndex | None = None,
         *,
         capacity: int = _CAPACITY,
-        branches: int = 0,
         tokens_per_step: int = _TOKENS_PER_STEP,
         metrics: IndexMetrics | None = None,
         lacked: Callable[[int], None] = ignore_lack,
@@ -172,14 +172,12 @@ class SuffixDrafter(TokenDrafter):
         Args:
             index: without one, an index of `capacity` tokens is made, which imports numba.
             capacity: most tokens in the queue; the oldest rollouts beyond it are dropped.
-            branches: most alternatives that are proposed in addition to a continuation.
             tokens_per_step: queued tokens that a step indexes.
             metrics: of the cost, and of what has no room.
             lacked: see `DrafterSetting`.
             clock: seconds.
         """
         self._index = _new_index(capacity) if index is None else index
-        self._branches = branches
         self._tokens_per_step = tokens_per_step
         self._metrics = metrics
         self._lacked = lacked
@@ -201,11 +199,10 @@ class SuffixDrafter(TokenDrafter):
         from kernels.suffix_index import SuffixIndex, warm_up
 
         config = setting.config
-        warm_up(setting.branches)
+        warm_up()
         return cls(
             SuffixIndex(max_tokens=config.draft_index_tokens, floor=config.survival_floor),
             capacity=config.draft_index_tokens,
-            branches=setting.branches,
             tokens_per_step=config.draft_index_step_tokens,
             metrics=SuffixMetrics(setting.registry),
             lacked=setting.lacked,
@@ -247,10 +244,19 @@ class SuffixDrafter(TokenDrafter):
             taking.append(sample)
             news.append(state.response[sample.taken :])
             sample.taken = len(state.response)
-        found = self._step(taking, news, window, self._branches) if taking else None
+        found = self._step(taking, news, window, self.alternatives) if taking else None
         if self._full and (lacking := self._lacking(samples, taking)):
             self._lacked(lacking)
-        return None if found is None else _proposals(known, found)
+        if found is None or not found.counts.any():
+            return None
+        all_known = len(found.counts) == len(known)
+        rows = None if all_known else [i for i, sample in enumerate(known) if sample is not None]
+        return self.proposals(found, rows, len(known))
+
+    def proposals(self, found: Continuations, rows: Sequence[int] | None, count: int) -> Proposals:
+        """Return proposals for `count` samples, of which the ones at `rows` have continuations; None: all have."""
+        tokens = spread(found.tokens, rows, count, np.int32)
+        return Proposals(tokens, spread(found.shares, rows, count, np.float64))
 
     def end(self, sample_id: str, response: Sequence[int]) -> None:
         """Append the tokens of the last step, and keep the text for later samples."""
@@ -273,7 +279,7 @@ class SuffixDrafter(TokenDrafter):
         return bool(self._waiting)
 
     def _step(
-        self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int, branches: int = 0
+        self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int, alternatives: int = 0
     ) -> Continuations:
         """Append new tokens to growing texts, and return their predicted continuations."""
         began = self._clock()
@@ -281,7 +287,7 @@ class SuffixDrafter(TokenDrafter):
         cu = np.zeros(len(news) + 1, np.int64)
         np.cumsum([len(each) for each in news], out=cu[1:])
         tokens = np.fromiter(chain.from_iterable(news), np.int32, int(cu[-1]))
-        found = self._index.step(handles, tokens, cu, window, branches)
+        found = self._index.step(handles, tokens, cu, window, alternatives)
         refused = self._halt(samples, self._index.halted(handles), cu)
         self._built("step", began, len(tokens) - refused)
         return found
@@ -352,22 +358,7 @@ class SuffixDrafter(TokenDrafter):
             self._metrics.indexed(phase, self._clock() - began, tokens)
 
 
-def _proposals(known: Sequence[_Sample | None], found: Continuations) -> Proposals | None:
-    """Return proposals in the order of `known`; `found` has a row for each of its samples."""
-    if not found.counts.any():
-        return None
-    all_known = len(found.counts) == len(known)
-    rows = None if all_known else [i for i, sample in enumerate(known) if sample is not None]
-    branches = None
-    if (own := found.branches) is not None:
-        parents = _spread(own.parents, rows, len(known), np.int64)
-        tokens = _spread(own.tokens, rows, len(known), np.int32)
-        branches = ProposedBranches(tokens, _spread(own.shares, rows, len(known), np.float64), parents)
-    tokens = _spread(found.tokens, rows, len(known), np.int32)
-    return Proposals(tokens, _spread(found.shares, rows, len(known), np.float64), branches=branches)
-
-
-def _spread(found: NDArray[Any], rows: Sequence[int] | None, count: int, dtype: DTypeLike) -> NDArray[Any]:
+def spread(found: NDArray[Any], rows: Sequence[int] | None, count: int, dtype: DTypeLike) -> NDArray[Any]:
     """Return an array of `count` rows with the found ones at the places `rows`; None: they are all rows."""
     if rows is None:
         return found.astype(dtype, copy=False)

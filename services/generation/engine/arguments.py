@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from paceline.files import read_object
+from services.generation.engine.draft_forms import form_of
 from services.generation.engine.draft_models.kinds import wanted
 from services.generation.engine.environment import (
     V2,
@@ -31,7 +32,7 @@ from services.generation.engine.environment import (
 from services.generation.engine.model_support import Feature, ModelSupport, model_support
 from services.generation.engine.step_sizes import graph_sizes, row_capacity
 from services.generation.engine.traits import engine_traits
-from services.generation.engine.types import INVARIANCE_KEY, KERNELS_KEY, TREES_KEY, EngineOptions
+from services.generation.engine.types import INVARIANCE_KEY, KERNELS_KEY, EngineOptions
 
 _WORKERS = {
     "cpu": "services.generation.engine.worker.CoupledCPUWorker",
@@ -47,7 +48,8 @@ def engine_config(options: EngineOptions) -> VllmConfig:
     """
     config, support = _allowed_config(options)
     capture_drafts(config, options.draft_window if support.allows(Feature.DRAFTS) else 0)
-    config.additional_config[TREES_KEY] = options.trees and support.allows(Feature.TREES)
+    if (form := form_of(options)) is not None:
+        config.additional_config[form.key] = support.allows(form.feature)
     return config
 
 

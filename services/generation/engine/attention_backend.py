@@ -3,7 +3,7 @@
 The backends here are vLLM's own, Triton and FlashAttention, with one change: a step in which no request has more
 than 17 query tokens, decoding and verification in any mixture, is one launch of `kernels.short_query_attention`.
 KV layout, writes, metadata, CUDA graphs, and all steps with a prefill in them are vLLM's, except for samples with
-draft trees (trees/attention.py).
+drafts that are no chains (draft_forms.py).
 
 The backends replace their originals in vLLM's registry, so vLLM still chooses among backends layer by layer. If it
 chooses another one (MLA, FlashInfer on Blackwell), nothing here runs.
@@ -28,11 +28,11 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from kernels.backend import Backend, choose, in_use
 from kernels.selfcheck import check_attention
 from kernels.short_query_attention import AttentionStep
-from kernels.short_query_attention.inputs import HEAD_SIZES, LONGEST_TREE, Scratch
+from kernels.short_query_attention.inputs import HEAD_SIZES, Scratch
 from kernels.short_query_attention.race import AttentionName
 from kernels.tuning import tuning
+from services.generation.engine.draft_forms import masks_in_use
 from services.generation.engine.kernel_choice import ATTENTION, leave_out, measured_choice
-from services.generation.engine.trees.attention import BRANCHES
 
 LONGEST_SHORT_QUERY = 17
 """Most query tokens of a request in a short step: decoding, or the verification of as many drafts as the default
@@ -143,20 +143,22 @@ class ShortQueryMixin:
     ) -> torch.Tensor:
         """Do as vLLM: write `output` [T, Hq, D] for the query tokens of requests, and return it."""
         scratch = self._scratch(query.device) if self._ours else None
-        branched = scratch is not None and attn_metadata is not None and BRANCHES.active
-        if branched:
-            BRANCHES.keep(kv_cache, attn_metadata.slot_mapping)
+        form = masks_in_use()
+        if scratch is None or attn_metadata is None or (form is not None and not form.active):
+            form = None
+        if form is not None:
+            form.keep(kv_cache, attn_metadata.slot_mapping)
         scales = (output_scale, output_block_scale)
         if scratch is None or not self._takes(query, kv_cache, attn_metadata, output, scales):
             rest = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
             vllms: torch.Tensor = super().forward(*rest)  # type: ignore[misc]
-            if branched:
+            if form is not None:
                 assert scratch is not None
-                tokens, apart = BRANCHES.apart(self._step(query, kv_cache, attn_metadata))
+                tokens, apart = form.apart(self._step(query, kv_cache, attn_metadata))
                 output.index_copy_(0, tokens, self._attend(apart, scratch))
             return vllms
         step = self._step(query, kv_cache, attn_metadata)
-        self._attend(BRANCHES.masked(step) if branched else step, scratch, output[: len(step.query)])
+        self._attend(step if form is None else form.masked(step), scratch, output[: len(step.query)])
         return output
 
     def _attend(self, step: AttentionStep, scratch: Scratch, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -164,9 +166,9 @@ class ShortQueryMixin:
 
         if not self._prepared and not _capturing(step.query.device):
             prepare(replace(step, tree=None), LONGEST_SHORT_QUERY, scratch)
-            if BRANCHES.wanted:
+            if (form := masks_in_use()) is not None and form.wanted:
                 unused = torch.zeros(1, dtype=torch.int64, device=step.query.device)
-                prepare(replace(step, tree=unused), LONGEST_TREE, scratch)
+                prepare(replace(step, tree=unused), form.longest, scratch)
             self._prepared = True
         return attend_triton(step, out=out, scratch=scratch)
 
@@ -270,23 +272,23 @@ def use_attention(
     device: torch.device,
     measured: Callable[..., AttentionName] = measured_choice,
     *,
-    trees: bool = False,
+    masks: bool = False,
 ) -> AttentionName:
     """Choose the attention of this process, register it with vLLM, and return its name.
 
     It is vLLM's own on CPU, if the kernels' backend is the reference, in vLLM's batch-invariant mode, and for
     models whose heads or options our kernel cannot compute. With `triton` it is ours; a failed check is an error
-    then. With `auto` it is the fastest by measurement (kernel_choice.py), ours only if it passes its check. Draft
-    trees need a mask: for them it is ours if it passes its check, otherwise vLLM's, and nothing is measured. Call
+    then. With `auto` it is the fastest by measurement (kernel_choice.py), ours only if it passes its check. Drafts
+    that need a mask have ours if it passes its check, otherwise vLLM's, and nothing is measured. Call
     this after `use_kernels` and before the model is built.
 
     Args:
         config: vLLM's configuration, in which the name of another backend is set.
         device: device of this worker.
         measured: function that returns the fastest backend.
-        trees: drafts may be trees.
+        masks: drafts may need a mask, because they are no chains.
     """
-    chosen = _chosen(config, device, measured, trees)
+    chosen = _chosen(config, device, measured, masks)
     for place, ours in _REPLACED.items():
         if chosen is AttentionName.OURS:
             register_backend(place, f"{ours.__module__}.{ours.__qualname__}")
@@ -298,7 +300,7 @@ def use_attention(
 
 
 def _chosen(
-    config: Any, device: torch.device, measured: Callable[..., AttentionName], trees: bool
+    config: Any, device: torch.device, measured: Callable[..., AttentionName], masks: bool
 ) -> AttentionName:
     model = config.model_config
     if device.type != "cuda" or choose(device) is not Backend.TRITON or model.use_mla:
@@ -307,18 +309,18 @@ def _chosen(
         # Ours divides contexts among programs depending on the batch, and vLLM does not allow FlashInfer in this
         # mode.
         return AttentionName.VLLM
-    passed = _passes_check(model, config.parallel_config, device, trees)
+    passed = _passes_check(model, config.parallel_config, device, masks)
     if in_use() is Backend.TRITON:
         return AttentionName.OURS if passed else AttentionName.VLLM
     # A backend that was requested of vLLM explicitly is kept.
     if config.attention_config.backend is not None:
         return AttentionName.VLLM
-    if trees:
+    if masks:
         return AttentionName.OURS if passed else AttentionName.VLLM
     return measured(config, device, ours=passed)
 
 
-def _passes_check(model_config: Any, parallel_config: Any, device: torch.device, trees: bool) -> bool:
+def _passes_check(model_config: Any, parallel_config: Any, device: torch.device, masks: bool) -> bool:
     heads = model_config.get_num_attention_heads(parallel_config)
     kv_heads = model_config.get_num_kv_heads(parallel_config)
     size = model_config.get_head_size()
@@ -327,7 +329,7 @@ def _passes_check(model_config: Any, parallel_config: Any, device: torch.device,
         _log_once(reason)
         return False
     try:
-        check_attention(device, heads, kv_heads, size, model_config.dtype, trees)
+        check_attention(device, heads, kv_heads, size, model_config.dtype, masks)
     except Exception as error:  # A compiler's errors are of many kinds.
         if in_use() is Backend.TRITON:
             raise

@@ -28,7 +28,8 @@ from kernels.backend import Backend
 from services.contracts.errors import RESUMING, FailedPrecondition, ServiceError
 from services.contracts.sampling import ModelLimits
 from services.generation.engine.arguments import end_tokens, engine_config, refuse_early_numba, ties_head
-from services.generation.engine.core_steps import MOST_REPLAYED, NO_BRANCHES, CoreSteps
+from services.generation.engine.core_steps import MOST_REPLAYED, CoreSteps
+from services.generation.engine.draft_forms import form_of
 from services.generation.engine.draft_models.interface import DraftModelClient
 from services.generation.engine.draft_models.kinds import wanted
 from services.generation.engine.kept_kv import drop_other_kv, held_blocks, keepable
@@ -40,7 +41,6 @@ from services.generation.engine.step_sizes import prompt_rows, row_capacity
 from services.generation.engine.text import StopStrings, token_bytes
 from services.generation.engine.traits import support_of
 from services.generation.engine.types import (
-    TREES_KEY,
     Ending,
     EngineLoad,
     EngineOptions,
@@ -89,11 +89,16 @@ class Engine:
         reports = self._core.collective_rpc("kernel_report") if options.coupled else []
         # Features beyond plain decoding that this model allows.
         self.support: ModelSupport = support_of(self._core, config, reports, v2=v2)
-        # True if drafts may be trees.
-        self.trees: bool = bool(config.additional_config[TREES_KEY]) and self.support.allows(Feature.TREES)
+        # Form that drafts may have, if they need not be chains.
+        self.form = form = form_of(options)
+        if form is not None and not (
+            config.additional_config[form.key] and self.support.allows(form.feature)
+        ):
+            self.form = None
         if options.step_log is not None:
             StepLog(self._scheduler, options.step_log)
-        self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled, trees=self.trees)
+        forms = None if form is None else form.in_core(self._core, allowed=self.form is not None)
+        self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled, form=forms)
         vocab_size = config.model_config.get_vocab_size()
         self._folder = Path(options.model)
         self._stops = StopStrings(token_bytes(self._folder, vocab_size))
@@ -231,24 +236,22 @@ class Engine:
                 states.append(EngineSampleState(request.request_id, prompt, response, room, length, behind))
         return states
 
-    def put_drafts(
-        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
-    ) -> Mapping[str, Sequence[int]]:
+    def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
         """Set draft tokens for the next step; returns the ones it will verify, none if the model allows no drafts.
 
         Args:
-            drafts: tokens of the vocabulary, by sample.
-            parents: parents of the drafts that are trees (trees/tree.py). Without support for trees, only the
-                primary chain of each is set.
+            drafts: tokens of the vocabulary, by sample. Drafts of a form (draft_forms.py) are cut to chains without
+                support for it.
         """
         if not self.support.allows(Feature.DRAFTS):
             return {}
-        return self._steps.put(drafts, parents)
+        return self._steps.put(drafts)
 
     def refuse(self, feature: Feature, reason: str) -> None:
-        """Continue without drafts, or without trees."""
+        """Continue without drafts, or with chains only."""
         self.support = self.support.without(feature, reason)
-        self.trees = self.trees and self.support.allows(Feature.TREES)
+        if self.form is not None and not self.support.allows(self.form.feature):
+            self.form = None
         if not self.support.allows(Feature.DRAFTS):
             self.model_drafts.clear()
 

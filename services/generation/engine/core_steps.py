@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
 
+from services.generation.engine.draft_forms import CoreForm
 from services.generation.engine.sampling.outputs import unpack
-from services.generation.engine.trees.sampling import MOST_DRAFTED, sample_refusal
-from services.generation.engine.trees.tree import chain_length
 
 MOST_REPLAYED = 32
 """Most tokens that a sample computes again in a step with drafts. Beyond that it computes them in a step without
 drafts, after which its state is that of all its tokens."""
-NO_BRANCHES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class CoreSteps:
@@ -24,12 +21,12 @@ class CoreSteps:
     in_flight = 0
     """Steps that are scheduled and not finished."""
 
-    def __init__(self, core: Any, *, coupled: bool, trees: bool) -> None:
-        """Step an engine core; `coupled`: with our runner, whose workers verify `trees`."""
+    def __init__(self, core: Any, *, coupled: bool, form: CoreForm | None = None) -> None:
+        """Step an engine core; `coupled`: with our runner. `form` is of drafts that are no chains, if any."""
         self._core = core
         self._scheduler: Any = core.scheduler
         self._coupled = coupled
-        self._trees = trees
+        self._form = form
         self._drafted: list[str] = []
         groups = core.scheduler.kv_cache_config.kv_cache_groups
         # Our workers take back the recurrent states of samples with a refused draft (recurrent_states.py). Caches
@@ -45,37 +42,15 @@ class CoreSteps:
         """True if a step would do anything."""
         return bool(self._scheduler.has_requests())
 
-    def put(
-        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
-    ) -> Mapping[str, Sequence[int]]:
-        """Set the draft tokens that the next step verifies; returns the ones that are not in flight already.
-
-        Args:
-            drafts: tokens by sample.
-            parents: parents of the drafts with branches, by sample.
-        """
+    def put(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
+        """Set the draft tokens that the next step verifies; returns the ones that are not in flight already."""
         requests = self._scheduler.requests
-        if parents:
-            drafts = self._put_trees(drafts, parents)
+        if self._form is not None:
+            drafts = self._form.put(drafts)
         self._drafted += drafts
         for sample_id, tokens in drafts.items():
             requests[sample_id].spec_token_ids = list(tokens)
         return drafts
-
-    def _put_trees(
-        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]]
-    ) -> Mapping[str, Sequence[int]]:
-        """Send parents of branches to the workers; returns the drafts, cut to chains where trees are refused."""
-        requests, trees, cut = self._scheduler.requests, dict[str, Sequence[int]](), dict(drafts)
-        for sample_id, own in parents.items():
-            extra = requests[sample_id].sampling_params.extra_args
-            if self._trees and len(own) <= MOST_DRAFTED and sample_refusal(extra) is None:
-                trees[sample_id] = own
-            else:
-                cut[sample_id] = drafts[sample_id][: chain_length(own)]
-        if trees:
-            self._core.collective_rpc("set_trees", args=(trees,))
-        return cut
 
     def step(self) -> list[EngineCoreOutput]:
         """Run one step."""

@@ -29,7 +29,7 @@ class KernelReport(NamedTuple):
     """Kernels of a worker: its attention, and the kinds of kernels that failed their check.
 
     `graphs` are the numbers of tokens for which it captured CUDA graphs, ascending. `refusal` says why it does not
-    verify the draft trees that are wanted; "" otherwise. `kinds` and `hidden_states` are as in `EngineTraits`.
+    verify the form of drafts that is wanted; "" otherwise. `kinds` and `hidden_states` are as in `EngineTraits`.
     """
 
     attention: str

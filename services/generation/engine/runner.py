@@ -35,11 +35,10 @@ from services.generation.engine.sampling.inputs import (
 from services.generation.engine.sampling.outputs import FILLER, PromptReading, pack
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
-from services.generation.engine.trees.sampling import sample_trees
 
 if TYPE_CHECKING:
+    from services.generation.engine.draft_forms import WorkerForm
     from services.generation.engine.draft_models.eagle3 import Features
-    from services.generation.engine.trees.attention import TreeSteps
 
 
 class CoupledRunnerMixin:
@@ -75,8 +74,8 @@ class CoupledRunnerMixin:
         self.features = None
         # None if no layer is recurrent, or nothing is drafted.
         self.states: RecurrentStates | None = None
-        # None if drafts may not be trees.
-        self.trees: TreeSteps | None = None
+        # None if drafts are chains.
+        self.draft_form: WorkerForm | None = None
         # Counts for the samples with penalties; None before the first of them. They survive a preemption, too.
         self._counts: TokenCounts | None = None
 
@@ -112,8 +111,8 @@ class CoupledRunnerMixin:
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-        if self.trees is not None:
-            self.trees.computed()
+        if self.draft_form is not None:
+            self.draft_form.computed()
         if self.features is not None:
             self.features.keep(output[1], self._scheduled)
         return output
@@ -124,8 +123,8 @@ class CoupledRunnerMixin:
         # vLLM lays out several rows of logits for a request only if there is a speculative config; this method of
         # vLLM's does not read it.
         if not self._drafts:
-            if self.trees is not None:
-                self.trees.parents = {}
+            if self.draft_form is not None:
+                self.draft_form.clear()
             if self.states is not None:
                 self.states.keep(self.input_batch.block_table, self.input_batch.req_ids, ())
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
@@ -138,10 +137,10 @@ class CoupledRunnerMixin:
             batch = self.input_batch
             drafted = [batch.req_id_to_index[sample_id] for sample_id in self._drafts]
             self.states.keep(batch.block_table, batch.req_ids, drafted)
-        if self.trees is not None and self.trees.parents:
+        if self.draft_form is not None and self.draft_form.pending:
             batch = self.input_batch
             starts = self.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
-            self.trees.lay_out(batch, self._rows(batch), starts, self.positions)
+            self.draft_form.lay_out(batch, self._rows(batch), starts, self.positions)
         return prepared
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
@@ -156,11 +155,8 @@ class CoupledRunnerMixin:
             histories = self.histories_of(np.arange(len(settings.samples)), settings.samples)
         recorded = self._recorded_in(batch, rows) if self._recorded else None
         given = (settings, followed, masks, histories, recorded)
-        if self.trees is None or self.trees.segments is None:
-            verified = sample(logits, rows, *given)
-        else:
-            verified = sample_trees(logits, self.trees.segments, *given)
-            self.trees.keep(verified)
+        verify = sample if self.draft_form is None else self.draft_form.sample
+        verified: Verified = verify(logits, rows, *given)
         if self.states is not None and self._drafts:
             verifying = np.diff(rows.cu)
             refused = np.flatnonzero((verifying > 1) & (verified.counts < verifying))

@@ -117,7 +117,7 @@ def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
 
 
 def check_drafts(engine: Engine) -> None:
-    """Refuse drafts, or draft trees, if they change the model's distributions by more than rounding.
+    """Refuse drafts, or their form, if they change the model's distributions by more than rounding.
 
     A few samples are decoded plainly, and again with drafts that are wrong on purpose. If the two differ, the
     engine decodes plainly from then on. It must be idle, and is idle afterwards.
@@ -125,7 +125,7 @@ def check_drafts(engine: Engine) -> None:
     if not engine.support.allows(Feature.DRAFTS) or engine.limits.max_model_len < _SHORTEST:
         return
     plain = _Run(engine, "plain").decode()
-    for feature in (Feature.DRAFTS, Feature.TREES) if engine.trees else (Feature.DRAFTS,):
+    for feature in (Feature.DRAFTS,) if engine.form is None else (Feature.DRAFTS, engine.form.feature):
         if reason := _difference(engine, plain, feature):
             _log.error("features_refused: %s: %s", feature.value, reason)
             engine.refuse(feature, reason)
@@ -150,7 +150,7 @@ class _Run:
         self._engine = engine
         self._vocab = engine.limits.vocab_size
         self._plain = plain
-        self._trees = name == Feature.TREES
+        self._form = engine.form if engine.form is not None and name == engine.form.feature else None
         count = min(_SAMPLES, engine.max_running)
         self._places = {f"draft-check-{name}-{place}": place for place in range(count)}
         self._found = [Decoded() for _ in range(count)]
@@ -179,20 +179,20 @@ class _Run:
         self._engine.forget_kv(preempt=True)
 
     def _put_drafts(self) -> None:
-        drafts, parents = dict[str, list[int]](), dict[str, list[int]]()
+        drafts = dict[str, Sequence[int]]()
         for state in self._engine.decoding():
             place, here = self._places[state.sample_id], len(state.response)
             right = self._plain[place].tokens[here : here + _DRAFT_TOKENS]
             if min(state.room, len(right)) < _DRAFT_TOKENS:
                 continue
             wrong = [(token + 1) % self._vocab for token in right]
-            if self._trees:
-                drafts[state.sample_id], parents[state.sample_id] = [wrong[0], *right[:2]], [-1, -1, 1]
+            if self._form is not None:
+                drafts[state.sample_id] = self._form.try_out(right, wrong)
             else:
                 # In the first step all draft tokens are wrong.
                 count = (place + here) % _DRAFT_TOKENS if here > 1 else 0
                 drafts[state.sample_id] = [*right[:count], *wrong[count:]]
-        self._engine.put_drafts(drafts, parents)
+        self._engine.put_drafts(drafts)
 
     def _record(self, step: SampleStep) -> None:
         found, each = self._found[self._places[step.sample_id]], self._likeliest

@@ -55,8 +55,6 @@ QUANTIZED, EAGLE3 = "quantized", "eagle3"
 """Names of the drafters that have a separate model."""
 INVARIANCE_KEY = "paceline_batch_invariant"
 """Key in vLLM's additional_config that says whether a CPU worker makes its logits independent of the batch."""
-TREES_KEY = "paceline_trees"
-"""Key in vLLM's additional_config that says whether drafts may be trees."""
 
 
 @dataclass(frozen=True, slots=True)

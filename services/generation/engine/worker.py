@@ -17,18 +17,17 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from kernels.short_query_attention.race import AttentionName
 from services.generation.engine.attention_backend import use_attention
+from services.generation.engine.draft_forms import WorkerForm, form_in
 from services.generation.engine.draft_models.interface import DraftModel
 from services.generation.engine.draft_models.kinds import KINDS
 from services.generation.engine.kernel_choice import KernelReport, failed, use_kernels
-from services.generation.engine.model_support import Feature, ModelSupport, model_support, worker_refusal
+from services.generation.engine.model_support import Feature, ModelSupport, model_support
 from services.generation.engine.recurrent_states import with_spare_states
 from services.generation.engine.runner import coupled
 from services.generation.engine.step_sizes import row_capacity, step_memory
 from services.generation.engine.traits import engine_traits, kinds_of
-from services.generation.engine.trees.attention import BRANCHES, BranchAttention, TreeSteps
-from services.generation.engine.types import INVARIANCE_KEY, KERNELS_KEY, TREES_KEY, DraftRequest, DraftResult
+from services.generation.engine.types import INVARIANCE_KEY, KERNELS_KEY, DraftRequest, DraftResult
 from services.generation.kv_transfer.port import KvWorkerMixin
 from services.platform.memory import return_freed_memory
 
@@ -52,8 +51,9 @@ class _CoupledWorkerMixin(KvWorkerMixin):
     device: Any
     drafters: dict[str, DraftModel]
     use_v2_model_runner: bool
-    # None if drafts may not be trees.
-    branches: BranchAttention | None
+    on_cpu = False
+    # None if drafts are chains.
+    form: WorkerForm | None
     # Fields of `EngineTraits` that are known only once the model is loaded.
     model_traits: dict[str, Any]
 
@@ -67,41 +67,32 @@ class _CoupledWorkerMixin(KvWorkerMixin):
         else:
             runner.__class__ = coupled(type(runner))
         runner.init_coupled()
-        if self.branches is not None:
-            runner.trees = TreeSteps(self.branches)
+        runner.draft_form = self.form
         return runner
 
     def use_kernels(self) -> None:
         """Choose the kernels of this process (`kernel_choice.use_kernels`, `attention_backend.use_attention`)."""
         config = self.vllm_config
-        trees = bool(config.additional_config.get(TREES_KEY))
+        form = form_in(config.additional_config)
         use_kernels(config.additional_config.get(KERNELS_KEY, "auto"), self.device)
-        self.attention = use_attention(config, self.device, trees=trees)
-        self.branches = self.use_branches() if trees else None
-
-    def use_branches(self) -> BranchAttention:
-        """Enable draft trees in this worker's attention; returns the interface to its steps."""
-        raise NotImplementedError
-
-    def branch_refusal(self) -> str:
-        """Return why the model, which is built by now, verifies only chains; "" if it verifies trees."""
-        return ""
+        self.attention = use_attention(config, self.device, masks=form is not None)
+        self.form = None if form is None else form.in_worker(self, cpu=self.on_cpu)
 
     def kernel_report(self) -> KernelReport:
         """Return the attention of this worker, the kinds of kernels that failed their check, and its graphs."""
         compilation = self.vllm_config.compilation_config
         captured = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
         graphs = (compilation.cudagraph_capture_sizes or ()) if captured else ()
-        refusal = "" if self.branches is None else self.branch_refusal()
+        refusal = "" if self.form is None else self.form.refusal()
         return KernelReport(str(self.attention), failed(), tuple(graphs), refusal, **self.model_traits)
 
     def adopt_sample(self, *args: Any) -> None:
         """Register a sample that has output already with the runner (see `CoupledRunnerMixin.adopt_sample`)."""
         self.model_runner.adopt_sample(*args)
 
-    def set_trees(self, parents: Mapping[str, Sequence[int]]) -> None:
-        """Set the parents of the next step's drafts, for the samples that have branches."""
-        self.model_runner.trees.parents = parents
+    def set_form(self, known: Any) -> None:
+        """Set what the next step's drafts have beyond their tokens (see `CoreForm.put`)."""
+        self.model_runner.draft_form.put(known)
 
     def release_sample(self, sample_id: str) -> None:
         """Remove a sample that is not running from the runner (V2)."""
@@ -183,6 +174,8 @@ class _CoupledWorkerMixin(KvWorkerMixin):
 class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
     """vLLM's CPU worker. `init_device` builds its runner, so the runner's class is replaced afterwards."""
 
+    on_cpu = True
+
     def init_device(self) -> None:
         """Build the device state and the coupled model runner."""
         super().init_device()
@@ -197,13 +190,6 @@ class CoupledCPUWorker(_CoupledWorkerMixin, CPUWorker):
             from services.generation.engine.invariance.model import make_invariant
 
             make_invariant(self.model_runner.get_model(), self.vllm_config)
-
-    def use_branches(self) -> BranchAttention:
-        """Replace vLLM's attention by one that computes branches in copies of their blocks."""
-        # Imported late, because only a CPU worker can import it.
-        from services.generation.engine.trees.cpu_attention import use_trees
-
-        return use_trees()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights as vLLM does, and pack the output head and experts again.
@@ -230,23 +216,6 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
     def _make_model_runner(self) -> Any:
         self.use_kernels()
         return self.couple(super()._make_model_runner())
-
-    def use_branches(self) -> BranchAttention:
-        """Let our attention kernel take masks, if this worker has it."""
-        BRANCHES.wanted = self.attention is AttentionName.OURS
-        return BRANCHES
-
-    def branch_refusal(self) -> str:
-        """Return why the model, which is built by now, verifies only chains; "" if it verifies trees."""
-        config = self.vllm_config.compilation_config
-        layers = config.static_forward_context.values()
-        graphs = config.cudagraph_mode
-        return worker_refusal(
-            ours=all(getattr(layer.impl, "is_ours", False) for layer in layers if hasattr(layer, "impl")),
-            kinds=len(self.model_runner.kv_cache_config.kv_cache_groups),
-            whole_graphs=graphs is not None and graphs.mixed_mode() is CUDAGraphMode.FULL,
-            fused_output=bool(config.pass_config.fuse_attn_quant),
-        )
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model and draft models; both count as weights when vLLM sizes the KV cache."""

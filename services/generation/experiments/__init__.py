@@ -1,1 +1,1 @@
-"""Experiments: modes that did not beat `planner` over all cells of bench/policy. The core finds them by name."""
+"""Experiments, found by name: modes that did not beat `planner` over all cells of bench/policy, and draft trees."""

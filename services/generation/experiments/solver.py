@@ -10,7 +10,7 @@ import numpy as np
 from services.contracts.plan_reasons import PlanReason
 from services.generation.speculation.modes import FixedMode
 from services.generation.speculation.plan import DraftableBatch, DraftLengths, pass_seconds
-from services.generation.speculation.selection.selection import Floats
+from services.generation.speculation.selection import Floats
 from services.step_time.estimator import StepTimeEstimator
 
 # Acceptance assumed before any draft was verified, and its weight in verified tokens.

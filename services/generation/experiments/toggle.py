@@ -16,7 +16,7 @@ from services.generation.speculation.plan import (
     Drafts,
     predicted_gain,
 )
-from services.generation.speculation.selection.selection import Floats
+from services.generation.speculation.selection import Floats
 from services.step_time.estimator import StepTimeEstimator
 
 

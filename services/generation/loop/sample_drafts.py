@@ -133,16 +133,15 @@ class SampleDrafts:
         replayed = sum([state.replayed for state in states])
         rows = engine.row_capacity - (replayed if decodes else max(replayed, engine.prompt_rows))
         drafts = self._drafts(states, rows)
-        trees = None if speculation is None else speculation.parents
-        verified = engine.put_drafts(drafts, trees) if trees else engine.put_drafts(drafts)
+        verified = engine.put_drafts(drafts)
         return speculation.shape(states, verified) if decodes and speculation is not None else None
 
-    def _drafts(self, samples: Sequence[EngineSampleState], rows: int) -> dict[str, list[int]]:
+    def _drafts(self, samples: Sequence[EngineSampleState], rows: int) -> dict[str, Sequence[int]]:
         """Return the draft tokens by sample id: of cached rollouts for samples that take one over, else proposals.
 
         The samples may have at most `rows` verified tokens together.
         """
-        made: dict[str, list[int]] = {}
+        made: dict[str, Sequence[int]] = {}
         free = samples
         if self.reuse:
             made = self.reuse.drafts(samples, rows - len(samples))

@@ -18,7 +18,7 @@ from services.generation.speculation.plan import (
     FixedLengthPlanner,
     choose_lengths,
 )
-from services.generation.speculation.selection.selection import Floats
+from services.generation.speculation.selection import Floats
 from services.step_time.estimator import StepTimeEstimator
 
 # Steps until the first exploration and between later ones, for rates within this share of each other.

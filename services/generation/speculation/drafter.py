@@ -70,51 +70,17 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProposedBranches:
-    """Branches of the n proposals of a step, of which each has up to w tokens.
-
-    tokens [n, m] are integers; acceptance [n, m] float64 is the probability that a token is accepted if all before
-    it in its path are, 0 where there is no token. parents [n, m] say what a token follows: -1 the sample's last
-    token, below w a token of the proposal, and from w on one of these, counted from there, before its own place.
-    """
-
-    tokens: NDArray[np.int32]
-    acceptance: NDArray[np.float64]
-    parents: NDArray[np.int64]
-
-    def check(self, samples: int, window: int, vocab_size: int) -> None:
-        """Raise ValueError unless these fit proposals for `samples` samples, of up to `window` tokens."""
-        shape, place = self.tokens.shape, np.arange(self.tokens.shape[-1])
-        if len(shape) != 2 or shape[0] != samples or not shape == self.acceptance.shape == self.parents.shape:
-            raise ValueError(f"branches of shape {shape} for {samples} samples")
-        if self.tokens.dtype.kind not in "iu" or not 0 <= self.tokens.min() <= self.tokens.max() < vocab_size:
-            raise ValueError(f"a branch token outside the vocabulary of {vocab_size}")
-        if (
-            self.acceptance.dtype.kind != "f"
-            or not 0.0 <= self.acceptance.min() <= self.acceptance.max() <= 1
-        ):
-            raise ValueError("a prediction of a branch token that is no probability")
-        if (
-            self.parents.dtype != np.int64
-            or not ((self.parents >= -1) & (self.parents < window + place)).all()
-        ):
-            raise ValueError("a branch token without a parent before it")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Proposals:
     """Proposals of one drafter for the n samples of a step, of at most w tokens each.
 
     tokens [n, w] are integers; acceptance [n, w] float64 is the probability that a token is accepted if all before
     it are. The first 0 ends a proposal: tokens from there on do not count. sources [n] name the origins in results
-    and metrics; an empty one, or none at all, stands for the drafter's name. `branches` are alternatives to some of
-    these tokens, which only some modes verify.
+    and metrics; an empty one, or none at all, stands for the drafter's name.
     """
 
     tokens: NDArray[np.int32]
     acceptance: NDArray[np.float64]
     sources: Sequence[str] = ()
-    branches: ProposedBranches | None = None
 
     @classmethod
     def of(cls, made: Sequence[Proposal | None]) -> Self:
@@ -129,10 +95,10 @@ class Proposals:
 
     def only(self, wanted: Sequence[bool]) -> Self:
         """Return the proposals for the wanted samples [n] and none for the others."""
-        keep, branches = np.asarray(wanted)[:, None], self.branches
-        if branches is not None:
-            branches = replace(branches, acceptance=branches.acceptance * keep)
-        return type(self)(self.tokens, self.acceptance * keep, self.sources, branches)
+        return replace(self, acceptance=self.acceptance * np.asarray(wanted)[:, None])
+
+    def check(self, samples: int, vocab_size: int) -> None:
+        """Raise ValueError if a subclass has more than tokens for `samples` samples, and that is not valid."""
 
 
 Samples = Sequence[EngineSampleState]
@@ -155,17 +121,16 @@ def ignore_lack(samples: int) -> None:
 class DrafterSetting:
     """Arguments that a drafter is built from.
 
-    `options` is of the drafter's class `Options`. A proposal has at most `config.draft_window` tokens. `branches`
-    is the largest number of alternatives that the engine verifies in addition to a proposal. `draft_models` are the
-    models in the engine by name, and `worth` says how much is worth drafting with one of them. A drafter calls
-    `lacked` while it proposes for a step, with the number of the step's samples that it has no room for.
+    `options` is of the drafter's class `Options`. A proposal has at most `config.draft_window` tokens.
+    `draft_models` are the models in the engine by name, and `worth` says how much is worth drafting with one of
+    them. A drafter calls `lacked` while it proposes for a step, with the number of the step's samples that it has
+    no room for.
     """
 
     config: GenerationConfig
     options: Any
     vocab_size: int
     registry: CollectorRegistry
-    branches: int
     draft_models: Mapping[str, DraftModelClient]
     worth: LengthChooser
     lacked: Callable[[int], None] = ignore_lack

@@ -14,14 +14,14 @@ from services.generation.speculation.plan import (
     DraftableBatch,
     DraftLengths,
     Drafts,
-    add_branches,
     context_of,
     drafts,
     rooms,
 )
-from services.generation.speculation.selection.selection import (
+from services.generation.speculation.selection import (
     Floats,
-    branch_survival,
+    Ints,
+    SelectedCount,
     cut,
     draft_token_counts,
     search,
@@ -59,6 +59,27 @@ class FixedMode(Mode):
 
 
 @dataclass(slots=True)
+class ProposedTokens:
+    """Proposed tokens of a step, by the survival [drafters, n, width] of the tokens of each drafter's proposals."""
+
+    survival: Floats
+
+    @property
+    def proposed(self) -> int:
+        """Number of the tokens, if each sample has its longest proposal."""
+        return int(np.count_nonzero(self.survival if len(self.survival) == 1 else self.survival.any(0)))
+
+    def search(self, counts: Ints, seconds: Floats, price: float) -> SelectedCount:
+        """Return the best of the `counts` of tokens to verify (see `selection.search`)."""
+        return search(self.survival, counts, seconds, price)
+
+    def cut(self, samples: Samples, proposals: ProposalsByName, found: SelectedCount) -> Drafts:
+        """Return the drafts of the tokens that were found."""
+        lengths, expected = cut(self.survival, found)
+        return drafts(samples, proposals, found.picks, lengths, expected)
+
+
+@dataclass(slots=True)
 class PlannerMode(Mode):
     """Mode `planner`: drafts over the whole batch that maximise the predicted tokens per second.
 
@@ -68,8 +89,7 @@ class PlannerMode(Mode):
 
         (samples + expected accepted tokens) / predicted step time
 
-    is greatest; none if they gain less than the margin. This is RLHFSpec's search (section 5.3), for chains, and
-    for trees where a drafter proposes branches: survival falls along each path, so the best tokens are a tree.
+    is greatest; none if they gain less than the margin. This is RLHFSpec's search (section 5.3), for chains.
     RLHFSpec stops when the rate begins to fall; here all numbers of tokens that give a recurring step size (see
     `draft_token_counts`) are evaluated at once. That costs no more, and finds the maximum where the flat part of a
     roofline ends and the rate has several.
@@ -84,45 +104,38 @@ class PlannerMode(Mode):
     price: float = 0.0
     """Price of a draft token, in accepted tokens: the time of the last ones in the previous step, at its rate."""
 
+    def candidates(self, proposals: ProposalsByName, room: Ints) -> ProposedTokens:
+        """Return the proposed tokens, at most `room` [n] of each sample."""
+        return ProposedTokens(survivals(list(proposals.values()), room, self.knobs.draft_cap))
+
     def choose(self, samples: Samples, proposals: ProposalsByName, rows: int = UNBOUNDED) -> Drafts:
         """Return the drafts of the next step; see `DraftPlanner`."""
         if not proposals:
             return self.plain(PlanReason.NO_PROPOSALS)
         n = len(samples)
-        made, room = list(proposals.values()), rooms(samples)
-        survival = survivals(made, room, self.knobs.draft_cap)
-        branches = (
-            branch_survival(made, room, survival) if any(each.branches is not None for each in made) else None
-        )
+        offered = self.candidates(proposals, rooms(samples))
         # Between the sizes of two graphs the number of all proposed tokens is tried as well.
-        proposed = survival[0].size
-        if self.graphs:
-            proposed = int(np.count_nonzero(survival if len(made) == 1 else survival.any(0)))
-        if self.graphs and branches is not None:
-            proposed += int(np.count_nonzero(branches.survival))
+        proposed = offered.proposed if self.graphs else offered.survival[0].size
         counts = draft_token_counts(n, max(0, min(proposed, rows - n)), self.graphs)
         seconds = self.step_time.predict(n, n + counts, context_of(samples))
         plain = float(seconds[0])
         if not plain > 0.0:
             raise ValueError(f"a plain step of {n} samples is predicted to take {plain} s")
-        found = search(survival, counts, seconds, self.price, branches)
+        found = offered.search(counts, seconds, self.price)
         if not found.tokens:
             return self.plain(PlanReason.NO_PROPOSALS, seconds=plain)
         rate = n / plain
         self.price = max(found.rate, rate) * found.token_seconds
         if found.rate > rate and (most := self.exploration.fewer(n, found.tokens)) < found.tokens:
             few = max(int((counts <= most).sum()), 2)
-            found = search(survival, counts[:few], seconds[:few], self.price, branches)
+            found = offered.search(counts[:few], seconds[:few], self.price)
         gain = found.rate / rate
         drafting, reason = self.weigh(n, gain)
         if not drafting:
             if reason == PlanReason.PLAIN_IS_BEST and gain > 1.0:
                 reason = PlanReason.WITHIN_MARGIN
             return self.plain(reason, max(gain, 1.0), plain)
-        lengths, expected, taken = cut(survival, found, branches)
-        chosen = drafts(samples, proposals, found.picks, lengths, expected)
-        if branches is not None and taken is not None:
-            add_branches(chosen, samples, list(proposals)[branches.drafter], proposals, taken)
+        chosen = offered.cut(samples, proposals, found)
         self.draft(reason, n, chosen, plain, found.seconds)
         chosen.saved = self.last.saved
         return chosen

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from services.generation.speculation.drafter import Proposals, ProposalsByName, Samples
-from services.generation.speculation.selection.selection import Bools, Floats, Ints, survivals
+from services.generation.speculation.selection import Floats, Ints, survivals
 from services.step_time.estimator import StepTimeEstimator
 
 UNBOUNDED = 1 << 30
@@ -28,20 +28,22 @@ _ASSUMED_PASS = 0.5
 class Drafts:
     """Drafts of a step, by sample id; samples without one decode plainly."""
 
-    tokens: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, Sequence[int]] = field(default_factory=dict)
     origins: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Drafter of each draft, and the draft's origin in results."""
     expected: float = 0.0
     """Accepted tokens that the drafters predict, of all samples together."""
     saved: float = inf
     """Predicted seconds saved over decoding as many tokens plainly; infinite if there is no prediction."""
-    parents: dict[str, list[int]] = field(default_factory=dict)
-    """Parents of the tokens of the drafts that are trees (see `DraftTree`)."""
 
     @property
     def count(self) -> int:
         """Draft tokens of all samples together."""
         return sum(map(len, self.tokens.values()))
+
+    def longest(self, sample_id: str, drafted: int) -> int:
+        """Return the most tokens that can be accepted of the `drafted` tokens that were verified for a sample."""
+        return drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def drafts(
     samples: Samples, proposals: ProposalsByName, picks: Ints, lengths: Ints, expected: float
 ) -> Drafts:
     """Return the first `lengths` [n] tokens of the proposals of each sample's drafter, at place `picks` [n]."""
-    tokens, origins, cuts = dict[str, list[int]](), dict[str, tuple[str, str]](), lengths.tolist()
+    tokens, origins, cuts = dict[str, Sequence[int]](), dict[str, tuple[str, str]](), lengths.tolist()
     for place, (name, made) in enumerate(proposals.items()):
         here, own = np.flatnonzero((picks == place) & (lengths > 0)), (name, name)
         # Converted to lists all at once: indexing an array takes as long as indexing a dozen lists.
@@ -145,22 +147,6 @@ def drafts(
             tokens[sample_id] = proposed
             origins[sample_id] = (name, made.sources[i] or name) if made.sources else own
     return Drafts(tokens, origins, expected)
-
-
-def add_branches(made: Drafts, samples: Samples, name: str, proposals: ProposalsByName, taken: Bools) -> None:
-    """Append the taken branch tokens [n, m] of a drafter to the planned chains of its proposals."""
-    branches, window = proposals[name].branches, proposals[name].tokens.shape[1]
-    assert branches is not None
-    for i in np.flatnonzero(taken.any(1)).tolist():
-        nodes, sample_id = np.flatnonzero(taken[i]), samples[i].sample_id
-        chain = made.tokens.get(sample_id, [])
-        places = {window + node: place for place, node in enumerate(nodes.tolist(), len(chain))}
-        made.parents[sample_id] = [
-            *range(-1, len(chain) - 1),
-            *(places.get(parent, parent) for parent in branches.parents[i, nodes].tolist()),
-        ]
-        made.tokens[sample_id] = chain + branches.tokens[i, nodes].tolist()
-        made.origins[sample_id] = (name, name)
 
 
 def context_of(samples: Samples) -> int:

@@ -28,7 +28,7 @@ from services.contracts.knobs import (
     capped,
     resolved,
 )
-from services.contracts.modes import MODES
+from services.contracts.modes import MODES, RegisteredMode
 from services.contracts.plan_reasons import PlanReason
 from services.generation.draft_cache.origin import Origin
 from services.generation.speculation.decision import Exploration, Mode, PlanDecision
@@ -42,7 +42,7 @@ from services.generation.speculation.plan import (
     FixedLengthPlanner,
     StepShape,
 )
-from services.generation.speculation.selection.selection import Floats
+from services.generation.speculation.selection import Floats
 from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.step_time.estimator import StepTimeEstimator
 
@@ -282,6 +282,7 @@ class KnobDrivenPlanner(DraftPlanner):
         exploration: Exploration | None = None,
         graphs: Sequence[int] = (),
         learns: bool = True,
+        modes: Mapping[str, RegisteredMode] = MODES,
     ) -> None:
         """Begin at revision 0, with the instance's own configuration.
 
@@ -296,6 +297,7 @@ class KnobDrivenPlanner(DraftPlanner):
             graphs: numbers of verified tokens for which the engine has graphs, rising; steps of these sizes are
                 preferred.
             learns: False if measured steps change nothing, because `step_time` is another device's.
+            modes: classes of the modes, by name.
         """
         self.account = SpeculationAccount()
         self.base = base
@@ -307,6 +309,7 @@ class KnobDrivenPlanner(DraftPlanner):
         self._fixed = fixed or FixedLengthPlanner(1)
         self._graphs = tuple(graphs)
         self._learns = learns
+        self._registered = modes
         self._metrics = metrics
         self._clock = clock
         self._modes: dict[int, Mode] = {}
@@ -401,7 +404,7 @@ class KnobDrivenPlanner(DraftPlanner):
         mode = self._modes.get(id(knobs))
         if mode is None:
             arguments = (self.step_time, knobs, self._exploration, self._fixed, self._graphs)
-            mode = self._modes[id(knobs)] = MODES[knobs.mode].load()(*arguments)
+            mode = self._modes[id(knobs)] = self._registered[knobs.mode].load()(*arguments)
         return mode
 
     def _begin(self, samples: Samples) -> Mode:

@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import structlog
 
-from services.generation.engine.trees.tree import DraftTree, depths_of
 from services.generation.engine.types import SampleStep
 from services.generation.speculation.drafter import (
     DraftContext,
@@ -29,7 +28,7 @@ from services.generation.speculation.drafter import (
     TokenDrafter,
 )
 from services.generation.speculation.plan import UNBOUNDED, DraftPlanner, Drafts, StepShape, context_of
-from services.generation.speculation.selection.selection import within
+from services.generation.speculation.selection import within
 
 MAX_FAULTS = 3
 """Number of faults after which a drafter is switched off."""
@@ -147,8 +146,8 @@ class Speculation:
     # Drafter and source by sample id of the drafts without an outcome yet; one dict per decision, newest last.
     _origins: deque[dict[str, tuple[str, str]]] = field(init=False)
     _backoff: DraftBackoff = field(init=False, default_factory=DraftBackoff)
-    parents: Mapping[str, Sequence[int]] = field(init=False, default_factory=dict)
-    """Parents of the tokens of the drafts of the next step that are trees."""
+    # Plan of the next step.
+    _drafts: Drafts = field(init=False, default_factory=Drafts)
     # True if drafting is skipped in the step being planned.
     _skipped: bool = field(init=False, default=False)
 
@@ -190,10 +189,9 @@ class Speculation:
         for drafter, guard in self._guarded.values():
             guard.call(None, drafter.end, sample_id, response)
 
-    def drafts(self, samples: Samples, rows: int = UNBOUNDED) -> dict[str, list[int]]:
+    def drafts(self, samples: Samples, rows: int = UNBOUNDED) -> dict[str, Sequence[int]]:
         """Return the tokens to verify in the next step, by sample id; see `DraftPlanner.choose`."""
-        drafts = Drafts()
-        self.parents = drafts.parents
+        drafts = self._drafts = Drafts()
         self._origins.append(drafts.origins)
         if not samples:
             return {}
@@ -203,8 +201,8 @@ class Speculation:
             return {}
         began = self.clock()
         made = self._proposals(samples)
-        drafts = self._planner.call(drafts, self._choose, samples, made, rows)
-        self._origins[-1], self.parents = drafts.origins, drafts.parents
+        drafts = self._drafts = self._planner.call(drafts, self._choose, samples, made, rows)
+        self._origins[-1] = drafts.origins
         saved = drafts.saved if drafts.tokens else 0.0
         self._backoff.record_drafted_step(len(samples), saved, self.clock() - began)
         return drafts.tokens
@@ -241,11 +239,8 @@ class Speculation:
             return ""
         name, source = origin
         self.metrics.verified(source, drafted, accepted)
-        deepest = drafted
-        if sample_id in self.parents:
-            # At most one path of a tree is accepted, so for lengths it counts as a chain of the tree's depth.
-            deepest = min(drafted, max(depths_of(self.parents[sample_id])))
-        self._planner.call(None, self.plan.verified, source, deepest, accepted)
+        longest = self._drafts.longest(sample_id, drafted)
+        self._planner.call(None, self.plan.verified, source, longest, accepted)
         drafter, guard = self._guarded[name]
         # Few drafters learn from each draft, and the call costs time for every sample.
         if type(drafter).learn is not TokenDrafter.learn:
@@ -264,8 +259,6 @@ class Speculation:
                 {name for name, _ in made.origins.values()} - proposals.keys()
             ):
                 raise ValueError(f"{len(made.tokens)} drafts, and some without an origin")
-        for sample_id, parents in made.parents.items():
-            DraftTree(made.tokens[sample_id], parents)
         if isnan(made.saved) or (made.tokens and len(samples) + made.count > rows):
             raise ValueError(f"{made.count} draft tokens in {rows} rows, which save {made.saved} s")
         return made
@@ -288,7 +281,7 @@ class Speculation:
         made: Any = drafter.propose(samples, window, others)
         if made is None:
             return None
-        if type(made) is not Proposals:
+        if not isinstance(made, Proposals):
             raise ValueError(f"{type(made).__name__} instead of proposals")
         tokens, acceptance, n = made.tokens, made.acceptance, len(samples)
         if tokens.ndim != 2 or len(tokens) != n or not 0 < tokens.shape[1] <= window:
@@ -301,6 +294,5 @@ class Speculation:
             raise ValueError("a prediction that is no probability")
         if len(made.sources) not in (0, n) or set(map(type, made.sources)) - {str}:
             raise ValueError("sources that are no names")
-        if made.branches is not None:
-            made.branches.check(n, tokens.shape[1], self.vocab_size)
+        made.check(n, self.vocab_size)
         return made

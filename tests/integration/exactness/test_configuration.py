@@ -15,7 +15,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from services.generation.engine.arguments import capture_drafts, engine_config
 from services.generation.engine.types import EngineOptions
-from services.generation.speculation.selection.selection import draft_token_counts
+from services.generation.speculation.selection import draft_token_counts
 from tests.support.models import tiny_model
 
 WINDOW = 16

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from services.contracts.sampling import Sampling
+from services.generation.engine.experiments.trees.tree import DraftTree
 from services.generation.engine.types import EngineRequest
 
 LONGEST_DRAFT = 7
@@ -75,7 +76,7 @@ def generate_trees(
             drafts[name], parents[name] = _tree(right, (number + steps) % 4, engine.limits.vocab_size)
             # Of a tree the first tokens are a tree again.
             drafts[name], parents[name] = drafts[name][: state.room], parents[name][: state.room]
-        engine.put_drafts({name: draft for name, draft in drafts.items() if draft}, parents)
+        engine.put_drafts({name: DraftTree(draft, parents[name]) for name, draft in drafts.items() if draft})
 
     return _generate(engine, requests, put, late)
 
@@ -130,7 +131,7 @@ def _draft(state: Any, truth: Sequence[int], steps: int, vocab_size: int) -> lis
 
 def takes_trees(engine: Any) -> bool:
     """Return whether the engine verifies draft trees."""
-    return bool(engine.trees)
+    return engine.form is not None
 
 
 def watch(engine: Any) -> dict[str, Any]:

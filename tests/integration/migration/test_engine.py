@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.contracts.sampling import Sampling
+from services.generation.engine.experiments.trees.tree import forked
 from services.generation.engine.types import EngineOptions, EngineRequest, Exported, KvSpace, Reserved
 from services.generation.kv_transfer.reason import NotMoved, Reason
 from services.generation.kv_transfer.transfers import KvPart
@@ -70,7 +71,7 @@ def steps(
     if drafts:
         states = {state.sample_id for state in engine.decoding()}
         assert states >= drafts.keys()
-        engine.put_drafts(drafts, parents or {})
+        engine.put_drafts(forked(drafts, parents or {}))
     while engine.has_work:
         for step in engine.step():
             tokens, logprobs = found.setdefault(step.sample_id, ([], []))

@@ -83,7 +83,7 @@ class ScriptedEngine:
     dtype: str = "float32"
     model_drafts: dict[str, Any] = field(default_factory=dict)
     support: ModelSupport = field(default_factory=ModelSupport)
-    trees: bool = False
+    form: Any = None
     ties: dict[int, float] = field(default_factory=dict)
     """Margins by response position, `FAR` elsewhere; the runner-up of a token is `RUNNER_UP` more."""
     # Of an engine that schedules ahead: what the step in flight will have done.

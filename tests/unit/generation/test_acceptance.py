@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.speculation.acceptance.table import AcceptanceTable
+from services.generation.speculation.acceptance import AcceptanceTable
 
 # As of a drafter that sorts by matches in a row, and is sure of long matches.
 EDGES = (0, 1, 2, 3, 4, 6, 8, 16)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.generation.speculation.selection.selection import draft_token_counts
+from services.generation.speculation.selection import draft_token_counts
 
 SIZES = st.integers(1, 256), st.integers(0, 4096)
 

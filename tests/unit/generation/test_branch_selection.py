@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
+from services.contracts.modes import MODES
 from services.generation.draft_cache.origin import NOWHERE
-from services.generation.engine.trees.tree import ROOT, DraftTree
+from services.generation.engine.draft_forms import FORMS
+from services.generation.engine.experiments.trees.tree import ROOT, DraftTree
 from services.generation.engine.types import EngineSampleState, SampleStep
-from services.generation.speculation.drafter import Proposals, ProposedBranches, TokenDrafter
-from services.generation.speculation.planner import KnobDrivenPlanner
-from services.generation.speculation.selection.selection import (
-    branch_survival,
-    cut,
-    draft_token_counts,
-    search,
-    survivals,
+from services.generation.experiments.trees.planning import (
+    ProposedBranches,
+    TreeCandidates,
+    TreeMode,
+    TreeProposals,
 )
+from services.generation.speculation.drafter import Proposals, TokenDrafter
+from services.generation.speculation.planner import KnobDrivenPlanner
+from services.generation.speculation.selection import draft_token_counts, survivals
 from services.generation.speculation.speculation import Speculation
 from tests.support.step_times import KnownStepTime, planner_mode, settled
 
 N, WINDOW, MOST = 4, 3, 4
 VOCAB = 100
 seeds = st.integers(0, 10**6)
+TREES = next(form for form in FORMS if form.name == "trees")
 
 
-def proposed(seed: int) -> Proposals:
+def proposed(seed: int) -> TreeProposals:
     """Chains with random branches, whose tokens are all different."""
     random = np.random.default_rng(seed)
     chances = random.choice([0.0, 0.3, 0.9, 1.0, random.random()], (N, WINDOW))
@@ -36,14 +41,14 @@ def proposed(seed: int) -> Proposals:
     tokens = random.permutation(VOCAB)[: WINDOW + MOST].astype(np.int32)
     odds = random.choice([0.0, 0.4, 1.0, random.random()], (N, MOST))
     branches = ProposedBranches(np.tile(tokens[WINDOW:], (N, 1)), odds, parents)
-    return Proposals(np.tile(tokens[:WINDOW], (N, 1)), chances, branches=branches)
+    return TreeProposals(np.tile(tokens[:WINDOW], (N, 1)), chances, branches=branches)
 
 
 def plain(tokens: int) -> Proposals:
     return Proposals(np.full((N, tokens), 99, np.int32), np.full((N, tokens), 0.5))
 
 
-def survival_by_hand(made: Proposals, room: list[int]) -> list[dict[int, float]]:
+def survival_by_hand(made: TreeProposals, room: list[int]) -> list[dict[int, float]]:
     """Survival of each sample's tokens, by place: of the chain first; without what the room has no place for."""
     found = []
     assert made.branches is not None
@@ -74,20 +79,21 @@ def test_the_most_promising_tokens_are_taken_and_are_trees(
     made, other = proposed(seed), plain(2)
     rooms = np.array(room, np.int64)
     survival = survivals([other, made], rooms, WINDOW)
-    branches = branch_survival([other, made], rooms, survival)
-    assert branches is not None
+    candidates = TreeCandidates.of([other, made], rooms, survival)
+    assert candidates is not None
     by_hand = survival_by_hand(made, room)
     for i, own in enumerate(by_hand):
         whole = {place: float(each) for place, each in enumerate(survival[1, i]) if each > 0}
-        whole |= {WINDOW + place: float(each) for place, each in enumerate(branches.survival[i]) if each > 0}
+        whole |= {
+            WINDOW + place: float(each) for place, each in enumerate(candidates.branches[i]) if each > 0
+        }
         assert whole == pytest.approx(own)
     counts = draft_token_counts(N, most)
-    found = search(survival, counts, np.linspace(1.0, 1.1, len(counts)), price, branches)
+    found = candidates.search(counts, np.linspace(1.0, 1.1, len(counts)), price)
     if not found.tokens:
         assert not survival.any()
         return
-    lengths, expected, taken = cut(survival, found, branches)
-    assert taken is not None
+    lengths, expected, taken = candidates.taken(found)
     kept, left = list[float](), list[float]()
     for i, own in enumerate(by_hand):
         if found.picks[i] == 0:
@@ -111,12 +117,13 @@ def test_the_most_promising_tokens_are_taken_and_are_trees(
 def test_the_planner_puts_branches_behind_chains(seed: int) -> None:
     made = proposed(seed)
     states = [EngineSampleState(f"s{i}", [1], [2], 2 + i, 2) for i in range(N)]
-    chosen = planner_mode(WINDOW).choose(states, {"other": plain(1), "suffix": made})
+    chosen = planner_mode(WINDOW, kind=TreeMode).choose(states, {"other": plain(1), "suffix": made})
     branches = made.branches
     assert branches is not None
-    for sample_id, parents in chosen.parents.items():
-        i, tokens = int(sample_id[1:]), chosen.tokens[sample_id]
-        DraftTree(tokens, parents)
+    for sample_id, tokens in chosen.tokens.items():
+        if not isinstance(tokens, DraftTree):
+            continue
+        i, parents = int(sample_id[1:]), tokens.parents
         assert 0 < len(tokens) <= min(WINDOW, states[i].room)
         assert chosen.origins[sample_id] == ("suffix", "suffix")
         # Each token follows what its drafter says.
@@ -150,13 +157,14 @@ class _Counted:
 
 
 def speculation_of(branches: ProposedBranches) -> tuple[Speculation, _Counted]:
-    made = Proposals(np.array([[5, 6]], np.int32), np.array([[0.9, 0.9]]), branches=branches)
+    made = TreeProposals(np.array([[5, 6]], np.int32), np.array([[0.9, 0.9]]), branches=branches)
     metrics = _Counted()
     planner = KnobDrivenPlanner(
         Knobs(mode="planner", draft_cap=4, margin=0.0),
         KnownStepTime(per_row=1e-5),  # type: ignore[arg-type]
         lambda _: NOWHERE,
         exploration=settled(),
+        modes={**MODES, **{name: replace(MODES[name], place=place) for name, place in TREES.modes.items()}},
     )
     return Speculation([_Fixed(made)], planner, VOCAB, metrics), metrics
 
@@ -167,8 +175,7 @@ def test_a_tree_is_planned_and_its_depth_is_what_lengths_are_learned_from() -> N
     learned = []
     speculation.plan.verified = lambda *outcome: learned.append(outcome)  # type: ignore[method-assign]
     state = EngineSampleState("s", [1], [2], 9, 2)
-    assert speculation.drafts([state]) == {"s": [5, 6, 7, 8]}
-    assert speculation.parents == {"s": [-1, 0, -1, 2]}
+    assert speculation.drafts([state]) == {"s": DraftTree([5, 6, 7, 8], [-1, 0, -1, 2])}
     assert speculation.learn(SampleStep("s", [7, 8, 9], [0.0] * 3, drafted=4, accepted=2)) == "fixed"
     assert metrics.counts == [("fixed", 4, 2)]
     assert learned == [("fixed", 2, 2)]

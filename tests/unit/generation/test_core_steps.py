@@ -60,7 +60,7 @@ def computed(core: Core) -> dict[str, int]:
 
 def test_only_samples_with_a_refused_draft_are_set_back() -> None:
     core = Core([output("s1", 4, 2), output("s2", 4, 4), output("s3", 0, 0)])
-    steps = CoreSteps(core, coupled=True, trees=False)
+    steps = CoreSteps(core, coupled=True)
     steps.put({"s1": [5] * 4, "s2": [5] * 4})
     steps.step()
     assert computed(core) == {"s1": 10, "s2": 15, "s3": 11}
@@ -82,7 +82,7 @@ def test_a_sample_that_ends_with_a_refused_draft_is_forgotten() -> None:
     ended = output("s1", 4, 1)
     ended.finish_reason = 0  # type: ignore[assignment]
     core = Core([ended])
-    steps = CoreSteps(core, coupled=True, trees=False)
+    steps = CoreSteps(core, coupled=True)
     steps.put({"s1": [5] * 4})
     steps.step()
     assert not steps.rewound
@@ -91,7 +91,7 @@ def test_a_sample_that_ends_with_a_refused_draft_is_forgotten() -> None:
 def test_samples_of_vllms_own_speculation_are_not_set_back() -> None:
     """Its outputs have the ranks of tokens in place of our marks, and its workers keep a state for each draft."""
     core = Core([output("s1", 4, 2)])
-    steps = CoreSteps(core, coupled=False, trees=False)
+    steps = CoreSteps(core, coupled=False)
     steps.step()
     assert computed(core)["s1"] == 13
     assert core.posted == 1

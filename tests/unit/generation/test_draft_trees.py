@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.coupled_sampler.reference import coupled_argmax_reference
+from services.generation.engine.experiments.trees.attention import BranchLayout
+from services.generation.engine.experiments.trees.cpu_attention import plan_of, runs_of
+from services.generation.engine.experiments.trees.sampling import sample_refusal, sample_trees, segments_of
+from services.generation.engine.experiments.trees.tree import ROOT, DraftTree, chain_length, depths_of
 from services.generation.engine.sampling.inputs import SETTINGS_KEY, BatchSettings, SampleSettings
 from services.generation.engine.sampling.rows import Rows
-from services.generation.engine.trees.attention import BranchLayout
-from services.generation.engine.trees.cpu_attention import plan_of, runs_of
-from services.generation.engine.trees.sampling import sample_refusal, sample_trees, segments_of
-from services.generation.engine.trees.tree import ROOT, DraftTree, chain_length, depths_of
 from services.generation.engine.types import Verifier
 from tests.support.draft_trees import random_tree, walk
 

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.generation.engine.step_sizes import graph_sizes
-from services.generation.speculation.selection.selection import draft_token_counts
+from services.generation.speculation.selection import draft_token_counts
 
 
 def vllms(max_samples: int, ceiling: int = 512) -> list[int]:

@@ -14,7 +14,9 @@ from services.contracts.knobs import Knobs
 from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
 from services.generation.drafters.reference.drafter import ReferenceDrafter
+from services.generation.engine.draft_forms import FORMS, DraftForm
 from services.generation.engine.types import EngineSampleState
+from services.generation.experiments.trees.planning import TreeProposals
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.speculation.drafter import DraftContext
 from services.generation.speculation.plan import FixedLengthPlanner
@@ -39,7 +41,7 @@ class NamedEngine(ScriptedEngine):
     max_running: int = 4
     kv_capacity: int = 1 << 20
     model_drafts: dict[str, Any] = field(default_factory=dict)
-    trees: bool = False
+    form: DraftForm | None = None
 
 
 @pytest.fixture
@@ -204,11 +206,11 @@ async def test_a_mixture_of_experts_is_planned_like_any_model(
 def test_branches_are_proposed_where_the_engine_verifies_them(
     rigs: Callable[..., Rig], tmp_path: Path, trees: bool
 ) -> None:
-    rig = rigs(trees=trees)
+    rig = rigs(form=FORMS[0] if trees else None)
     _build_drafts(rig, tiny_model(tmp_path, num_hidden_layers=1), drafters=("suffix",), max_branches=2)
     assert rig.drafts.speculation is not None
     (drafter,) = rig.drafts.speculation.drafters
     drafter.begin(DraftContext("s", [1, 2]))
     made = drafter.propose([EngineSampleState("s", [1, 2], [5, 6, 5, 6, 5], 99, 7)], 4, {})
     assert made is not None
-    assert (made.branches is not None) is trees
+    assert isinstance(made, TreeProposals) is trees

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from kernels.short_query_attention import AttentionStep
 from kernels.short_query_attention.attend import attend_reference
 from kernels.short_query_attention.inputs import ancestor_mask
+from services.generation.engine.experiments.trees.attention import (
+    BranchLayout,
+    MaskedBranches,
+    layers_at_once,
+)
+from services.generation.engine.experiments.trees.sampling import segments_of
+from services.generation.engine.experiments.trees.tree import ROOT, chain_length
 from services.generation.engine.sampling.rows import Rows
-from services.generation.engine.trees.attention import BranchLayout, MaskedBranches, layers_at_once
-from services.generation.engine.trees.sampling import segments_of
-from services.generation.engine.trees.tree import ROOT, chain_length
 from tests.support.draft_trees import random_tree
 
 VOCAB, BLOCK, HEADS, KV_HEADS, SIZE = 6, 4, 4, 2, 16

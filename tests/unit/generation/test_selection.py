@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.plan import best_proposals
-from services.generation.speculation.selection.selection import cut, draft_token_counts, search, survivals
+from services.generation.speculation.selection import cut, draft_token_counts, search, survivals
 
 N, WIDTH = 5, 4
 # What is alike to a search: survival within a bucket, and what is less than all buckets but the lowest.
@@ -77,8 +77,7 @@ def test_the_best_count_is_found_and_cut_from_the_likeliest_tokens(
     assert found.rate == pytest.approx(rates[found.tokens], rel=ALIKE)
     assert found.seconds == pytest.approx(by_count[found.tokens])
     assert found.expected == pytest.approx(tokens[: found.tokens].sum(), rel=ALIKE, abs=TINY)
-    lengths, expected, taken = cut(survival, found)
-    assert taken is None
+    lengths, expected = cut(survival, found)
     assert lengths.sum() == found.tokens
     taken = sum(picked[i, :length].sum() for i, length in enumerate(lengths))
     assert expected == pytest.approx(taken)

@@ -26,7 +26,7 @@ from services.contracts.rollout import RolloutKind
 from services.generation.draft_cache.lenient_reuse import CACHED_SOURCE
 from services.generation.drafters.reference.alignment import AlignedSamples, Alignments, warm_up
 from services.generation.drafters.reference.alignment.row import UNBROKEN
-from services.generation.speculation.acceptance.table import AcceptanceTable
+from services.generation.speculation.acceptance import AcceptanceTable
 from services.generation.speculation.drafter import (
     DraftContext,
     DrafterSetting,

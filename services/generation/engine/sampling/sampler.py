@@ -32,7 +32,7 @@ from services.generation.engine.sampling.rows import IntArray, Rows
 class Verified:
     """Tokens of a step: sample i emits `counts[i]` tokens, `tokens[cu[i] : cu[i] + counts[i]]`.
 
-    If the step has draft trees, `rows` are the rows that the samples emit, one sample after another.
+    If drafts of the step are no chains, `rows` are the rows that the samples emit, one sample after another.
     `logprobs` [R] has values for emitted rows. NaN marks a row from which nothing could be sampled. The first
     `reused[i]` tokens come from a cached rollout. `top_tokens` and `top_logprobs` [R, K] have the likeliest tokens
     of emitted rows, as many as the sample requests, then NO_TOKEN; for a sample that requests near-ties, the

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from services.generation.engine.core_steps import NO_BRANCHES, CoreSteps, outputs_of
+from services.generation.engine.core_steps import CoreSteps, outputs_of
 from services.generation.engine.v2.references import DraftSegment
 
 DRAFT_PLACE = -1
@@ -109,13 +109,11 @@ class SegmentSteps(CoreSteps):
         """True if a step would do anything."""
         return bool(self.in_flight) or super().has_work
 
-    def put(
-        self, drafts: Mapping[str, Sequence[int]], parents: Mapping[str, Sequence[int]] = NO_BRANCHES
-    ) -> Mapping[str, Sequence[int]]:
+    def put(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
         """Post drafts that follow the known tokens; the next step verifies the part that is not in flight."""
         requests, verified = self._scheduler.requests, dict[str, Sequence[int]]()
-        if parents:
-            drafts = self._put_trees(drafts, parents)
+        if self._form is not None:
+            drafts = self._form.put(drafts)
         for sample_id, tokens in drafts.items():
             request = requests[sample_id]
             if left := tokens[request.num_output_placeholders :]:

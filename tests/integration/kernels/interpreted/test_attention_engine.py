@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from services.generation.engine.attention_backend import ShortQueryTritonBackend
+from services.generation.engine.attention_backend import LONGEST_SHORT_QUERY, ShortQueryTritonBackend
 from services.generation.engine.core import Engine
-from services.generation.engine.trees.attention import BRANCHES
+from services.generation.engine.experiments.trees.attention import BRANCHES
 from services.generation.engine.types import EngineOptions
-from services.generation.engine.worker import CoupledCPUWorker, CoupledGPUWorker
+from services.generation.engine.worker import CoupledCPUWorker
 from tests.integration.kernels.runs import generate, generate_trees, requests_of
 
 PLAIN = Path(os.environ["PLAIN_RUN"])
@@ -29,8 +29,8 @@ def engine(plain):
     ours = f"{ShortQueryTritonBackend.__module__}.{ShortQueryTritonBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CPU_ATTN, ours)
     with pytest.MonkeyPatch.context() as patched:
-        for method in ("use_branches", "branch_refusal"):
-            patched.setattr(CoupledCPUWorker, method, getattr(CoupledGPUWorker, method))
+        # Its part of the trees is the one for CUDA, too.
+        patched.setattr(CoupledCPUWorker, "on_cpu", False)
         yield Engine(EngineOptions(**plain["options"] | {"trees": True}))
 
 
@@ -74,14 +74,14 @@ def test_samples_are_those_of_the_plain_engine(engine, requests, plain, launches
         "decoding and drafts of several lengths in one launch"
     )
     assert max(max(batch) for batch in batches) > 4
-    assert all(step.longest_query <= 16 for step in launches)
+    assert all(step.longest_query <= LONGEST_SHORT_QUERY for step in launches)
     # An engine that takes trees computes steps without them as any other.
     assert all(step.tree is None for step in launches)
     assert not any(branched.values())
 
 
 def test_samples_with_trees_are_those_of_the_plain_engine(engine, requests, plain, launches, branched):
-    assert engine.trees
+    assert engine.form is not None
     found = generate_trees(engine, requests, plain["tokens"], late=1)
     same(found, plain)
     assert found.accepted > len(requests) * plain["max_tokens"] // 3
@@ -91,7 +91,7 @@ def test_samples_with_trees_are_those_of_the_plain_engine(engine, requests, plai
     # Beside a prompt that vLLM's kernel computes, samples with branches are computed again.
     assert branched["apart"]
     for whole, own in branched["apart"]:
-        assert whole.longest_query > 16
+        assert whole.longest_query > LONGEST_SHORT_QUERY
         assert 0 < len(own.lengths) < len(whole.lengths)
         assert own.tree is not None
     assert sum(step.tree is not None for step in launches) == len(branched["masked"]) + len(branched["apart"])

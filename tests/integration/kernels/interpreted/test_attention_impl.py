@@ -20,6 +20,7 @@ from kernels.short_query_attention.attend import attend_reference
 from kernels.short_query_attention.race import AttentionName, vllm_unified_attention
 from services.generation.engine import attention_backend as attention
 from services.generation.engine.attention_backend import (
+    LONGEST_SHORT_QUERY,
     ShortQueryFlashBackend,
     ShortQueryMixin,
     ShortQueryTritonBackend,
@@ -158,7 +159,7 @@ def test_a_short_step_is_ours_and_gives_what_vllms_kernel_gives(config, launches
 
 
 def test_a_step_with_a_long_query_is_vllms(config, launches):
-    batch = Batch(config, [50, 35], [1, 17])
+    batch = Batch(config, [50, 35], [1, LONGEST_SHORT_QUERY + 1])
     found = batch.forward(make_impl(config), batch.metadata(config))
     assert off_by(found, batch.exact()) < TOLERANCE[torch.float32]
     assert not launches
@@ -345,11 +346,11 @@ class TestRegistry:
         def ignoring_masks(step, **options):
             return real(replace(step, tree=None), **options)
 
-        assert use_attention(config, cuda, measured, trees=True) is AttentionName.OURS
+        assert use_attention(config, cuda, measured, masks=True) is AttentionName.OURS
         real = triton_attend.attend_triton
         monkeypatch.setattr(triton_attend, "attend_triton", ignoring_masks)
         assert self.used(config, cuda)
-        assert use_attention(config, cuda, measured, trees=True) is AttentionName.VLLM
+        assert use_attention(config, cuda, measured, masks=True) is AttentionName.VLLM
         assert not any(place.is_overridden() for place, _ in self.PLACES)
         assert "kernels_left_out: attention: KernelMismatch" in caplog.text
 

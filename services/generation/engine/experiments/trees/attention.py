@@ -1,25 +1,22 @@
-"""Lay draft trees out in the steps of a V1 runner, and compute the attention of their branches on a GPU.
+"""Compute the attention of the branches of draft trees on a GPU.
 
-vLLM prepares a step as if it had no trees. Then `TreeSteps` changes the positions of branches, our short-query
-kernel uses a mask of ancestors for their rows (`MaskedBranches`), and the KV of accepted branches is moved to the
-slots that a chain would have.
+vLLM prepares a step as if it had no trees (steps.py). Our short-query kernel uses a mask of ancestors for the rows
+of branches, and the KV of accepted branches is moved to the slots that a chain would have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from kernels.short_query_attention import AttentionStep
-from kernels.short_query_attention.inputs import ancestor_mask
+from kernels.short_query_attention.inputs import LONGEST_TREE, ancestor_mask
+from services.generation.engine.experiments.trees.sampling import TreeSegments
 from services.generation.engine.sampling.rows import IntArray, Rows, put
-from services.generation.engine.sampling.sampler import Verified
-from services.generation.engine.trees.sampling import TreeSegments, segments_of
-from services.generation.engine.trees.tree import chain_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +76,8 @@ class MaskedBranches:
 
     The first layer that needs a step's tensors creates them. Nothing waits for the device.
     """
+
+    longest = LONGEST_TREE
 
     def __init__(self) -> None:
         self.wanted = False
@@ -199,70 +198,3 @@ def _set_apart(layout: BranchLayout, step: AttentionStep) -> _Apart:
         there["mask"],
         int(queries.max()),
     )
-
-
-class TreeSteps:
-    """Draft trees of the steps of one runner: set before a step, laid out in it, and forgotten after it."""
-
-    def __init__(self, attention: BranchAttention) -> None:
-        self._attention = attention
-        self.parents: Mapping[str, Sequence[int]] = {}
-        """Parents of the next step's drafts, for the samples that have branches."""
-        self._layout: BranchLayout | None = None
-
-    @property
-    def segments(self) -> TreeSegments | None:
-        """Segments of the current step; None if it has no branches."""
-        return None if self._layout is None else self._layout.segments
-
-    def lay_out(self, batch: Any, rows: Rows, starts: IntArray, positions: torch.Tensor) -> None:
-        """Lay out the step that vLLM has prepared as one without trees.
-
-        Args:
-            batch: vLLM's batch.
-            rows: layout by sample, with the drafts that were scheduled: the first tokens of a tree, again a tree.
-            starts: index of each sample's first token in the step, and the number of its tokens, [n + 1].
-            positions: positions of the step's tokens, which the model reads; the positions of branches are changed.
-                vLLM has chosen the slots of their KV by then.
-        """
-        wanted, self.parents = self.parents, {}
-        trees = {}
-        for sample_id, parents in wanted.items():
-            place = batch.req_id_to_index.get(sample_id)
-            scheduled = parents if place is None else parents[: int(rows.cu[place + 1] - rows.cu[place]) - 1]
-            if place is not None and chain_length(scheduled) < len(scheduled):
-                trees[place] = scheduled
-        self._layout = None
-        if trees:
-            computed = batch.num_computed_tokens_cpu[: len(rows.cu) - 1].astype(np.int64)
-            self._layout = BranchLayout(rows, segments_of(rows, trees), starts, computed, trees)
-        self._attention.begin(self._layout)
-        if self._layout is not None:
-            segments = self._layout.segments
-            branches = np.flatnonzero(segments.forks[segments.rows.samples] >= 0)
-            tokens, _, own = _places(self._layout, branches)
-            there = put(positions.device, tokens=tokens, own=own)
-            positions[there["tokens"]] = there["own"]
-
-    def computed(self) -> None:
-        """End the step's forward pass: later passes have no branches."""
-        self._attention.computed()
-
-    def keep(self, verified: Verified) -> None:
-        """Move the KV of accepted branches to the slots of a chain, and forget the step."""
-        layout, emitted = self._layout, verified.rows
-        assert layout is not None
-        assert emitted is not None
-        forks = layout.segments.forks[layout.segments.rows.samples[emitted]]
-        tokens, targets, _ = _places(layout, emitted[forks >= 0])
-        self._attention.move(tokens, targets)
-        self._layout = None
-
-
-def _places(layout: BranchLayout, index: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return, for some rows, their tokens in the step, the tokens whose slots a chain would use, and positions."""
-    rows = layout.rows
-    places = rows.samples[index]
-    depths = layout.segments.rows.row_positions[index] - rows.positions[places]
-    starts = layout.starts[places]
-    return starts + rows.offsets[index], starts + depths, layout.computed[places] + depths

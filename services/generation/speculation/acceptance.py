@@ -19,11 +19,14 @@ vLLM was imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kernels.late_module import LateModule
+
+_compiled: Any = LateModule("services.generation.speculation.compiled")
 
 Ints = NDArray[np.int64]
 # Above this many tokens in total all counts are halved: policies and prompts change, and a bucket that is no
@@ -53,7 +56,7 @@ class AcceptanceTable:
         if self._stale:
             # A new array: earlier callers keep theirs.
             self._probabilities = np.empty_like(self._odds)
-            _compiled().fit(self._odds, self._tried, self._kept, self._fitted, self._probabilities)
+            _compiled.fit(self._odds, self._tried, self._kept, self._fitted, self._probabilities)
             self._stale = False
         return self._probabilities
 
@@ -72,14 +75,6 @@ class AcceptanceTable:
         self._kept *= share
         self._total *= share
         self._stale = True
-
-
-@cache
-def _compiled() -> ModuleType:
-    """Return the compiled functions; even an import that was done before costs time in every step."""
-    from services.generation.speculation.acceptance import compiled
-
-    return compiled
 
 
 def warm_up() -> None:

@@ -1,12 +1,8 @@
-"""Compiled functions that rank and select proposed tokens. Importing this module imports numba.
+"""Compiled functions that rank and select proposed tokens, and fit their acceptance. Importing them imports numba.
 
 Survival [..., n, width] is the probability that a token and all before it in its proposal are accepted. It falls
 along a proposal, and 0 stands for no token. Tokens are ranked by buckets of survival, in time that grows with
 their number and no faster: within a bucket survival differs by less than a percent.
-
-The functions with `trees` in their names select where proposals have branches. The survival of a branch token is
-the product of the acceptance along its path, as for the token of a chain. It falls along each path, so the tokens
-above any value are a tree.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,6 +10,7 @@ above any value are a tree.
 
 from __future__ import annotations
 
+from math import exp
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +21,17 @@ from kernels import jit
 _BITS, _OCTAVES = 7, 12
 _LOWEST, BUCKETS = (1023 - _OCTAVES) << _BITS, (_OCTAVES << _BITS) + 1
 
-_entry = jit.entry(jit.source_fingerprint(Path(__file__).parent, Path(jit.__file__).parent))
+# Weight of a bucket's fitted prior, in verified tokens; a bucket with this number of tokens has half of its
+# greatest weight in the fit of the others.
+_PRIOR_TOKENS = 12.0
+# Prior variances of the shift (in log-odds) and of the slope.
+_SHIFT_VARIANCE = 2.0
+_SLOPE_VARIANCE = 1.0
+# Newton's method: most steps, the longest step, and the step length at which it has converged. The last step
+# more than doubles the number of correct digits.
+_MOST_STEPS, _LONGEST_STEP, _DONE = 30, 1.0, 1e-3
+
+_entry = jit.entry(jit.source_fingerprint(Path(__file__), Path(jit.__file__).parent))
 
 
 @_entry
@@ -49,7 +56,7 @@ def within(values, most):
 
 
 @jit.kernel
-def pick(survival, branches, drafter, price, picks):
+def pick(survival, price, picks):
     """Fill the drafter [n] whose tokens exceed `price` most, the first of equals."""
     drafters, n, width = survival.shape
     for i in range(n):
@@ -60,9 +67,6 @@ def pick(survival, branches, drafter, price, picks):
                 if survival[d, i, j] <= price:
                     break
                 brought += survival[d, i, j] - price
-            if d == drafter:
-                for j in range(branches.shape[1]):
-                    brought += max(branches[i, j] - price, 0.0)
             if brought > most:
                 best, most = d, brought
         picks[i] = best
@@ -127,7 +131,7 @@ def search(survival, counts, seconds, price, picks, buckets):
     It has 0 tokens if none is worth it. counts [c] rise from 0, seconds [c] are the times of their steps. If the
     first count above 0 is larger than the number of tokens, that number is tried instead.
     """
-    pick(survival, np.empty((len(picks), 0)), -1, price, picks)
+    pick(survival, price, picks)
     sort_into(survival, picks, buckets)
     return evaluate(buckets, counts, seconds, len(picks))
 
@@ -159,93 +163,37 @@ def cut(survival, picks, buckets, count, lengths):
 
 
 @_entry
-def survive_trees(chains, acceptance, parents, window, room, branches):
-    """Fill the survival of branches [n, m] from their acceptance, and cut chains and branches to the room.
+def fit(odds, tried, kept, fitted, probabilities):
+    """Fit shift and slope by Newton's method, starting from `fitted`, and fill the buckets' probabilities.
 
-    chains [n, width] is the survival of the proposals, which have up to `window` tokens. Each sample keeps its most
-    promising tokens, at most its room [n] and the width.
+    odds (prior log-odds), tried, kept and probabilities are [buckets]; fitted [2] holds shift and slope.
     """
-    width = chains.shape[1]
-    for i in range(len(branches)):
-        count = 0
-        for j in range(branches.shape[1]):
-            reached, parent = acceptance[i, j], parents[i, j]
-            if parent >= window:
-                reached *= branches[i, parent - window]
-            elif parent >= width:
-                reached = 0.0
-            elif parent >= 0:
-                reached *= chains[i, parent]
-            branches[i, j] = reached
-            count += reached > 0.0
-        if count > 0:
-            for j in range(width):
-                count += chains[i, j] > 0.0
-            for _ in range(count - min(room[i], width)):
-                drop_last(chains[i], branches[i])
-
-
-@jit.kernel
-def drop_last(chain, branches):
-    """Set the least survival of a sample to 0; of equals the last one, which no token follows."""
-    least, place = 2.0, 0
-    for j in range(len(chain)):
-        if 0.0 < chain[j] <= least:
-            least, place = chain[j], j
-    for j in range(len(branches)):
-        if 0.0 < branches[j] <= least:
-            least, place = branches[j], len(chain) + j
-    if place < len(chain):
-        chain[place] = 0.0
-    else:
-        branches[place - len(chain)] = 0.0
-
-
-@_entry
-def search_trees(survival, branches, drafter, counts, seconds, price, picks, buckets):
-    """Do the same as `search`, with the branches [n, m] of one drafter's proposals."""
-    pick(survival, branches, drafter, price, picks)
-    sort_into(survival, picks, buckets)
-    bits = branches.view(np.int64)
-    for i in range(len(branches)):
-        if picks[i] == drafter:
-            for j in range(branches.shape[1]):
-                if branches[i, j] > 0.0:
-                    bucket = bucket_of(bits[i, j])
-                    buckets[bucket, 0] += 1.0
-                    buckets[bucket, 1] += branches[i, j]
-    return evaluate(buckets, counts, seconds, len(picks))
-
-
-@_entry
-def cut_trees(survival, branches, drafter, picks, buckets, count, lengths, taken):
-    """Do the same as `cut`, and set which branch tokens are `taken` [n, m].
-
-    A sample's chain comes before its branches, and a parent before its children, so the rest of the last bucket is
-    never given to a token without its parent.
-    """
-    n, width = survival.shape[1:]
-    last, left = len(buckets) - 1, count
-    while buckets[last, 0] < left:
-        left -= buckets[last, 0]
-        last -= 1
-    expected, bits, more = 0.0, survival.view(np.int64), branches.view(np.int64)
-    for i in range(n):
-        d, length = picks[i], 0
-        while length < width and survival[d, i, length] > 0.0:
-            bucket = bucket_of(bits[d, i, length])
-            if bucket < last or (bucket == last and left == 0):
-                break
-            left -= bucket == last
-            expected += survival[d, i, length]
-            length += 1
-        lengths[i] = length
-        for j in range(branches.shape[1]):
-            taken[i, j] = False
-            if d == drafter and branches[i, j] > 0.0:
-                bucket = bucket_of(more[i, j])
-                if bucket > last or (bucket == last and left > 0):
-                    left -= bucket == last
-                    expected += branches[i, j]
-                    taken[i, j] = True
-    return expected
+    shift, slope = fitted[0], fitted[1]
+    for _ in range(_MOST_STEPS):
+        up, steeper = -shift / _SHIFT_VARIANCE, (1.0 - slope) / _SLOPE_VARIANCE
+        shifts, shared, slopes = 1.0 / _SHIFT_VARIANCE, 0.0, 1.0 / _SLOPE_VARIANCE
+        for i in range(len(odds)):
+            # Weight with which a bucket's tokens inform the others.
+            weight = (_PRIOR_TOKENS + 1.0) / (_PRIOR_TOKENS + tried[i])
+            chance = 1.0 / (1.0 + exp(-shift - slope * odds[i]))
+            missing = weight * (kept[i] - tried[i] * chance)
+            spread = weight * tried[i] * chance * (1.0 - chance)
+            up += missing
+            steeper += missing * odds[i]
+            shifts += spread
+            shared += spread * odds[i]
+            slopes += spread * odds[i] * odds[i]
+        scale = shifts * slopes - shared * shared
+        by_shift = (slopes * up - shared * steeper) / scale
+        by_slope = (shifts * steeper - shared * up) / scale
+        length = max(abs(by_shift), abs(by_slope))
+        # Shortened, because a full step from a flat region overshoots.
+        cut = min(1.0, _LONGEST_STEP / length) if length > 0.0 else 1.0
+        shift += cut * by_shift
+        slope += cut * by_slope
+        if length < _DONE:
+            break
+    fitted[0], fitted[1] = shift, slope
+    for i in range(len(odds)):
+        prior = _PRIOR_TOKENS / (1.0 + exp(-shift - slope * odds[i]))
+        probabilities[i] = (prior + kept[i]) / (_PRIOR_TOKENS + tried[i])

@@ -8,14 +8,16 @@ all of it compiled. numba is imported at first use, which must be after vLLM was
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.generation.speculation.drafter import Proposals, ProposedBranches
+from kernels.late_module import LateModule
+from services.generation.speculation.drafter import Proposals
+
+_compiled: Any = LateModule("services.generation.speculation.compiled")
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -77,22 +79,7 @@ class SelectedCount(NamedTuple):
     token_seconds: float
 
 
-class BranchSurvival(NamedTuple):
-    """Survival of the branches [n, m] of one drafter's proposals, whose place among them is `drafter`."""
-
-    drafter: int
-    survival: Floats
-
-
-@cache
-def _compiled() -> ModuleType:
-    """Return the compiled functions; even an import that was done before costs time in every step."""
-    from services.generation.speculation.selection import compiled
-
-    return compiled
-
-
-def warm_up(branches: bool = False) -> None:
+def warm_up() -> None:
     """Compile or load the compiled functions, so that the first step does not wait for them."""
     first = Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)))
     if not (within(first.tokens, 0) and within(first.acceptance, 1)):
@@ -101,11 +88,6 @@ def warm_up(branches: bool = False) -> None:
     # A read-only array of the grid, as in real steps.
     found = search(survival, draft_token_counts(1, 1), np.ones(2))
     cut(survival, found)
-    if branches:
-        own = ProposedBranches(np.ones((1, 1), np.int32), np.ones((1, 1)), np.full((1, 1), -1))
-        made = [Proposals(np.zeros((1, 1), np.int32), np.ones((1, 1)), branches=own)]
-        forked = branch_survival(made, np.ones(1, np.int64), survival)
-        cut(survival, search(survival, draft_token_counts(1, 1), np.ones(2), 0.0, forked), forked)
 
 
 def within(values: NDArray[Any], most: int) -> bool:
@@ -114,7 +96,7 @@ def within(values: NDArray[Any], most: int) -> bool:
     Arrays of the types that `Proposals` names are checked in one pass.
     """
     if values.dtype in _CHECKED and values.flags.c_contiguous:
-        return bool(_compiled().within(values, values.dtype.type(most)))
+        return bool(_compiled.within(values, values.dtype.type(most)))
     return bool(0 <= values.min() <= values.max() <= most)
 
 
@@ -126,32 +108,11 @@ def survivals(made: Sequence[Proposals], room: Ints, width: int) -> Floats:
     survival = np.zeros((len(made), len(room), width))
     for proposals, found in zip(made, survival, strict=True):
         # Contiguous float64, so that no other signature is compiled while a step waits.
-        _compiled().survive(np.ascontiguousarray(proposals.acceptance, np.float64), room, found)
+        _compiled.survive(np.ascontiguousarray(proposals.acceptance, np.float64), room, found)
     return survival
 
 
-def branch_survival(made: Sequence[Proposals], room: Ints, survival: Floats) -> BranchSurvival | None:
-    """Return the survival of the branches of the first drafter that has any; None if none has.
-
-    Its tokens in `survival` are cut: a chain and its branches together have at most as many as a chain may have.
-    """
-    for drafter, proposals in enumerate(made):
-        if (own := proposals.branches) is not None:
-            found = np.zeros(own.tokens.shape)
-            acceptance = np.ascontiguousarray(own.acceptance, np.float64)
-            window = proposals.tokens.shape[1]
-            _compiled().survive_trees(survival[drafter], acceptance, own.parents, window, room, found)
-            return BranchSurvival(drafter, found)
-    return None
-
-
-def search(
-    survival: Floats,
-    counts: Ints,
-    seconds: Floats,
-    price: float = 0.0,
-    branches: BranchSurvival | None = None,
-) -> SelectedCount:
+def search(survival: Floats, counts: Ints, seconds: Floats, price: float = 0.0) -> SelectedCount:
     """Return the number of draft tokens with the best predicted rate, among the `counts` [c] above 0.
 
     Counts rise from 0; `seconds` [c] are the times of steps with them. Counts above the number of tokens are
@@ -161,35 +122,18 @@ def search(
     """
     if seconds.shape != counts.shape:
         raise ValueError(f"{seconds.size} step times for {counts.size} numbers of draft tokens")
-    picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((_compiled().BUCKETS, 2))
-    if branches is not None:
-        drafter, own = branches
-        best = _compiled().search_trees(survival, own, drafter, counts, seconds, price, picks, buckets)
-        return SelectedCount(picks, buckets, *best)
-    return SelectedCount(
-        picks, buckets, *_compiled().search(survival, counts, seconds, price, picks, buckets)
-    )
+    picks, buckets = np.empty(survival.shape[1], np.int64), np.empty((_compiled.BUCKETS, 2))
+    return SelectedCount(picks, buckets, *_compiled.search(survival, counts, seconds, price, picks, buckets))
 
 
-def cut(
-    survival: Floats, found: SelectedCount, branches: BranchSurvival | None = None
-) -> tuple[Ints, float, Bools | None]:
+def cut(survival: Floats, found: SelectedCount) -> tuple[Ints, float]:
     """Return the selection that `search` found, which has more than 0 tokens.
 
     The selected tokens rank highest among the tokens of the picked drafters. They are beginnings of proposals,
     because survival falls along a proposal.
 
     Returns:
-        The number of tokens in each sample's chain [n], the sum of survival, and with branches a mask of the
-        selected branch tokens [n, m].
+        The number of tokens of each sample [n], and the sum of survival.
     """
     lengths = np.empty_like(found.picks)
-    if branches is None:
-        expected = _compiled().cut(survival, found.picks, found.buckets, found.tokens, lengths)
-        return lengths, expected, None
-    drafter, own = branches
-    taken = np.empty(own.shape, np.bool_)
-    expected = _compiled().cut_trees(
-        survival, own, drafter, found.picks, found.buckets, found.tokens, lengths, taken
-    )
-    return lengths, expected, taken
+    return lengths, _compiled.cut(survival, found.picks, found.buckets, found.tokens, lengths)

@@ -22,8 +22,8 @@ from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from services.generation.engine.experiments.trees.attention import BranchLayout
 from services.generation.engine.sampling.rows import IntArray
-from services.generation.engine.trees.attention import BranchLayout
 
 
 @dataclass(frozen=True, slots=True)

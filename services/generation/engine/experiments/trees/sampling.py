@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kernels.short_query_attention.inputs import LONGEST_TREE
+from services.generation.engine.experiments.trees.tree import ROOT
 from services.generation.engine.sampling.constraints import Histories, RowMasks
 from services.generation.engine.sampling.inputs import (
     CACHED_KEY,
@@ -30,7 +31,6 @@ from services.generation.engine.sampling.inputs import (
 )
 from services.generation.engine.sampling.rows import IntArray, Rows
 from services.generation.engine.sampling.sampler import Verified, sample
-from services.generation.engine.trees.tree import ROOT
 from services.generation.engine.types import Verifier
 
 MOST_DRAFTED = LONGEST_TREE - 1

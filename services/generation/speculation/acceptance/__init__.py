@@ -1,1 +1,0 @@
-"""Acceptance probability of proposed tokens, learned online."""

@@ -1,1 +1,0 @@
-"""Selection of the proposed tokens that a step verifies, compiled."""
