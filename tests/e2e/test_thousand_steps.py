@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 
 from examples.tinymath.options import MODEL, Options
 from examples.tinymath.records import StepRecord
 from examples.tinymath.train import new_learner, train
-from paceline import Group, RetryPolicy, Sample, WeightStream
+from paceline import Group, RetryPolicy, Rollout, Run, Sample, WeightStream
 from services.contracts.seeds import sample_seed
 from services.generation.engine.types import EngineRequest, Sampling
 from services.local import Platform, PlatformConfig
@@ -109,7 +109,10 @@ class Seen:
 
 
 class Training:
-    """A GRPO run on tinymath, step by step, with a few samples over HTTP after each."""
+    """A GRPO run on tinymath, step by step, with a few samples over HTTP after each.
+
+    It is the `Run` of the trainer, whose `rollout` is disturbed.
+    """
 
     def __init__(self, platform: Platform, steps: int, seed: int, folder: Path) -> None:
         self.seen = Seen()
@@ -130,7 +133,7 @@ class Training:
         self._done = 0
         # Steps of the restarts at the end are trained as well.
         options = Options(**asdict(OPTIONS) | {"steps": steps + 3 * RESTARTS})
-        self._records = train(self._run, self._learner, options, self._strike, sampled=self._judge)
+        self._records = train(cast(Run, self), self._learner, options, sampled=self._judge)
 
     def __enter__(self) -> Self:
         return self
@@ -147,15 +150,18 @@ class Training:
         body = {"prompt": [3, 4, 5 + self._done % 8], "n": 2, "max_tokens": 8, "ignore_eos": True}
         self._http.post("/v1/completions", json=body).raise_for_status()
 
-    def _strike(self, step: int, finished: int, total: int) -> None:
-        """Kill or replace the process whose turn it is when the first sample of the step has arrived."""
-        if finished != 1:
-            return
+    def rollout(self, step: int, *given: Any, **named: Any) -> Rollout:
+        """Submit a step, and kill or replace the process whose turn it is while its samples run."""
+        rollout = self._run.rollout(step, *given, **named)
         for names, what in ((self._kills, "killed"), (self._ends, "replaced")):
             if step in names:
                 self._platform.restart(names[step], kill=what == "killed")
                 strike = f"{names[step]} {what}"
                 self.seen.strikes[strike] = self.seen.strikes.get(strike, 0) + 1
+        return rollout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
 
     def _judge(self, step: int, groups: Sequence[Group], samples: Sequence[Sample], seconds: float) -> None:
         """Compare the samples of a judged step with what transformers samples with the policy's weights."""
