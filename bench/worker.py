@@ -98,7 +98,7 @@ def serve(pipe: Connection, build: Callable[..., Callable[[Any], Any]], given: t
 
 
 class UncountedDrafts:
-    """Metrics of drafts that nobody reads. A drafter that fails ends the benchmark, or it would look fast."""
+    """Draft metrics that are dropped. A drafter that fails ends the benchmark, or it would look fast."""
 
     def verified(self, drafter: str, drafted: int, accepted: int) -> None:
         """Do nothing."""

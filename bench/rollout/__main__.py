@@ -88,7 +88,7 @@ def result_of(cells: Sequence[TableCell]) -> dict[str, Any]:
 def write_all(
     first: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> None:
-    """Show the first subject's figures and write those of all subjects."""
+    """Show the figures of the first subject and write the figures of all subjects."""
     goals = first["goals"]
     show_rows(
         "rollout",

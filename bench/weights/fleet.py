@@ -30,7 +30,7 @@ FOLDER, STREAM = "folder", "stream"
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Seconds of a push until the fleet served the weights; those of a phase are of the slowest instance."""
+    """Seconds of a push until the fleet served the weights; a phase takes as long as on the slowest instance."""
 
     seconds: float
     stage_seconds: float
