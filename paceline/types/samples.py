@@ -114,7 +114,7 @@ class Provenance:
     reused_prefix: int = 0
     """Length of the prefix that agrees with a cached rollout, or under LENIENT was taken from it."""
     migrations: int = 0
-    """Migrations between instances."""
+    """Moves to another instance with the KV cache; a move by prefix is a resubmission."""
     resubmissions: int = 0
     """Times the sample was resumed from its journal after its instance was lost."""
     exactness: Exactness = field(default_factory=Exactness)

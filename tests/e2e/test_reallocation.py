@@ -164,6 +164,7 @@ def test_an_uneven_step_is_evened_out(
     else:
         pytest.fail("no step was evened out")
     assert sum(sample.provenance.resubmissions for sample in samples) == 0, "no prefix was read again"
+    assert all(sample.provenance.migrations for sample in moved)
     # A move is counted when its donor has told of it, which may be after the sample's end.
     until(lambda: counted(platform, "moves_total") - before >= len(moved))
     steps = {sample.provenance.decode_steps for sample in moved}

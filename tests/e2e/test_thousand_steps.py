@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Self, cast
@@ -20,7 +20,7 @@ import pytest
 from examples.tinymath.options import MODEL, Options
 from examples.tinymath.records import StepRecord
 from examples.tinymath.train import new_learner, train
-from paceline import Group, RetryPolicy, Rollout, Run, Sample, WeightStream
+from paceline import Group, RetryPolicy, Rollout, Run, Sample, SamplingParams, WeightStream
 from services.contracts.seeds import sample_seed
 from services.generation.engine.types import EngineRequest, Sampling
 from services.local import Platform, PlatformConfig
@@ -42,6 +42,8 @@ RESTARTS = 3
 SEED = 11
 OPTIONS = Options(prompts=8, samples=4, pool=64, max_tokens=120, lr=1e-5, seed=SEED)
 """A learning rate at which the policy writes answers of usual length to the end."""
+LONG = 600
+"""Tokens of the samples of a step in which an instance ends, so that they are still running when it is noticed."""
 JUDGED = 0.1
 """Share of the steps whose samples are judged."""
 TIE = 1e-3
@@ -51,7 +53,7 @@ PATIENT = RetryPolicy(seconds=300.0, maximum=1.0)
 
 @pytest.fixture
 def whole_platform(tmp_path: Path) -> Iterator[Platform]:
-    """Every kind of process, two gateways; KV, index and cache so small that steps have soon filled them."""
+    """Every kind of process, two gateways; index and cache so small that steps have soon filled them."""
     config = PlatformConfig(
         model=MODEL,
         instances=2,
@@ -63,7 +65,7 @@ def whole_platform(tmp_path: Path) -> Iterator[Platform]:
         instance_options=(
             "--dtype=float32",
             "--max-num-seqs=32",
-            "--kv-cache-memory-bytes=16777216",
+            "--kv-cache-memory-bytes=67108864",
             # By default 4 million tokens and 256 MiB, which take thousands of these steps to fill.
             "--draft-index-tokens=50000",
             "--draft-cache-bytes=4194304",
@@ -150,15 +152,22 @@ class Training:
         body = {"prompt": [3, 4, 5 + self._done % 8], "n": 2, "max_tokens": 8, "ignore_eos": True}
         self._http.post("/v1/completions", json=body).raise_for_status()
 
-    def rollout(self, step: int, *given: Any, **named: Any) -> Rollout:
+    def rollout(self, step: int, groups: Sequence[Group], sampling: SamplingParams, **named: Any) -> Rollout:
         """Submit a step, and kill or replace the process whose turn it is while its samples run."""
-        rollout = self._run.rollout(step, *given, **named)
+        if step in self._ends:
+            sampling = replace(sampling, max_tokens=LONG, ignore_eos=True)
+        rollout = self._run.rollout(step, groups, sampling, **named)
         for names, what in ((self._kills, "killed"), (self._ends, "replaced")):
             if step in names:
                 self._platform.restart(names[step], kill=what == "killed")
                 strike = f"{names[step]} {what}"
                 self.seen.strikes[strike] = self.seen.strikes.get(strike, 0) + 1
         return rollout
+
+    def hint(self, step: int, *given: Any, **named: Any) -> None:
+        """Announce a step, unless an instance ends in it: samples that were generated ahead end too soon."""
+        if step not in self._ends:
+            self._run.hint(step, *given, **named)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)

@@ -245,7 +245,7 @@ def _fill(
         provenance.accepted += accepted
     provenance.decode_steps = state.decode_steps
     provenance.verify_steps = state.verify_steps
-    provenance.resubmissions = state.resubmissions
+    provenance.resubmissions, provenance.migrations = state.resubmissions, state.migrations
     provenance.exactness.CopyFrom(batch.exactness)
     lenient = batch.exactness.level == sample_pb2.EXACTNESS_LEVEL_LENIENT
     provenance.lossless = not (lenient or state.columns.mixed_kv)

@@ -312,6 +312,7 @@ class RolloutBatch:
         before = sample.spans[-1]
         sample.fruitless = 0 if before.end_token > before.begin_token else sample.fruitless
         before.end = now
+        sample.migrations += 1
         return sample.begin_attempt(instance_id, now)
 
     def fail(self, index: int, failure: sample_pb2.SampleFailure, now: float) -> EventEffect:

@@ -119,6 +119,8 @@ class GatewaySample:
     calls: list[int] = field(default_factory=list)
     environment: list[tuple[int, int]] = field(default_factory=list)
     resubmissions: int = 0
+    # Moves to another instance with its KV.
+    migrations: int = 0
     # Attempts in a row that brought no token.
     fruitless: int = 0
     # Number of tokens that the journal has, and of their chunks.
@@ -148,7 +150,7 @@ class GatewaySample:
         """Return the sample waiting again without tokens, with the number of its attempts kept."""
         fresh = GatewaySample(self.index, self.group, self.slot, self.seed, attempt=self.attempt)
         fresh.cancelled, fresh.keep_partial = self.cancelled, self.keep_partial
-        fresh.resubmissions = self.resubmissions + 1
+        fresh.resubmissions, fresh.migrations = self.resubmissions + 1, self.migrations
         return fresh
 
     def is_running(self, attempt: int) -> bool:

@@ -334,6 +334,7 @@ def test_a_moved_sample_goes_on_as_a_new_attempt_that_is_no_resubmission() -> No
     spans = [(s.instance_id, s.begin_token, s.end_token) for s in sample.provenance.instance_spans]
     assert spans == [("i0", 0, 2), ("i1", 2, 3)]
     assert (sample.provenance.resubmissions, sample.provenance.decode_steps) == (0, 3)
+    assert sample.provenance.migrations == 1
 
 
 def test_a_moved_sample_that_is_lost_before_it_brought_anything_keeps_all_its_tokens() -> None:
