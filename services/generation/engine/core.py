@@ -89,16 +89,16 @@ class Engine:
         reports = self._core.collective_rpc("kernel_report") if options.coupled else []
         # Features beyond plain decoding that this model allows.
         self.support: ModelSupport = support_of(self._core, config, reports, v2=v2)
-        # Form that drafts may have, if they need not be chains.
-        self.form = form = form_of(options)
-        if form is not None and not (
+        form = form_of(options)
+        allowed = form is not None and (
             config.additional_config[form.key] and self.support.allows(form.feature)
-        ):
-            self.form = None
+        )
+        # Form that drafts may have, if they need not be chains.
+        self.form = form if allowed else None
         if options.step_log is not None:
             StepLog(self._scheduler, options.step_log)
-        forms = None if form is None else form.in_core(self._core, allowed=self.form is not None)
-        self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled, form=forms)
+        drafts = None if form is None else form.in_core(self._core, allowed=self.form is not None)
+        self._steps: CoreSteps = make_steps(self._core, coupled=options.coupled, form=drafts)
         vocab_size = config.model_config.get_vocab_size()
         self._folder = Path(options.model)
         self._stops = StopStrings(token_bytes(self._folder, vocab_size))

@@ -136,29 +136,44 @@ def search(survival, counts, seconds, price, picks, buckets):
     return evaluate(buckets, counts, seconds, len(picks))
 
 
+@jit.kernel
+def last_bucket(buckets, count):
+    """Return the lowest bucket of the best `count` tokens, and how many of these are in it."""
+    last, left = len(buckets) - 1, float(count)
+    while buckets[last, 0] < left:
+        left -= buckets[last, 0]
+        last -= 1
+    return last, left
+
+
+@jit.kernel
+def cut_chain(survival, bits, d, i, last, left, expected):
+    """Return how many tokens of chain (d, i) are above the bucket `last`, or among the `left` ones in it.
+
+    Also returns what is left of that bucket, and `expected` with the survival of these tokens. `bits` is `survival`
+    as integers; views of one chain would cost more than its tokens.
+    """
+    length, width = 0, survival.shape[2]
+    while length < width and survival[d, i, length] > 0.0:
+        bucket = bucket_of(bits[d, i, length])
+        if bucket < last or (bucket == last and left == 0):
+            break
+        left -= bucket == last
+        expected += survival[d, i, length]
+        length += 1
+    return length, left, expected
+
+
 @_entry
 def cut(survival, picks, buckets, count, lengths):
     """Fill how many of the best `count` > 0 tokens each sample has [n]; return the sum of their survival.
 
     The buckets have at least `count` tokens. From the last bucket the first samples' tokens are taken.
     """
-    n, width = survival.shape[1:]
-    bits = survival.view(np.int64)
-    last, left = len(buckets) - 1, count
-    while buckets[last, 0] < left:
-        left -= buckets[last, 0]
-        last -= 1
-    expected = 0.0
-    for i in range(n):
-        d, length = picks[i], 0
-        while length < width and survival[d, i, length] > 0.0:
-            bucket = bucket_of(bits[d, i, length])
-            if bucket < last or (bucket == last and left == 0):
-                break
-            left -= bucket == last
-            expected += survival[d, i, length]
-            length += 1
-        lengths[i] = length
+    last, left = last_bucket(buckets, count)
+    expected, bits = 0.0, survival.view(np.int64)
+    for i in range(len(picks)):
+        lengths[i], left, expected = cut_chain(survival, bits, picks[i], i, last, left, expected)
     return expected
 
 

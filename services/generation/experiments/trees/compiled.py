@@ -16,7 +16,14 @@ import numpy as np
 
 from kernels import jit
 from services.generation.speculation import compiled
-from services.generation.speculation.compiled import BUCKETS, bucket_of, evaluate, sort_into
+from services.generation.speculation.compiled import (
+    BUCKETS,
+    bucket_of,
+    cut_chain,
+    evaluate,
+    last_bucket,
+    sort_into,
+)
 
 __all__ = ["BUCKETS", "cut_trees", "search_trees", "survive_trees"]
 _SOURCES = (Path(__file__), Path(str(compiled.__file__)), Path(jit.__file__).parent)
@@ -109,22 +116,11 @@ def cut_trees(survival, branches, drafter, picks, buckets, count, lengths, taken
     A sample's chain comes before its branches, and a parent before its children, so the rest of the last bucket is
     never given to a token without its parent.
     """
-    n, width = survival.shape[1:]
-    last, left = len(buckets) - 1, count
-    while buckets[last, 0] < left:
-        left -= buckets[last, 0]
-        last -= 1
+    last, left = last_bucket(buckets, count)
     expected, bits, more = 0.0, survival.view(np.int64), branches.view(np.int64)
-    for i in range(n):
-        d, length = picks[i], 0
-        while length < width and survival[d, i, length] > 0.0:
-            bucket = bucket_of(bits[d, i, length])
-            if bucket < last or (bucket == last and left == 0):
-                break
-            left -= bucket == last
-            expected += survival[d, i, length]
-            length += 1
-        lengths[i] = length
+    for i in range(len(picks)):
+        d = picks[i]
+        lengths[i], left, expected = cut_chain(survival, bits, d, i, last, left, expected)
         for j in range(branches.shape[1]):
             taken[i, j] = False
             if d == drafter and branches[i, j] > 0.0:
