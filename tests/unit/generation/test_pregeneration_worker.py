@@ -541,7 +541,8 @@ async def test_items_start_without_drafts_that_do_not_come(rigs: Callable[..., R
 
 async def test_near_ties_are_forked_until_real_work_comes(rig: Rig) -> None:
     rig.engine.ties = {3: 0.01, 5: 0.09, 7: 5.0}
-    await rig.take(item(1, 12))
+    # No report before the sample has ended: a fork that began earlier would already have run.
+    await rig.take(item(1, 12), poll_steps=100)
     await rig.step(12)
     await rig.until(lambda: len(rig.loop.samples.background) == 2)
     prefixes = [each.request.prefix for each in rig.loop.samples.background_samples()]
