@@ -100,7 +100,7 @@ def serve(pipe: Connection, build: Callable[..., Callable[[Any], Any]], given: t
 class UncountedDrafts:
     """Draft metrics that are dropped. A drafter that fails ends the benchmark, or it would look fast."""
 
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
+    def verified(self, drafter: str, drafted: int, accepted: int, count: int) -> None:
         """Do nothing."""
 
     def fault(self, drafter: str) -> None:

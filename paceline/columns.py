@@ -119,9 +119,12 @@ class TokenLists:
 
     def extend(self, source: ColumnSource) -> None:
         """Append tokens."""
-        for column in COLUMNS:
-            if values := getattr(source, column.name):
-                getattr(self, column.name).extend(values)
+        # Column by column, because the engine calls it for every sample in every step.
+        self.token_ids += source.token_ids
+        self.logprobs += source.logprobs
+        if source.top_token_ids:
+            self.top_token_ids += source.top_token_ids
+            self.top_logprobs += source.top_logprobs
 
     def take(self, version: int | None, *, mixed_kv: bool = False) -> sample_pb2.TokenColumns:
         """Remove all tokens, and return them as tokens of this policy version; None: of none that is named."""

@@ -7,7 +7,7 @@ gives the time of each step. Planning and indexing take no time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -78,7 +78,7 @@ class TextDrafting(Protocol):
     def drafts(self, samples: Samples, rows: int) -> Mapping[str, Sequence[int]]: ...
     def shape(self, samples: Samples, drafts: Mapping[str, Sequence[int]]) -> StepShape | None: ...
     def stepped(self, shape: StepShape, seconds: float) -> None: ...
-    def learn(self, step: SampleStep) -> object: ...
+    def learn(self, steps: Iterable[SampleStep]) -> object: ...
     def end(self, sample_id: str, response: Sequence[int]) -> None: ...
 
 
@@ -214,7 +214,7 @@ class TextInstance:
         self.counts.drafted += len(draft)
         self.counts.accepted += held
         if self.drafting is not None:
-            self.drafting.learn(SampleStep(state.sample_id, tokens, [], drafted=len(draft), accepted=held))
+            self.drafting.learn([SampleStep(state.sample_id, tokens, [], drafted=len(draft), accepted=held)])
         if live.left:
             return False
         self.leave(state.sample_id)

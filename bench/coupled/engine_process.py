@@ -182,7 +182,7 @@ def _record(measured: EngineMeasurement, step: SampleStep, running: set[str], sp
     measured.drafted += step.drafted
     measured.accepted += step.accepted
     if speculation is not None:
-        speculation.learn(step)
+        speculation.learn([step])
     if step.finish is not None:
         running.discard(step.sample_id)
         if speculation is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,7 +177,7 @@ class StockDrafting:
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Ignore the time of a step."""
 
-    def learn(self, step: SampleStep) -> None:
+    def learn(self, steps: Iterable[SampleStep]) -> None:
         """Ignore what was accepted."""
 
 

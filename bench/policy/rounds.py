@@ -191,9 +191,9 @@ def _step(engine: Engine, measured: MeasuredRound, speculation: Speculation | No
 
 
 def _record(measured: MeasuredRound, steps: Sequence[Any], speculation: Speculation | None) -> None:
+    if speculation is not None:
+        speculation.learn(steps)
     for step in steps:
         measured.responses[step.sample_id] += step.token_ids
-        if speculation is not None:
-            speculation.learn(step)
-            if step.finish is not None:
-                speculation.end(step.sample_id, measured.responses[step.sample_id])
+        if speculation is not None and step.finish is not None:
+            speculation.end(step.sample_id, measured.responses[step.sample_id])

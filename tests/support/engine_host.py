@@ -299,7 +299,7 @@ class _Run:
             found.outputs += 1
             self._reuse.learn(step)
             if self._served is not None and self._scenario.branches is not None:
-                self._served.learn(step)
+                self._served.learn([step])
             found.began.setdefault(sample_id, found.steps)
             if step.cached_context is not None:
                 found.cached.setdefault(sample_id, step.cached_context)

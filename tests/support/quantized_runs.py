@@ -119,7 +119,7 @@ def speculate(engine: Any, requests: Sequence[EngineRequest], window: int) -> Ro
     from services.generation.drafters.suffix import SuffixDrafter
 
     class Uncounted:
-        def verified(self, drafter: str, drafted: int, accepted: int) -> None: ...
+        def verified(self, drafter: str, drafted: int, accepted: int, count: int) -> None: ...
         def fault(self, drafter: str) -> None:
             raise AssertionError(f"{drafter} is at fault")
 
@@ -136,7 +136,7 @@ def speculate(engine: Any, requests: Sequence[EngineRequest], window: int) -> Ro
         engine.put_drafts(speculation.drafts(engine.decoding(), engine.row_capacity))
         for step in engine.step():
             sample_id = step.sample_id.removeprefix(prefix)
-            source = speculation.learn(step)
+            [source] = speculation.learn([step])
             if step.drafted:
                 found.sources.setdefault(sample_id, []).append((source, step.drafted, step.accepted))
             found.tokens[sample_id] += step.token_ids

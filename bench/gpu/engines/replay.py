@@ -241,7 +241,7 @@ class _ReplayRun:
 
     def _learn(self, step: Any, response: Sequence[int]) -> None:
         assert self._drafts is not None
-        self._drafts.learn(step)
+        self._drafts.learn([step])
         self.verified.update(drafted=step.drafted, accepted=step.accepted)
         if step.finish is not None:
             self._drafts.end(step.sample_id, response)

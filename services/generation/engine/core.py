@@ -195,8 +195,8 @@ class Engine:
         """Steps that are scheduled and not finished; 0 unless the engine schedules ahead."""
         return self._steps.in_flight
 
-    def _outcome(self, outputs: Iterable[Any]) -> list[SampleStep]:
-        found = [self._requests.sample_step(output) for output in outputs]
+    def _outcome(self, outputs: Sequence[Any]) -> list[SampleStep]:
+        found = self._requests.sample_steps(outputs)
         if self._requests.left_rollouts:
             self._steps.leave_rollouts(self._requests.left_rollouts)
             self._requests.left_rollouts.clear()

@@ -103,7 +103,7 @@ def _verified(output: EngineCoreOutput) -> tuple[int, int]:
     """Return how many drafts a step verified for a sample, and how many of them it accepted."""
     if output.new_logprobs is None:
         return 0, 0
-    drafted, accepted, _ = unpack(output.new_logprobs.sampled_token_ranks)
+    drafted, accepted, _ = unpack(output.new_logprobs.sampled_token_ranks.tolist())
     return drafted, accepted
 
 

@@ -26,7 +26,7 @@ from services.generation.engine.sampling.inputs import (
     RecordedDrafts,
     SampleSettings,
 )
-from services.generation.engine.sampling.outputs import unpack, unpack_likeliest
+from services.generation.engine.sampling.outputs import joined, unpack, unpack_likeliest
 from services.generation.engine.text import StopStrings
 from services.generation.engine.types import Ending, EngineRequest, Finish, SampleStep
 
@@ -63,9 +63,11 @@ class PrefixHits:
             self._hits[request.request_id] = found[1]
         return found
 
-    def take(self, sample_id: str) -> int | None:
-        """Return the tokens of a sample that has just run for the first time; None for any other."""
-        return self._hits.pop(sample_id, None) if self._hits else None
+    def give(self, steps: Iterable[SampleStep]) -> None:
+        """Set the tokens found in steps of samples that have just run for the first time."""
+        if self._hits:
+            for step in steps:
+                step.cached_context = self._hits.pop(step.sample_id, None)
 
     def forget(self, sample_ids: Iterable[str]) -> None:
         """Forget samples that may not have run."""
@@ -175,26 +177,37 @@ class VllmRequests:
         own = sampling.stop_token_ids
         return own if sampling.ignore_eos else tuple(dict.fromkeys((*own, *self._limits.end_tokens)))
 
-    def sample_step(self, output: EngineCoreOutput) -> SampleStep:
-        """Translate the output of one step for one sample."""
-        sample_id, found, finish = output.request_id, output.new_logprobs, output.finish_reason
-        logprobs: list[float] = [] if found is None else found.logprobs[:, 0].tolist()
-        step = SampleStep(sample_id, output.new_token_ids, logprobs)
-        if found is not None and self._coupled:
-            step.drafted, step.accepted, step.reused = unpack(found.sampled_token_ranks)
-            if found.logprob_token_ids.shape[1] > 1:
-                step.top_token_ids, step.top_logprobs = unpack_likeliest(found)
-        if finish is not None:
-            step.finish = _FINISH.get(finish, Finish.ERROR)
-        # Our `PromptScores`, in the field of vLLM's tensors.
-        step.prompt_scores = output.new_prompt_logprobs_tensors
-        step.cached_context = self._hits.take(sample_id)
-        if sample_id in self.cached_logprobs:
-            self._set_cached_logprobs(step)
+    def sample_steps(self, outputs: Sequence[EngineCoreOutput]) -> list[SampleStep]:
+        """Translate the outputs of a step, one for each sample."""
+        found = [each.new_logprobs for each in outputs]
+        logprobs, marks, likeliest = joined([each for each in found if each is not None])
+        steps, end = list[SampleStep](), 0
+        for output, scores in zip(outputs, found, strict=True):
+            begin = end
+            if scores is not None:
+                end += len(scores.sampled_token_ranks)
+            step = SampleStep(output.request_id, output.new_token_ids, logprobs[begin:end])
+            if self._coupled and begin < end:
+                # Zero without drafts and reused tokens.
+                if marks[begin]:
+                    step.drafted, step.accepted, step.reused = unpack(marks[begin:end])
+                if likeliest:
+                    step.top_token_ids, step.top_logprobs = unpack_likeliest(scores)
+            if output.finish_reason is not None:
+                step.finish = _FINISH.get(output.finish_reason, Finish.ERROR)
+            # Our `PromptScores`, in the field of vLLM's tensors.
+            step.prompt_scores = output.new_prompt_logprobs_tensors
+            steps.append(step)
+        self._hits.give(steps)
+        if self.cached_logprobs:
+            for step in steps:
+                if step.sample_id in self.cached_logprobs:
+                    self._set_cached_logprobs(step)
         # A NaN makes the sum NaN, so most steps pay only for the sum.
         if isnan(sum(logprobs)):
-            _cut_at_nan(step)
-        return step
+            for step in steps:
+                _cut_at_nan(step)
+        return steps
 
     def _set_cached_logprobs(self, step: SampleStep) -> None:
         """Give reused tokens the log-probabilities with which they were generated."""

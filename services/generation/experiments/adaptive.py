@@ -48,15 +48,15 @@ class AdaptiveMode(FixedMode):
         """Return the present draft length."""
         return self._lengths[self._place]
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Count the outcome of a draft, unless it was shorter than the length for lack of tokens."""
+    def verified(self, drafted: int, accepted: int, count: int = 1) -> None:
+        """Count drafts with this outcome, unless they were shorter than the length for lack of tokens."""
         length = self._lengths[self._place]
         if drafted < length:
             return
         below = self._lengths[self._place - 1] if self._place else 0
-        self._counted += 1
-        self._whole += accepted >= length
-        self._beyond += accepted > below
+        self._counted += count
+        self._whole += count * (accepted >= length)
+        self._beyond += count * (accepted > below)
         if self._counted < _DRAFTS:
             return
         if self._whole >= _RISE * self._counted:

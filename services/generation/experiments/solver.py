@@ -81,10 +81,10 @@ class SolverMode(FixedMode):
         """Solve the table again, because a step of a run begins."""
         self._age = 0
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Count the outcome of a draft: a position is reached if all before it were accepted."""
-        self._counts[0, : min(drafted, accepted + 1)] += 1
-        self._counts[1, :accepted] += 1
+    def verified(self, drafted: int, accepted: int, count: int = 1) -> None:
+        """Count drafts with this outcome: a position is reached if all before it were accepted."""
+        self._counts[0, : min(drafted, accepted + 1)] += count
+        self._counts[1, :accepted] += count
 
     def length(self, samples: int, context: float) -> int:
         """Return the length that the table has for a batch; 0 if none gains the margin."""

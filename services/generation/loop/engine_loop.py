@@ -246,7 +246,7 @@ class EngineLoop(EngineThread):
         now, background = self._clock(), self.samples.background
         seconds, real, had_background = now - began, self.samples.real_count, bool(background)
         tokens = pregenerated = forked = 0
-        for step in steps:
+        for step, source in zip(steps, self.drafts.learn(steps), strict=True):
             if had_background and step.sample_id in background:
                 if self.samples[step.sample_id].origin.fork:
                     forked += len(step.token_ids)
@@ -254,21 +254,21 @@ class EngineLoop(EngineThread):
                     pregenerated += len(step.token_ids)
             else:
                 tokens += len(step.token_ids)
-            self._record_sample(step, began, now)
+            self._record_sample(step, began, now, source)
         if had_background:
             self.samples.record_background_step(seconds, pregenerated, forked, real)
         if real:
             self._throughput.record(seconds, tokens)
             self._metrics.step(seconds, tokens)
 
-    def _record_sample(self, step: SampleStep, began: float, now: float) -> None:
+    def _record_sample(self, step: SampleStep, began: float, now: float, source: str) -> None:
         sample = self.samples.get(step.sample_id)
         if sample is None:
             return
         if step.cached_context is not None:
             tokens = len(sample.request.prompt) + len(sample.response)
             self._metrics.entered(tokens, step.cached_context, again=sample.started is not None)
-        sample.record(step, began, now, self.drafts.learn(step))
+        sample.record(step, began, now, source)
         if step.finish is None:
             if len(sample.tokens) >= sample.quota:
                 sample.stream.reached(sample)

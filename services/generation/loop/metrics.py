@@ -157,10 +157,10 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
         self._drafted_at = cache(self.drafts.drafted.labels)
         self._accepted_at = cache(self.drafts.accepted.labels)
 
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Count one verified draft; published with the next `load`."""
-        self._drafted[drafter][drafted] += 1
-        self._accepted[drafter][accepted] += 1
+    def verified(self, drafter: str, drafted: int, accepted: int, count: int = 1) -> None:
+        """Count verified drafts with this outcome; published with the next `load`."""
+        self._drafted[drafter][drafted] += count
+        self._accepted[drafter][accepted] += count
 
     def reused(self, tokens: int, rows: int) -> None:
         """Count one verification of a part of a cached rollout: the tokens taken over and the rows it took."""

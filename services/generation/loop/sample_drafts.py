@@ -162,14 +162,18 @@ class SampleDrafts:
         """Forget the steps that were in flight: their times are not known."""
         self._shapes.clear()
 
-    def learn(self, step: SampleStep) -> str:
-        """Report the outcome of a sample's draft to its source; return the source's name, "" without a draft."""
-        reused = self.reuse.learn(step) if self.reuse else None
-        if reused is not None:
-            tokens, rows = reused
-            self._metrics.reused(tokens, rows)
-            return CACHED_SOURCE
-        return "" if self.speculation is None else self.speculation.learn(step)
+    def learn(self, steps: Sequence[SampleStep]) -> list[str]:
+        """Report the outcome of each draft to its source; return the sources' names, "" without a draft."""
+        reused = [self.reuse.learn(step) for step in steps] if self.reuse else []
+        left = [step for step, own in zip(steps, reused, strict=True) if own is None] if reused else steps
+        names = [""] * len(left) if self.speculation is None else self.speculation.learn(left)
+        if not reused:
+            return names
+        for own in reused:
+            if own is not None:
+                self._metrics.reused(*own)
+        others = iter(names)
+        return [next(others) if own is None else CACHED_SOURCE for own in reused]
 
 
 def _context(

@@ -159,8 +159,8 @@ class Mode:
         """
         return choose_lengths(batch, acceptance, self.step_time, pass_time, self.knobs.margin)
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Learn the outcome of a draft."""
+    def verified(self, drafted: int, accepted: int, count: int = 1) -> None:
+        """Learn the outcome of `count` drafts."""
 
     def new_step(self) -> None:
         """Record that a step of a run begins."""

@@ -85,8 +85,8 @@ class DraftPlanner:
     def stepped(self, shape: StepShape, seconds: float) -> None:
         """Learn the measured time of a step."""
 
-    def verified(self, source: str, drafted: int, accepted: int) -> None:
-        """Record the outcome of one draft of the last step."""
+    def verified(self, source: str, drafted: int, accepted: int, count: int = 1) -> None:
+        """Record the outcome of `count` drafts of the last step."""
 
 
 @dataclass(frozen=True)

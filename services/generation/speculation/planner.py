@@ -161,12 +161,12 @@ class SpeculationAccount:
         self._totals.predicted_seconds += predicted
         self._totals.measured_seconds += measured
 
-    def verified(self, source: str, drafted: int, accepted: int) -> None:
-        """Count the outcome of one draft."""
+    def verified(self, source: str, drafted: int, accepted: int, count: int = 1) -> None:
+        """Count drafts with this outcome."""
         counted = self._verified.get(source)
         if counted is None:
             counted = self._verified[source] = Counter()
-        counted[drafted, accepted] += 1
+        counted[drafted, accepted] += count
 
     def steps(self) -> Iterable[tuple[StepKey, StepTotals]]:
         """Return the latest steps, oldest first."""
@@ -376,11 +376,11 @@ class KnobDrivenPlanner(DraftPlanner):
         if self._metrics is not None:
             self._metrics.predicted(predicted, seconds)
 
-    def verified(self, source: str, drafted: int, accepted: int) -> None:
-        """Record the outcome of one draft of the last step."""
-        self.account.verified(source, drafted, accepted)
+    def verified(self, source: str, drafted: int, accepted: int, count: int = 1) -> None:
+        """Record the outcome of `count` drafts of the last step."""
+        self.account.verified(source, drafted, accepted, count)
         if self._mode is not None:
-            self._mode.verified(drafted, accepted)
+            self._mode.verified(drafted, accepted, count)
 
     def draft_lengths(
         self,

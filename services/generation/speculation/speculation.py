@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -96,7 +96,7 @@ class DraftBackoff:
 class VerificationMetrics(Protocol):
     """Counters of drafts and faults, by drafter or source."""
 
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None: ...
+    def verified(self, drafter: str, drafted: int, accepted: int, count: int) -> None: ...
     def fault(self, drafter: str) -> None: ...
 
 
@@ -142,6 +142,8 @@ class Speculation:
     """Number of further decisions before the outcomes of one are known, on an engine that schedules ahead."""
     # Drafters that are queried after the others come last.
     _guarded: dict[str, tuple[TokenDrafter, _Guard]] = field(init=False)
+    # Names of the drafters that learn from each draft.
+    _learning: frozenset[str] = field(init=False)
     _planner: _Guard = field(init=False)
     # Drafter and source by sample id of the drafts without an outcome yet; one dict per decision, newest last.
     _origins: deque[dict[str, tuple[str, str]]] = field(init=False)
@@ -156,6 +158,9 @@ class Speculation:
         self._planner = _Guard(PLANNER, self.metrics, PLANNER, inf)
         ordered = sorted(self.drafters, key=lambda each: each.sequential)
         self._guarded = {each.name: (each, _Guard(each.name, self.metrics)) for each in ordered}
+        self._learning = frozenset(
+            each.name for each in ordered if type(each).learn is not TokenDrafter.learn
+        )
 
     def begin(self, context: DraftContext) -> None:
         """Register a sample that enters the engine."""
@@ -223,29 +228,35 @@ class Speculation:
         """Report the measured time of a step of this shape; it may come some steps late."""
         self._planner.call(None, self.plan.stepped, shape, seconds)
 
-    def learn(self, step: SampleStep) -> str:
-        """Report a sample's verification to the drafter that made its draft.
+    def learn(self, steps: Iterable[SampleStep]) -> list[str]:
+        """Report the verifications of a step to the drafters that made the drafts, to the planner and to metrics.
+
+        Drafts of one origin and outcome are reported together, because a report costs as much as all else here.
 
         Returns:
-            The origin of the draft in results; "" without one.
+            The origin in results of each draft; "" without one.
         """
-        sample_id, drafted, accepted = step.sample_id, step.drafted, step.accepted
-        if not drafted:
-            return ""
-        for origins in self._origins:
-            if (origin := origins.pop(sample_id, None)) is not None:
-                break
-        else:
-            return ""
-        name, source = origin
-        self.metrics.verified(source, drafted, accepted)
-        longest = self._drafts.longest(sample_id, drafted)
-        self._planner.call(None, self.plan.verified, source, longest, accepted)
-        drafter, guard = self._guarded[name]
-        # Few drafters learn from each draft, and the call costs time for every sample.
-        if type(drafter).learn is not TokenDrafter.learn:
-            guard.call(None, drafter.learn, sample_id, drafted, accepted)
-        return source
+        sources, outcomes, longest = list[str](), dict[tuple[str, int, int, int], int](), self._drafts.longest
+        for step in steps:
+            drafted, origin = step.drafted, None
+            if drafted:
+                for origins in self._origins:
+                    if (origin := origins.pop(step.sample_id, None)) is not None:
+                        break
+            if origin is None:
+                sources.append("")
+                continue
+            name, source = origin
+            sources.append(source)
+            outcome = (source, drafted, longest(step.sample_id, drafted), step.accepted)
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+            if name in self._learning:
+                drafter, guard = self._guarded[name]
+                guard.call(None, drafter.learn, step.sample_id, drafted, step.accepted)
+        for (source, drafted, most, accepted), count in outcomes.items():
+            self.metrics.verified(source, drafted, accepted, count)
+            self._planner.call(None, self.plan.verified, source, most, accepted, count)
+        return sources
 
     def _choose(self, samples: Samples, proposals: ProposalsByName, rows: int) -> Drafts:
         """Return the planner's drafts of the next step; ValueError if the samples have no room for them."""

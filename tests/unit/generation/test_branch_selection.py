@@ -149,8 +149,8 @@ class _Counted:
         self.faults: list[str] = []
         self.counts: list[tuple[str, int, int]] = []
 
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        self.counts.append((drafter, drafted, accepted))
+    def verified(self, drafter: str, drafted: int, accepted: int, count: int) -> None:
+        self.counts += [(drafter, drafted, accepted)] * count
 
     def fault(self, drafter: str) -> None:
         self.faults.append(drafter)
@@ -176,9 +176,9 @@ def test_a_tree_is_planned_and_its_depth_is_what_lengths_are_learned_from() -> N
     speculation.plan.verified = lambda *outcome: learned.append(outcome)  # type: ignore[method-assign]
     state = EngineSampleState("s", [1], [2], 9, 2)
     assert speculation.drafts([state]) == {"s": DraftTree([5, 6, 7, 8], [-1, 0, -1, 2])}
-    assert speculation.learn(SampleStep("s", [7, 8, 9], [0.0] * 3, drafted=4, accepted=2)) == "fixed"
+    assert speculation.learn([SampleStep("s", [7, 8, 9], [0.0] * 3, drafted=4, accepted=2)]) == ["fixed"]
     assert metrics.counts == [("fixed", 4, 2)]
-    assert learned == [("fixed", 2, 2)]
+    assert learned == [("fixed", 2, 2, 1)]
 
 
 @pytest.mark.parametrize(

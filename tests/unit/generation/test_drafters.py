@@ -165,7 +165,7 @@ class Instance:
                 self.drafts.put(self.engine)  # type: ignore[arg-type]
                 for step in self.engine.step():
                     tokens[step.sample_id] += step.token_ids
-                    self.drafts.learn(step)
+                    self.drafts.learn([step])
         self.log += log
         return list(tokens.values())
 

@@ -171,4 +171,4 @@ def test_marks_say_what_was_verified_and_taken_over(samples: list[tuple[int, int
             counts = (
                 (drafted[i], min(accepted[i], emitted), min(reused[i], emitted)) if emitted else (0, 0, 0)
             )
-            assert unpack(marks[i, :emitted]) == counts
+            assert unpack(marks[i, :emitted].tolist()) == counts

@@ -185,8 +185,8 @@ class Counts:
         self.faults: Counter[str] = Counter()
         self.outcomes: list[tuple[str, int, int]] = []
 
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        self.outcomes.append((drafter, drafted, accepted))
+    def verified(self, drafter: str, drafted: int, accepted: int, count: int) -> None:
+        self.outcomes += [(drafter, drafted, accepted)] * count
 
     def fault(self, drafter: str) -> None:
         self.faults[drafter] += 1
@@ -260,7 +260,7 @@ def test_a_faulty_drafter_loses_its_say_and_the_others_go_on(what: str) -> None:
     with structlog.testing.capture_logs() as logs:
         for _ in range(MAX_FAULTS + 2):
             assert spec.drafts(states("a", "b")) == {"a": [7], "b": [7]}
-            assert spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1)) == "good"
+            assert spec.learn([SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1)]) == ["good"]
     assert counts.faults["bad"] >= MAX_FAULTS
     assert counts.faults["good"] == 0
     assert bad.asked == MAX_FAULTS
@@ -300,7 +300,7 @@ def test_a_drafter_that_raises_elsewhere_harms_nobody(method: str, monkeypatch: 
         spec.add_rollouts(NewRollouts())
         drafts = spec.drafts(states("a"))
         assert drafts == {"a": [7]}
-        spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1))
+        spec.learn([SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1)])
         spec.end("a")
     assert (counts.outcomes[0][0], counts.outcomes[-1][0]) == ("bad", "well")
     assert counts.faults == {"bad": MAX_FAULTS}
@@ -311,11 +311,27 @@ def test_outcomes_go_to_the_drafter_that_made_the_draft() -> None:
     right = Scripted("right", lambda samples, window: [None, proposal(3, p=0.9), None])
     spec, counts = speculation(left, right)
     spec.drafts(states("a", "b", "c"))
-    spec.learn(SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=2, accepted=1))
-    spec.learn(SampleStep("b", [4], [0.0], None, drafted=1, accepted=0))
-    spec.learn(SampleStep("c", [4], [0.0]))
+    steps = [
+        SampleStep("c", [4], [0.0]),
+        SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=2, accepted=1),
+        SampleStep("b", [4], [0.0], None, drafted=1, accepted=0),
+    ]
+    assert spec.learn(steps) == ["", "left", "right"]
     assert (left.learned, right.learned) == ([("a", 2, 1)], [("b", 1, 0)])
     assert counts.outcomes == [("left", 2, 1), ("right", 1, 0)]
+
+
+def test_drafts_with_the_same_outcome_are_reported_together() -> None:
+    made = good()
+    spec, counts = speculation(made)
+    spec.drafts(states("a", "b", "c"))
+    kept = [SampleStep(each, [7, 8], [0.0, 0.0], None, drafted=1, accepted=1) for each in "ac"]
+    lost = SampleStep("b", [8], [0.0], None, drafted=1, accepted=0)
+    calls = list[int]()
+    counts.verified = lambda *outcome: calls.append(outcome[-1])  # type: ignore[method-assign]
+    assert spec.learn([kept[0], lost, kept[1]]) == ["good"] * 3
+    assert calls == [2, 1]
+    assert made.learned == [("a", 1, 1), ("b", 1, 0), ("c", 1, 1)]
 
 
 def test_outcomes_are_counted_by_the_source_of_the_draft() -> None:
@@ -324,8 +340,8 @@ def test_outcomes_are_counted_by_the_source_of_the_draft() -> None:
     )
     spec, counts = speculation(aligned)
     spec.drafts(states("a", "b"))
-    assert spec.learn(SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=1, accepted=1)) == "history"
-    assert spec.learn(SampleStep("b", [2, 5], [0.0, 0.0], None, drafted=1, accepted=1)) == "aligned"
+    assert spec.learn([SampleStep("a", [1, 5], [0.0, 0.0], None, drafted=1, accepted=1)]) == ["history"]
+    assert spec.learn([SampleStep("b", [2, 5], [0.0, 0.0], None, drafted=1, accepted=1)]) == ["aligned"]
     assert aligned.learned == [("a", 1, 1), ("b", 1, 1)]
     assert counts.outcomes == [("history", 1, 1), ("aligned", 1, 1)]
 
@@ -346,8 +362,8 @@ def test_outcomes_that_come_two_decisions_late_go_to_the_drafter_of_their_own_dr
         if step >= 2:
             # How many were accepted says which step it was.
             due = int(wanted[step - 2] != "")
-            found = spec.learn(SampleStep("a", [1, 1], [0.0, 0.0], None, drafted=due, accepted=due * step))
-            assert found == wanted[step - 2]
+            found = spec.learn([SampleStep("a", [1, 1], [0.0, 0.0], None, drafted=due, accepted=due * step)])
+            assert found == [wanted[step - 2]]
     assert [each for each, _, _ in counts.outcomes] == [each for each in wanted if each]
     assert [accepted for _, _, accepted in left.learned] == [2, 6, 9]
     assert [accepted for _, _, accepted in right.learned] == [3, 5]
@@ -359,7 +375,7 @@ def test_a_draft_whose_outcome_never_came_is_forgotten(late: int) -> None:
     spec.drafts(states("a"))
     for _ in range(1 + late):
         spec.drafts(states("b"))
-    assert spec.learn(SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1)) == ""
+    assert spec.learn([SampleStep("a", [7, 8], [0.0, 0.0], None, drafted=1, accepted=1)]) == [""]
     assert not counts.outcomes
 
 
@@ -393,10 +409,10 @@ def test_an_ended_sample_and_an_idle_step_have_no_draft() -> None:
     steps = [SampleStep(each, [7, 8], [0.0, 0.0], None, drafted=1, accepted=1) for each in "ab"]
     spec.drafts(states("a", "b"))
     spec.end("a")
-    assert [spec.learn(each) for each in steps] == ["", "good"]
+    assert spec.learn(steps) == ["", "good"]
     spec.drafts(states("b"))
     assert spec.drafts([]) == {}
-    assert spec.learn(steps[1]) == ""
+    assert spec.learn(steps[1:]) == [""]
 
 
 anything = st.recursive(

@@ -118,7 +118,7 @@ def test_both_engines_sample_alike(step: Step) -> None:
         assert tokens[i, :count].tolist() == expected.tokens[own].tolist()
         assert told.logprobs[own, 0].numpy() == pytest.approx(expected.logprobs[own], abs=2e-5)
         drafted = int(np.diff(step.cu)[i]) - 1
-        assert unpack(told.selected_token_ranks[own].numpy()) == (drafted, count - 1, 0)
+        assert unpack(told.selected_token_ranks[own].tolist()) == (drafted, count - 1, 0)
         asked = step.samples[i].top_logprobs or int(step.samples[i].near_ties)
         assert (
             told.logprob_token_ids[own, 1 : 1 + asked].tolist() == expected.top_tokens[own, :asked].tolist()

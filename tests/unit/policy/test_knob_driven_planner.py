@@ -280,8 +280,8 @@ class Metrics:
     def __init__(self) -> None:
         self.counted = 0
 
-    def verified(self, drafter: str, drafted: int, accepted: int) -> None:
-        self.counted += accepted
+    def verified(self, drafter: str, drafted: int, accepted: int, count: int) -> None:
+        self.counted += count * accepted
 
     def fault(self, drafter: str) -> None:
         raise AssertionError(drafter)
@@ -296,7 +296,7 @@ def test_a_drafter_that_is_not_wanted_is_told_everything_and_asked_nothing() -> 
     assert (drafter.asked, drafter.begun) == (0, ["r/1/a"])
     apply(plan, 2, {}, {}, {})
     assert speculation.drafts([sample("r/1/a")]) == {"r/1/a": [0, 1, 2]}
-    speculation.learn(SampleStep("r/1/a", [0, 1], [0.0, 0.0], drafted=3, accepted=2))
+    speculation.learn([SampleStep("r/1/a", [0, 1], [0.0, 0.0], drafted=3, accepted=2)])
     assert metrics.counted == 2
     ((_, totals),) = plan.account.steps()
     assert totals.acceptance.accepted == 2

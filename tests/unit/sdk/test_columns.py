@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.columns import TokenBuffer, TokenLists, VersionRun, arrays_of, mismatch
+from paceline.columns import COLUMNS, TokenBuffer, TokenLists, VersionRun, arrays_of, mismatch
 from paceline.v1 import sample_pb2
 from tests.support.token_columns import columns
 
@@ -64,6 +64,7 @@ def test_lists_are_taken_once_with_their_version() -> None:
     lists = TokenLists()
     lists.extend(message([5, 6], None, 1))
     lists.extend(message([7], None, 1))
+    assert all(len(getattr(lists, column.name)) == 3 for column in COLUMNS)
     taken = lists.take(3, mixed_kv=True)
     assert (list(taken.token_ids), list(taken.top_token_ids)) == ([5, 6, 7], [2, 3, 3])
     assert list(taken.versions) == [sample_pb2.VersionRun(tokens=3, policy_version=3, mixed_kv=True)]

@@ -7,7 +7,7 @@ limit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,19 +60,17 @@ def pack_rows(drafted: torch.Tensor, accepted: torch.Tensor, reused: torch.Tenso
     return (4 * drafted + ACCEPTED * accepted + reused).to(torch.int32)
 
 
-def unpack(marks: npt.NDArray[Any]) -> tuple[int, int, int]:
+def unpack(marks: Sequence[int]) -> tuple[int, int, int]:
     """Return (drafted, accepted, reused) of one sample from the marks of its tokens; zeros without marks.
 
     The last two count only tokens that are left: there may have been more after a stop token.
     """
-    if not marks.size or not (first := marks.item(0)):
+    if not marks or not (first := marks[0]):
         return 0, 0, 0
-    # A list, because a sum over so few numbers takes numpy longer than all else here.
-    left: list[int] = marks.tolist()
     if not first & 1:
-        return first >> 2, left.count(first) if first & ACCEPTED else 0, 0
-    accepted = sum([mark & ACCEPTED for mark in left]) // ACCEPTED
-    return first >> 2, accepted, sum([mark & 1 for mark in left])
+        return first >> 2, marks.count(first) if first & ACCEPTED else 0, 0
+    accepted = sum([mark & ACCEPTED for mark in marks]) // ACCEPTED
+    return first >> 2, accepted, sum([mark & 1 for mark in marks])
 
 
 def unpack_likeliest(logprobs: Any) -> tuple[list[int], list[float]]:
@@ -82,6 +80,33 @@ def unpack_likeliest(logprobs: Any) -> tuple[list[int], list[float]]:
         return [], []
     wanted = slice(1, 1 + int((tokens[0, 1:] != NO_TOKEN).sum()))
     return tokens[:, wanted].ravel().tolist(), logprobs.logprobs[:, wanted].ravel().tolist()
+
+
+def joined(scores: Sequence[Any]) -> tuple[list[float], list[int], bool]:
+    """Return the log-probabilities and the marks of the tokens of all samples, in order.
+
+    Joined because converting an array takes as long for one sample as for hundreds.
+
+    Args:
+        scores: vLLM's `LogprobsLists` of each sample, whose first column is of the sampled tokens.
+
+    Returns:
+        log-probabilities [tokens], marks [tokens], and True if some samples have likeliest tokens.
+    """
+    values, marks = [each.logprobs for each in scores], [each.sampled_token_ranks for each in scores]
+    likeliest = any([each.shape[1] > 1 for each in values])
+    if likeliest:
+        values = [each[:, :1] for each in values]
+    return _flat(values), _flat(marks), likeliest
+
+
+def _flat(parts: Sequence[npt.NDArray[Any]]) -> list[Any]:
+    """Return the entries of all parts, in order."""
+    if not parts:
+        return []
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    flat: list[Any] = whole.ravel().tolist()
+    return flat
 
 
 # -- scores of prompts ------------------------------------------------------------------------------------
