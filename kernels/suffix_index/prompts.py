@@ -301,6 +301,7 @@ class Stepper:
         cu: npt.NDArray[np.int64],
         window: int,
         branches: int,
+        asked: npt.NDArray[np.bool_],
     ) -> Continuations:
         """Append tokens and predict continuations; see SuffixIndex.step. Shapes and ids are valid."""
         if branches:
@@ -321,7 +322,7 @@ class Stepper:
         progress = np.zeros(2, np.int64)
         while True:
             status = step(
-                self.arena.arrays, handles, tokens, cu, progress,
+                self.arena.arrays, handles, tokens, cu, asked, progress,
                 settings.reach, settings.min_match, np.float32(settings.floor),
                 found.tokens, found.shares, found.counts, found.matches,
             )  # fmt: skip

@@ -177,13 +177,24 @@ class SuffixIndex:
         cu: npt.NDArray[np.int64],
         window: int,
         branches: int = 0,
+        asked: npt.NDArray[np.bool_] | None = None,
     ) -> Continuations:
-        """Append tokens[cu[i] : cu[i + 1]] to growing rollout handles[i], then predict each continuation.
+        """Append tokens[cu[i] : cu[i + 1]] to growing rollout handles[i], then predict the continuations.
 
-        handles [n]; tokens [cu[n]]; cu [n + 1], ascending from 0; window >= 1: most tokens of a continuation, and
-        of each of at most `branches` branches from it. A growing rollout that has no room even after all possible
-        evictions is halted: nothing more is appended to it or predicted for it. KeyError for a handle that is not
-        open, ValueError for other wrong arguments; nothing is appended then.
+        A growing rollout that has no room even after all possible evictions is halted: nothing more is appended to
+        it or predicted for it.
+
+        Args:
+            handles: of growing rollouts, [n].
+            tokens: of all of them, [cu[n]].
+            cu: ends of each one's tokens, [n + 1], ascending from 0.
+            window: most tokens of a continuation, at least 1, and of each branch.
+            branches: most branches from a continuation.
+            asked: rollouts of which a continuation is predicted, [n]; None: all.
+
+        Raises:
+            KeyError: a handle is not open. Nothing is appended then.
+            ValueError: another argument is wrong. Nothing is appended then.
         """
         handles, cu = np.array(handles, np.int64), np.array(cu, np.int64)
         tokens = token_array(tokens)
@@ -194,7 +205,10 @@ class SuffixIndex:
             raise ValueError(f"window must be at least 1 token, got {window}")
         if cu.shape != (n + 1,) or cu[0] != 0 or cu[-1] != len(tokens) or (cu[1:] < cu[:-1]).any():
             raise ValueError(f"{n} handles and {len(tokens)} tokens do not match cu {cu.tolist()}")
-        return self._stepper.step(handles, tokens, cu, window, branches)
+        asked = np.ones(n, np.bool_) if asked is None else np.array(asked, np.bool_)
+        if asked.shape != (n,):
+            raise ValueError(f"{n} handles do not match asked {asked.tolist()}")
+        return self._stepper.step(handles, tokens, cu, window, branches, asked)
 
     def halted(self, handles: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each of these open handles [n] whether its rollout was halted for lack of room."""

@@ -260,8 +260,10 @@ def teach_text(arrays, tokens, hashes, hashed):
 
 
 @_entry
-def step(arrays, handles, tokens, cu, progress, reach, min_match, floor, proposed, shares, counts, matches):
-    """Append tokens and predict continuations; see SuffixIndex.step.
+def step(
+    arrays, handles, tokens, cu, asked, progress, reach, min_match, floor, proposed, shares, counts, matches
+):
+    """Append tokens and predict continuations of the `asked` [n] rollouts; see SuffixIndex.step.
 
     progress [2] int64: growing rollouts done, and tokens of all; pass it again after NO_ROOM.
     """
@@ -289,7 +291,7 @@ def step(arrays, handles, tokens, cu, progress, reach, min_match, floor, propose
         progress[0], progress[1] = i + 1, cu[i + 1]
     for i in range(len(handles)):
         cursor = cursors[handles[i] & _ROW]
-        if not cursor.halted:
+        if asked[i] and not cursor.halted:
             for h in range(HISTORY):
                 hashes[h] = cursor.hashes[h]
             salt = tables.salt_of(handles[i])

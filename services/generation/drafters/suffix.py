@@ -7,6 +7,8 @@ idles. Texts are never removed by name, and no prompt is added after its rollout
 automaton.
 
 Acceptance is the index's own estimate: it compares every prediction with the text that follows, verified or not.
+A sample that another drafter serves well, such as by its reference, is indexed like all others and gets no
+continuation: with a large batch predicting one took longer than all else that the host does in a step.
 
 The index is bounded (`draft_index_tokens`). What has no room even after everything idle was evicted is counted: a
 sample without room gets no proposals, and a running one that finds no more room gets none from then on.
@@ -38,6 +40,8 @@ from services.generation.speculation.drafter import (
     TokenDrafter,
     ignore_lack,
 )
+from services.generation.speculation.plan import rooms
+from services.generation.speculation.selection import Bools, well_served
 from services.platform.observability.metric_set import MetricSet, counter
 
 if TYPE_CHECKING:
@@ -154,6 +158,7 @@ class SuffixDrafter(TokenDrafter):
 
     name = "suffix"
     Metrics = SuffixMetrics
+    sequential = True
     alternatives = 0
     """Most alternatives that the index is asked for in addition to a continuation; subclasses propose them."""
 
@@ -236,6 +241,7 @@ class SuffixDrafter(TokenDrafter):
         """Return the continuation that the index predicts for each sample."""
         self._absorb(self._tokens_per_step)
         known = [self._samples.get(state.sample_id) for state in samples]
+        asked = ~well_served(list(others.values()), rooms(samples), window)
         taking: list[_Sample] = []
         news: list[Sequence[int]] = []
         for state, sample in zip(samples, known, strict=True):
@@ -244,7 +250,9 @@ class SuffixDrafter(TokenDrafter):
             taking.append(sample)
             news.append(state.response[sample.taken :])
             sample.taken = len(state.response)
-        found = self._step(taking, news, window, self.alternatives) if taking else None
+        if len(taking) < len(known):
+            asked = asked[[sample is not None for sample in known]]
+        found = self._step(taking, news, window, self.alternatives, asked) if taking else None
         if self._full and (lacking := self._lacking(samples, taking)):
             self._lacked(lacking)
         if found is None or not found.counts.any():
@@ -279,15 +287,20 @@ class SuffixDrafter(TokenDrafter):
         return bool(self._waiting)
 
     def _step(
-        self, samples: Sequence[_Sample], news: Sequence[Sequence[int]], window: int, alternatives: int = 0
+        self,
+        samples: Sequence[_Sample],
+        news: Sequence[Sequence[int]],
+        window: int,
+        alternatives: int = 0,
+        asked: Bools | None = None,
     ) -> Continuations:
-        """Append new tokens to growing texts, and return their predicted continuations."""
+        """Append new tokens to growing texts, and return predicted continuations of the `asked` ones; None: all."""
         began = self._clock()
         handles = np.fromiter((sample.handle for sample in samples), np.int64, len(samples))
         cu = np.zeros(len(news) + 1, np.int64)
         np.cumsum([len(each) for each in news], out=cu[1:])
         tokens = np.fromiter(chain.from_iterable(news), np.int32, int(cu[-1]))
-        found = self._index.step(handles, tokens, cu, window, alternatives)
+        found = self._index.step(handles, tokens, cu, window, alternatives, asked)
         refused = self._halt(samples, self._index.halted(handles), cu)
         self._built("step", began, len(tokens) - refused)
         return found

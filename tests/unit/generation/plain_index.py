@@ -61,7 +61,9 @@ class PlainIndex:
         if not keep:
             del self.texts[text]
 
-    def step(self, handles: Any, tokens: Any, cu: Any, window: int, branches: int = 0) -> Continuations:
+    def step(
+        self, handles: Any, tokens: Any, cu: Any, window: int, branches: int = 0, asked: Any = None
+    ) -> Continuations:
         assert handles.dtype == cu.dtype == np.int64
         assert tokens.dtype == np.int32
         assert len(set(handles.tolist())) == len(handles)
@@ -82,7 +84,7 @@ class PlainIndex:
             np.zeros(n, np.int32),
         )
         for i, handle in enumerate(handles.tolist()):
-            if handle not in self.full:
+            if handle not in self.full and (asked is None or asked[i]):
                 self._proposal(proposals, i, *self.growing[handle], window)
         return proposals
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.generation.speculation.drafter import Proposals
 from services.generation.speculation.plan import best_proposals
-from services.generation.speculation.selection import cut, draft_token_counts, search, survivals
+from services.generation.speculation.selection import cut, draft_token_counts, search, survivals, well_served
 
 N, WIDTH = 5, 4
 # What is alike to a search: survival within a bucket, and what is less than all buckets but the lowest.
@@ -38,6 +38,18 @@ def test_survival_is_the_product_within_the_room(made: list[list[list[float]]], 
         for i in range(N):
             wanted = [float(np.prod(each[i][: j + 1])) if j < min(3, room[i]) else 0.0 for j in range(WIDTH)]
             assert found[drafter, i] == pytest.approx(wanted)
+
+
+@given(several | st.just([]), rooms)
+def test_a_sample_is_well_served_if_one_proposal_lasts_for_most_of_what_it_can_verify(
+    made: list[list[list[float]]], room: list[int]
+) -> None:
+    found = well_served([proposals_of(each) for each in made], np.array(room, np.int64), WIDTH)
+    for i in range(N):
+        usable = min(room[i], WIDTH)
+        expected = [float(np.cumprod(each[i])[: max(room[i], 0)].sum()) for each in made]
+        best, wanted = max(expected, default=0.0), 0.8 * usable
+        assert found[i] == (best >= wanted) or best == pytest.approx(wanted)
 
 
 @given(several, rooms, st.floats(0, 1))

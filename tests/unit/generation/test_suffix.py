@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +15,13 @@ from kernels.suffix_index import SuffixIndex
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.drafters.suffix import SuffixDrafter
 from services.generation.engine.types import EngineSampleState
-from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposal
+from services.generation.speculation.drafter import (
+    DraftContext,
+    NewRollouts,
+    Proposal,
+    Proposals,
+    ProposalsByName,
+)
 from tests.support.proposals import unbatched
 from tests.unit.generation.plain_index import PlainIndex
 from tests.unit.generation.rollouts import rollout
@@ -46,13 +54,15 @@ class Rig:
         known = {"prompt_id": "p", "run_id": "r", "seed": sum(map(ord, sample_id)), "version": 1}
         self.drafter.begin(DraftContext(sample_id, prompt, **(known | fields)))
 
-    def proposals(self, window: int = 4, **responses: list[int]) -> list[Proposal | None]:
+    def proposals(
+        self, window: int = 4, others: ProposalsByName = MappingProxyType({}), **responses: list[int]
+    ) -> list[Proposal | None]:
         states = [
             EngineSampleState(sample_id, prompt, response, 99, len(prompt) + len(response))
             for sample_id, response in responses.items()
             for prompt in (self.prompts.get(sample_id, PROMPT),)
         ]
-        return unbatched(self.drafter.propose(states, window, {}), len(states))
+        return unbatched(self.drafter.propose(states, window, others), len(states))
 
     def propose(self, sample_id: str, response: list[int], window: int = 4) -> list[int]:
         (proposal,) = self.proposals(window, **{sample_id: response})
@@ -102,6 +112,36 @@ def test_all_samples_of_a_step_are_one_call() -> None:
         rig.begin(sample_id)
     rig.proposals(a=[1], b=[2], c=[3])
     assert rig.index.batches == [3]
+
+
+def test_a_sample_whose_reference_serves_it_well_is_indexed_and_gets_nothing() -> None:
+    rig = Rig()
+    for sample_id in "abc":
+        rig.begin(sample_id)
+    rig.proposals(a=[5, 6, 7, 8])
+    # Of 4 tokens, 3.8 and 2.7 are expected to be accepted.
+    acceptance = np.array([[0.98] * 4, [0.85] * 4])
+    others = {"reference": Proposals(np.zeros((2, 4), np.int32), acceptance)}
+    served, other = rig.proposals(others=others, b=[5, 6], c=[5, 6])
+    assert served is None
+    assert other is not None
+    assert list(other.tokens) == [7, 8]
+    assert rig.texts() == [[5, 6], [5, 6], [5, 6, 7, 8]]
+    # Without a good reference it gets what it has missed.
+    assert rig.propose("b", [5, 6, 7]) == [8]
+
+
+def test_a_sample_that_the_index_does_not_know_shifts_no_other_one() -> None:
+    rig = Rig()
+    rig.begin("a")
+    rig.begin("c")
+    rig.proposals(a=[5, 6, 7, 8])
+    acceptance = np.array([[1.0] * 4, [1.0] * 4, [0.1] * 4])
+    others = {"reference": Proposals(np.zeros((3, 4), np.int32), acceptance)}
+    unknown, served, other = rig.proposals(others=others, b=[5], a=[5, 6, 7, 8], c=[5, 6])
+    assert (unknown, served) == (None, None)
+    assert other is not None
+    assert list(other.tokens) == [7, 8]
 
 
 def test_a_resumed_sample_brings_its_prefix_along() -> None:

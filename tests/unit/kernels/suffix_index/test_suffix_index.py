@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernels.suffix_index import SuffixIndex
 from kernels.suffix_index.compiled import layout as at
@@ -19,10 +21,10 @@ def make(**settings) -> SuffixIndex:
     return SuffixIndex(**{"max_tokens": PLENTY, **settings})
 
 
-def step(index: SuffixIndex, handles, texts, window: int = 4):
+def step(index: SuffixIndex, handles, texts, window: int = 4, asked=None):
     cu = np.cumsum([0, *map(len, texts)])
     flat = np.array([token for text in texts for token in text], np.int32)
-    return index.step(np.array(handles, np.int64), flat, cu, window)
+    return index.step(np.array(handles, np.int64), flat, cu, window, asked=asked)
 
 
 def offered(index: SuffixIndex, handle: int, text, window: int = 4) -> list[int]:
@@ -385,7 +387,29 @@ def test_a_batch_that_does_not_fit_together_is_refused(tokens, cu, window):
     both = [handle, index.open("p", 1, 0)]
     with pytest.raises(ValueError, match="cu"):
         index.step(np.array(both), np.array([1], np.int32), np.array([0, 2, 1]), 1)
+    with pytest.raises(ValueError, match="asked"):
+        index.step(
+            np.array([handle]), np.array([1], np.int32), np.array([0, 1]), 1, asked=np.ones(2, np.bool_)
+        )
     assert index.tokens == 0
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=5), st.booleans()), min_size=3, max_size=3)
+    )
+)
+def test_what_is_not_asked_for_is_indexed_and_changes_no_other_continuation(steps):
+    whole, part = make(), make()
+    handles = [[index.open("p", name, 0) for name in range(3)] for index in (whole, part)]
+    for each in steps:
+        texts, asked = [text for text, _ in each], np.array([wanted for _, wanted in each])
+        expected = step(whole, handles[0], texts)
+        found = step(part, handles[1], texts, asked=asked)
+        assert found.counts.tolist() == np.where(asked, expected.counts, 0).tolist()
+        assert np.array_equal(found.tokens[asked], expected.tokens[asked])
+        assert np.array_equal(found.shares[asked], expected.shares[asked])
+    assert whole.dump() == part.dump()
 
 
 def test_all_kinds_of_names_survive_saving():
