@@ -64,6 +64,14 @@ class SampleStream(Protocol):
 
 
 @dataclass(slots=True)
+class VerifiedTokens:
+    """Draft tokens of a sample that were verified, and that were accepted; no message, whose fields are slow."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
 class RunningSample:
     """Sample in the engine. Times are seconds of the loop's clock; `tokens` were not reported yet.
 
@@ -91,7 +99,7 @@ class RunningSample:
     prefill_seconds: float = 0.0
     verify_seconds: float = 0.0
     plain_seconds: float = 0.0
-    drafts: dict[str, sample_pb2.DraftSource] = field(default_factory=dict)
+    drafts: dict[str, VerifiedTokens] = field(default_factory=dict)
     # Log-probabilities under the current policy of the tokens among `tokens` that were taken over.
     verified_logprobs: list[float] = field(default_factory=list)
     # As in pb.Finished. `reused_prefix` of a LENIENT sample counts the tokens taken over.
@@ -163,7 +171,7 @@ class RunningSample:
             self.verify_steps += 1
             count = self.drafts.get(drafter)
             if count is None:
-                count = self.drafts[drafter] = sample_pb2.DraftSource(drafter=drafter)
+                count = self.drafts[drafter] = VerifiedTokens()
             count.drafted += drafted
             count.accepted += step.accepted
 
@@ -213,7 +221,10 @@ class RunningSample:
         return pb.Finished(
             handle=self.handle,
             finish_reason=reason,
-            draft_sources=self.drafts.values(),
+            draft_sources=[
+                sample_pb2.DraftSource(drafter=name, drafted=count.drafted, accepted=count.accepted)
+                for name, count in self.drafts.items()
+            ],
             decode_steps=self.decode_steps,
             verify_steps=self.verify_steps,
             queue_time=duration(started - self.arrived),

@@ -25,7 +25,7 @@ from services.contracts import rollout as convert
 from services.contracts.sampling import Sampling
 from services.generation.engine.types import Verifier
 from services.generation.kv_transfer.reason import Reason
-from services.generation.loop.samples import RunningSample
+from services.generation.loop.samples import RunningSample, VerifiedTokens
 
 
 class Stage(Enum):
@@ -328,7 +328,9 @@ def take_counters(sample: RunningSample, counters: generation_pb2.Finished, now:
     sample.verify_seconds = seconds_of(counters.verify_time)
     sample.plain_seconds = seconds_of(counters.plain_time)
     sample.cached_tokens, sample.reused_prefix = counters.cached_tokens, counters.reused_prefix
-    sample.drafts = {source.drafter: source for source in counters.draft_sources}
+    sample.drafts = {
+        each.drafter: VerifiedTokens(each.drafted, each.accepted) for each in counters.draft_sources
+    }
     # All tokens except the last arrived with their KV.
     sample.cached_context = len(sample.request.prompt) + len(sample.request.prefix) - 1
 
