@@ -21,6 +21,7 @@ from services.gateway.journal.fenced_records import Leniences
 from services.gateway.journal.journal import Journal
 from services.gateway.journal.record import BatchRecord, RecordedBatches
 from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
+from services.gateway.scheduler.estimator import Coverage
 from services.gateway.scheduler.scheduler import Scheduler
 from services.gateway.scheduler.turns import Pace
 from services.gateway.state.calls import sample_call
@@ -140,8 +141,8 @@ class Delivery:
             lenience = await self.leniences.choose(request.run_id, request.exactness)
             key = (request.run_id, f"generate/{request.step}/{next(self._numbers)}")
             batch = self.builder.from_generate(request, key, version, time.time(), lenience, account)
-        self.hinting.reach(batch)
-        running = self.recovery.begin(batch, private=True)
+        coverage: Coverage | None = {} if self.hinting.reach(batch) else None
+        running = self.recovery.begin(batch, private=True, coverage=coverage)
         try:
             async for response in _deltas(running):
                 yield response

@@ -12,7 +12,6 @@ import asyncio
 import enum
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -112,16 +111,16 @@ class Hinting:
         if run is None or run.step is None or run.step < batch.step:
             self.begin(batch)
 
-    def reach(self, batch: RolloutBatch) -> None:
+    def reach(self, batch: RolloutBatch) -> bool:
         """Do the same as `resume` for a sample of a Generate call, if there are hints of its run.
 
-        Also counts unannounced steps that consist of such samples.
+        Returns True for the first sample of a step that was hinted.
         """
-        run_id, step = batch.key[0], batch.step
-        if self.book.is_first(run_id, step) and not self.book.is_hinted(run_id, step):
-            self.metrics.unannounced.inc()
+        run_id = batch.key[0]
+        hinted = self.book.is_hinted(run_id, batch.step)
         if run_id in self.book.runs:
             self.resume(batch)
+        return hinted
 
     async def forget(self, run_id: str) -> None:
         """Forget a run and its hints at once: another run may begin under its name."""
@@ -202,8 +201,7 @@ class Hinting:
 class HintBook:
     """Hints of all runs: at most `max_steps` steps each, and at most `max_bytes` bytes in all.
 
-    If there are more than `max_runs` runs, the least recently touched ones count as `idle`. For at most `max_runs`
-    runs of single samples the latest step is remembered.
+    If there are more than `max_runs` runs, the least recently touched ones count as `idle`.
     """
 
     def __init__(self, max_steps: int, max_bytes: int, max_runs: int = 10_000) -> None:
@@ -211,8 +209,6 @@ class HintBook:
         self._max_steps = max_steps
         self._max_bytes = max_bytes
         self._max_runs = max_runs
-        # Run id -> last step of a run of single samples, the latest last.
-        self._single_steps: OrderedDict[str, int] = OrderedDict()
 
     def put(self, hint: Hint, now: float) -> tuple[HintOutcome, list[int]]:
         """Keep a hint, and replace an earlier one for its step.
@@ -250,18 +246,6 @@ class HintBook:
         run = self.runs.get(run_id)
         return run is not None and step in run.hints
 
-    def is_first(self, run_id: str, step: int) -> bool:
-        """Return True for a single sample that is the first of a step later than all begun steps."""
-        run, singles = self.runs.get(run_id), self._single_steps
-        last = max(singles.get(run_id, -1), -1 if run is None or run.step is None else run.step)
-        if step <= last:
-            return False
-        singles[run_id] = step
-        singles.move_to_end(run_id)
-        if len(singles) > self._max_runs:
-            singles.popitem(last=False)
-        return True
-
     def idle(self, before: float) -> list[str]:
         """Return the runs without a batch or a hint since `before`, and the surplus over `max_runs`."""
         surplus = max(0, len(self.runs) - self._max_runs)
@@ -273,7 +257,6 @@ class HintBook:
     def forget(self, run_id: str) -> None:
         """Forget a run."""
         self.runs.pop(run_id, None)
-        self._single_steps.pop(run_id, None)
 
     def size(self) -> int:
         """Return the bytes of all hints."""

@@ -141,6 +141,8 @@ class StepReport:
     `shares` has the instances with samples of the step. Of the `tokens` of its samples, `pregenerated` existed
     before the step; None: the step was not hinted. `last` has the samples that ended last, in order. `waits` has
     the seconds of trainer and weights between the run's step before and this one, if they are known.
+
+    A `single` step consists of samples that are requested one by one. It ends once the run goes on (`passed`).
     """
 
     run_id: str
@@ -155,6 +157,8 @@ class StepReport:
     last: deque[TimedSample] = field(default_factory=lambda: deque(maxlen=_LAST_SAMPLES))
     version: int = 0
     waits: Mapping[str, float] = field(default_factory=dict)
+    single: bool = False
+    passed: bool = False
 
     def add(self, ended: TimedSample, ahead: int) -> None:
         """Count a sample that has ended; `ahead` of its tokens existed when the step began."""
@@ -191,14 +195,20 @@ class _LastStep:
     step: int
     version: int
     ended_at: float
+    single: bool = False
     updates: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_UPDATES))
 
 
 class IdleTimeBook:
-    """Steps in work, and the last step of each run. Batches of the same step count as one while they overlap."""
+    """Steps in work, and the last step of each run. Batches of the same step count as one while they overlap.
+
+    Nothing says when a step of single samples ends. It lasts until a sample of the run belongs to another step, or
+    the run publishes weights. Single samples of a run that submits batches belong to no step.
+    """
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[str, int], StepReport] = {}
+        # By run and step.
+        self._steps: dict[str, dict[int, StepReport]] = {}
         # By run, the one that ended last at the end.
         self._over: OrderedDict[str, _LastStep] = OrderedDict()
 
@@ -210,43 +220,79 @@ class IdleTimeBook:
         now: float,
         pregenerated: int | None = None,
         version: int = 0,
+        *,
+        single: bool = False,
     ) -> None:
         """Begin `samples` samples of a step, `pregenerated` tokens of which exist (None: it was not hinted)."""
-        key = (run_id, step)
-        report = self._steps.get(key)
+        report = self._steps.get(run_id, {}).get(step)
+        if not samples:
+            return
         if report is None:
             waits = self._waits(run_id, step, version, now)
-            report = self._steps[key] = StepReport(run_id, step, now, now, version=version, waits=waits)
+            report = StepReport(run_id, step, now, now, version=version, waits=waits)
+            self._steps.setdefault(run_id, {})[step] = report
         report.unfinished += samples
+        report.single = single
         if pregenerated is not None:
             report.pregenerated = pregenerated + (report.pregenerated or 0)
-        self._close(key)
+
+    def begin_single(
+        self, run_id: str, step: int, now: float, *, hinted: bool, version: int = 0
+    ) -> tuple[bool, list[StepReport]]:
+        """Begin a single sample of a step.
+
+        Returns:
+            True if it belongs to a step, whose `end` or `drop` is called then: no sample of a run that submits
+            batches does, and no late one of a step that the run has passed. And the reports of the steps that
+            this ends.
+        """
+        own, over = self._steps.get(run_id, {}), self._over.get(run_id)
+        batches = any(not each.single for each in own.values())
+        late = step not in own and any(each > step and own[each].unfinished > 0 for each in own)
+        if batches or late or (not own and over is not None and not over.single):
+            return False, []
+        reports = [] if step in own else self.pass_on(run_id, step)
+        if len(self._steps) > _MOST_RUNS:
+            reports += [report for run in list(self._steps) if run != run_id for report in self.pass_on(run)]
+        self.begin(run_id, step, 1, now, 0 if hinted else None, version, single=True)
+        return True, reports
+
+    def pass_on(self, run_id: str, step: int | None = None) -> list[StepReport]:
+        """End a run's steps of single samples, except `step`; return the reports of those without work.
+
+        The others end with the last of their samples.
+        """
+        reports = list[StepReport]()
+        for each, report in sorted(self._steps.get(run_id, {}).items()):
+            if report.single and each != step:
+                report.passed = True
+                if self._close(run_id, each) is not None:
+                    reports.append(report)
+        return reports
 
     def end(self, run_id: str, step: int, ended: TimedSample, ahead: int = 0) -> StepReport | None:
         """Record the end of a sample; return the report if it was the last sample of the step.
 
         `ahead` of its tokens existed when the step began.
         """
-        report = self._steps.get((run_id, step))
+        report = self._steps.get(run_id, {}).get(step)
         if report is None:
             return None
         report.add(ended, ahead)
-        closed = self._close((run_id, step))
-        if closed is not None:
-            self._over[run_id] = _LastStep(step, closed.version, closed.ended_at)
-            self._over.move_to_end(run_id)
-            if len(self._over) > _MOST_RUNS:
-                self._over.popitem(last=False)
-        return closed
+        return self._close(run_id, step)
 
-    def drop(self, run_id: str, step: int, samples: int) -> None:
-        """Give up `samples` samples of a step."""
-        report = self._steps.get((run_id, step))
-        if report is not None:
-            report.unfinished -= samples
-            if self._close((run_id, step)) is not None:
-                # Its end is unknown, so the time until the next step is, too.
-                self._over.pop(run_id, None)
+    def drop(self, run_id: str, step: int, samples: int) -> StepReport | None:
+        """Give up `samples` samples of a step; return the report if a step of single samples ends by it."""
+        report = self._steps.get(run_id, {}).get(step)
+        if report is None:
+            return None
+        report.unfinished -= samples
+        closed = self._close(run_id, step)
+        if closed is not None and not closed.single:
+            # Its end is unknown, so the time until the next step is, too.
+            self._over.pop(run_id, None)
+            return None
+        return closed
 
     def updated(self, run_id: str, begin: float, end: float) -> None:
         """Record an update of a run's weights, from its begin to its end in unix seconds."""
@@ -256,7 +302,7 @@ class IdleTimeBook:
     def _waits(self, run_id: str, step: int, version: int, now: float) -> dict[str, float]:
         """Return the seconds of trainer and weights until a step begins; none if a restarted trainer begins it."""
         over = self._over.get(run_id)
-        if over is None or any(run == run_id for run, _ in self._steps):
+        if over is None or run_id in self._steps:
             return {}
         if step < over.step or (step == over.step and version != over.version):
             return {}
@@ -265,8 +311,20 @@ class IdleTimeBook:
         weights = min(whole, updating)
         return {"trainer": whole - weights, "weights": weights}
 
-    def _close(self, key: tuple[str, int]) -> StepReport | None:
-        return self._steps.pop(key) if self._steps[key].unfinished <= 0 else None
+    def _close(self, run_id: str, step: int) -> StepReport | None:
+        """Return the report of a step if it is over; it is the last step of its run then."""
+        own = self._steps[run_id]
+        report = own[step]
+        if report.unfinished > 0 or (report.single and not report.passed):
+            return None
+        del own[step]
+        if not own:
+            del self._steps[run_id]
+        self._over[run_id] = _LastStep(step, report.version, report.ended_at, report.single)
+        self._over.move_to_end(run_id)
+        if len(self._over) > _MOST_RUNS:
+            self._over.popitem(last=False)
+        return report
 
 
 def step_record(report: StepReport, bubbles: Mapping[str, float], version: int) -> DecisionRecord:

@@ -145,7 +145,7 @@ class WorkLeft:
 class RunningBatch:
     """One batch in work. `order` ranks its samples after the samples of earlier batches.
 
-    A private batch belongs to a Generate call: it is not journaled, belongs to no step, and ends with the call.
+    A private batch is the single sample of a Generate call: it is not journaled, and ends with the call.
     """
 
     batch: RolloutBatch
@@ -153,6 +153,8 @@ class RunningBatch:
     private: bool = False
     # Number of finished samples in the journal, which may be delivered.
     events: int = 0
+    # True if its samples count in the report of their step.
+    in_step: bool = True
     changed: Notifier = field(default_factory=Notifier)
     # Loop time at which `notify_soon` last woke readers; True if it is about to.
     _notified_at: float = -math.inf

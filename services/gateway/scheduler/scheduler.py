@@ -14,7 +14,7 @@ from paceline.v1 import sample_pb2
 from services.contracts.gateway_keys import BatchKey
 from services.gateway.feeds.history import HistoryWriter
 from services.gateway.feeds.learner import EndedSingles, LearnerFeed
-from services.gateway.feeds.step_report import IdleTimeBook, TimedSample, step_record
+from services.gateway.feeds.step_report import IdleTimeBook, StepReport, TimedSample, step_record
 from services.gateway.journal.writer import JournalWriter
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.active_batches import ActiveBatches, RunningBatch
@@ -64,20 +64,31 @@ class Scheduler:
     ) -> RunningBatch:
         """Begin or resume a batch.
 
-        `events` of its samples are in the journal already. `coverage` has the existing drafts of its samples; None:
-        its step was not hinted.
+        Args:
+            batch: the batch.
+            private: it is the single sample of a Generate call.
+            events: number of its samples that are in the journal already.
+            coverage: existing drafts of its samples; None: its step was not hinted.
         """
         self._orders += _ORDER_STEP
         running = RunningBatch(batch, self._orders, private, events)
         self.batches.add(running)
         self.batches.count(batch.account, batch.unfinished, batch.most_tokens)
-        if not private:
+        run_id, now = batch.key[0], time.time()
+        if private:
+            hinted, version = coverage is not None, batch.current_version
+            running.in_step, reports = self._steps.begin_single(
+                run_id, batch.step, now, hinted=hinted, version=version
+            )
+            for report in reports:
+                self._report(report)
+        else:
             if coverage is not None:
                 self.estimator.cover(batch, coverage)
             pregenerated = None if coverage is None else 0
             self._begin_in_step(batch, batch.unfinished, batch.accepted_at, pregenerated)
-            self.metrics.show_run(batch.key[0], time.time(), step=batch.step)
-        running.call_later(max(0.0, batch.deadline_at - time.time()), self._expire, running)
+            self.metrics.show_run(run_id, now, step=batch.step)
+        running.call_later(max(0.0, batch.deadline_at - now), self._expire, running)
         self.turns.run(self._enqueue(running, range(len(batch.samples))))
         return running
 
@@ -122,7 +133,12 @@ class Scheduler:
             self.turns.run(self._requeue(running))
 
     def weights_updated(self, run_id: str, begin: float, end: float) -> None:
-        """Count an update of weights, in unix seconds, to the time that the run's next step waited for it."""
+        """Count an update of weights, in unix seconds, to the time that the run's next step waited for it.
+
+        It ends the run's step of single samples.
+        """
+        for report in self._steps.pass_on(run_id):
+            self._report(report)
         self._steps.updated(run_id, begin, end)
 
     def drop(self, running: RunningBatch) -> None:
@@ -136,8 +152,10 @@ class Scheduler:
         self.batches.remove(running)
         self.batches.count(batch.account, -batch.unfinished, -batch.most_tokens)
         self.estimator.forget(batch)
-        if not running.private:
-            self._steps.drop(batch.key[0], batch.step, batch.unfinished)
+        if running.in_step:
+            report = self._steps.drop(batch.key[0], batch.step, batch.unfinished)
+            if report is not None:
+                self._report(report)
         self.batches.progress.set()
         running.changed.notify()
         self.turns.run(self._clear(running))
@@ -411,8 +429,8 @@ class Scheduler:
                     if (running, sibling) in self.placer.queue:
                         self.placer.enqueue(running, sibling)
         self._end_feeding(batch)
-        if not running.private:
-            self._end_in_step(batch, ending)
+        if running.in_step:
+            self._end_in_step(running, ending)
 
     def _keep(self, batch: RolloutBatch, ending: SampleEnding) -> None:
         """Count a completed or truncated sample, and pass it on to the draft store and the learner."""
@@ -436,20 +454,26 @@ class Scheduler:
     ) -> None:
         self._steps.begin(batch.key[0], batch.step, samples, now, pregenerated, batch.current_version)
 
-    def _end_in_step(self, batch: RolloutBatch, ending: SampleEnding) -> None:
+    def _end_in_step(self, running: RunningBatch, ending: SampleEnding) -> None:
         """Record the end of a sample in its step, and report the step with its last sample."""
+        batch = running.batch
         sample = batch.samples[ending.index]
         prompt, tokens = batch.group_of(ending.index).prompt_id, len(sample.tokens)
         ended = TimedSample(sample, prompt, tokens, batch.accepted_at, ending.at)
         draft = self.estimator.covered(batch, ending.index)
+        existed = sample.reuse[0] if running.private else 0 if draft is None else draft.tokens
         # A draft may be longer than the response.
-        ahead = min(draft.tokens, tokens) if draft is not None else 0
-        report = self._steps.end(batch.key[0], batch.step, ended, ahead)
+        report = self._steps.end(batch.key[0], batch.step, ended, min(existed, tokens))
         if report is not None:
-            bubbles = report.bubbles(self.placer.links)
-            seconds = report.ended_at - report.begun_at
-            self.metrics.step_over(
-                seconds, report.parts(), list(bubbles.values()), report.tokens, report.pregenerated
-            )
-            self.record(step_record(report, bubbles, batch.current_version))
-            log.info("step_over", run=report.run_id, step=report.step, bubbles=bubbles)
+            report.version = batch.current_version
+            self._report(report)
+
+    def _report(self, report: StepReport) -> None:
+        """Report a step that is over."""
+        bubbles = report.bubbles(self.placer.links)
+        seconds = report.ended_at - report.begun_at
+        self.metrics.step_over(
+            seconds, report.parts(), list(bubbles.values()), report.tokens, report.pregenerated
+        )
+        self.record(step_record(report, bubbles, report.version))
+        log.info("step_over", run=report.run_id, step=report.step, bubbles=bubbles)

@@ -68,6 +68,8 @@ async def test_samples_that_are_forecast_are_those_that_are_asked_for(
     assert outcome(stack, "missed") == outcome(stack, "failed") == 0
     # The gateway names the steps that nobody announced.
     assert stack.gateway.metric("unannounced_steps_total") == FIRST
+    # New weights end a step of single samples.
+    assert stack.gateway.metric("step_seconds_count") == last
 
 
 async def test_a_step_of_other_prompts_is_a_miss_and_costs_nothing_else(stack_of: StackMaker) -> None:

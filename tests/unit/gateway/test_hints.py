@@ -249,26 +249,3 @@ def test_batches_of_one_step_and_dropped_ones_count_as_they_should() -> None:
     assert book.end("run", 4, ended(1, a=106.0)) is None
     book.begin("run", 5, 0, 100.0)
     assert book.end("run", 5, ended(1, a=106.0)) is None
-
-
-def test_a_step_of_single_samples_begins_once() -> None:
-    book = HintBook(max_steps=4, max_bytes=1 << 20, max_runs=2)
-    assert [book.is_first("run", step) for step in (0, 0, 1, 1, 0, 3)] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
-    book.begin("batches", 5, 0, 0.0)
-    # Those of a step that batches have begun are a part of it.
-    assert [book.is_first("batches", step) for step in (0, 5, 6)] == [False, False, True]
-    book.forget("run")
-    assert book.is_first("run", 0)
-
-
-def test_of_runs_of_single_samples_the_latest_are_known() -> None:
-    book = HintBook(max_steps=4, max_bytes=1 << 20, max_runs=2)
-    assert all(book.is_first(run, 7) for run in "abc")
-    assert [book.is_first(run, 7) for run in "cba"] == [False, False, True]

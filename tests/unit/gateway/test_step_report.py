@@ -167,6 +167,81 @@ def test_a_step_that_was_given_up_leaves_no_time_of_a_trainer() -> None:
     assert begun(book, 1, 900.0, 901.0).waits == {}
 
 
+def single(
+    book: IdleTimeBook, step: int, begin: float, end: float, *, hinted: bool = True
+) -> list[StepReport]:
+    """Begin and end a single sample; return the reports of the steps that were over then."""
+    counts, reports = book.begin_single("run", step, begin, hinted=hinted)
+    report = book.end("run", step, ended(begin, end), ahead=4) if counts else None
+    return reports if report is None else [*reports, report]
+
+
+def test_a_step_of_single_samples_lasts_until_the_run_goes_on() -> None:
+    book = IdleTimeBook()
+    assert single(book, 3, 100.0, 104.0) == []
+    assert single(book, 3, 105.0, 110.0, hinted=False) == []
+    (report,) = single(book, 4, 120.0, 121.0, hinted=False)
+    assert (report.step, report.samples, report.begun_at, report.ended_at) == (3, 2, 100.0, 110.0)
+    assert (report.pregenerated, report.waits) == (8, {})
+    assert book.pass_on("another") == []
+    (report,) = book.pass_on("run")
+    assert (report.step, report.pregenerated) == (4, None)
+    assert report.waits == {"trainer": 10.0, "weights": 0.0}
+    # The weights that end a step are what the next one waits for.
+    book.updated("run", 122.0, 125.0)
+    assert single(book, 5, 130.0, 131.0) == []
+    assert book.pass_on("run")[0].waits == {"trainer": 6.0, "weights": 3.0}
+    # A trainer that was started again.
+    assert single(book, 0, 900.0, 901.0) == []
+    assert [each.waits for each in book.pass_on("run")] == [{}]
+
+
+def test_a_step_that_the_run_has_passed_ends_with_its_last_sample_and_counts_no_late_one() -> None:
+    book = IdleTimeBook()
+    for _ in range(2):
+        assert book.begin_single("run", 3, 100.0, hinted=False) == (True, [])
+    assert book.begin_single("run", 4, 101.0, hinted=False) == (True, [])
+    assert book.end("run", 3, ended(100.0, 102.0)) is None
+    assert book.begin_single("run", 3, 103.0, hinted=False) == (True, [])
+    assert book.end("run", 3, ended(103.0, 104.0)) is None
+    # A client that leaves takes its sample with it.
+    report = book.drop("run", 3, 1)
+    assert report is not None
+    assert (report.step, report.samples) == (3, 2)
+    assert book.begin_single("run", 3, 105.0, hinted=False) == (False, [])
+    assert book.end("run", 4, ended(101.0, 107.0)) is None
+    assert [each.step for each in book.pass_on("run")] == [4]
+
+
+def test_single_samples_of_a_run_that_submits_batches_belong_to_no_step() -> None:
+    book = IdleTimeBook()
+    book.begin("run", 3, 1, 100.0)
+    for step in (2, 3, 4):
+        assert single(book, step, 101.0, 102.0) == []
+    report = book.end("run", 3, ended(100.0, 110.0))
+    assert report is not None
+    assert report.samples == 1
+    book = IdleTimeBook()
+    begun(book, 3, 100.0, 110.0)
+    for step in (3, 4):
+        assert single(book, step, 111.0, 112.0) == []
+        assert book.pass_on("run") == []
+    assert begun(book, 4, 120.0, 121.0).samples == 1
+    # And if it begins to submit them within a step, the step ends with them.
+    book = IdleTimeBook()
+    assert single(book, 3, 100.0, 101.0) == []
+    assert begun(book, 3, 102.0, 103.0).samples == 2
+
+
+def test_steps_of_single_samples_are_bounded_however_many_runs_there_are() -> None:
+    book, reports = IdleTimeBook(), 0
+    for number in range(5000):
+        name = f"run-{number}"
+        reports += len(book.begin_single(name, 0, 100.0, hinted=False)[1])
+        assert book.end(name, 0, ended(100.0, 101.0)) is None
+    assert 0 < 5000 - reports <= 1001
+
+
 def test_an_entry_of_a_large_fleet_is_bounded_and_shows_the_busiest_and_the_idlest() -> None:
     report = report_of(1000, 5000)
     bubbles = report.bubbles([])
