@@ -32,6 +32,8 @@ WORKLOADS = (
 LONGEST = 400
 """Tokens of most samples of a step."""
 MODEL = ROOT / "examples/tinymath/model/model.safetensors"
+_UP_SECONDS = 300
+"""An old processor under load takes more than a minute to start an engine."""
 _PUSH = (ROOT / "tests/e2e/chart_push.py").read_text()
 _PROGRAM = (ROOT / "tests/e2e/chart_step.py").read_text()
 _LEADING = re.compile(r'"term": (\d+), "event": "leading"')
@@ -125,9 +127,9 @@ class ChartRelease:
         cluster.prune(made)
         self.hooks = [each for each in manifests if "test" in _events(each)]
 
-    def wait_up(self, seconds: float) -> None:
+    def wait_up(self) -> None:
         """Wait until everything is as the manifests want it, and the gateway has two instances."""
-        self.cluster.wait(self.up, seconds, "the release is up")
+        self.cluster.wait(self.up, _UP_SECONDS, "the release is up")
         asked = self.cluster.execute("trainer", "python", "-", script=_BOTH_SERVE)
         assert asked.wait(60) == 0, self.cluster.log("trainer", "exec")
 

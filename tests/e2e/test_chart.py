@@ -71,7 +71,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChartRelease]:
     release = ChartRelease(tmp_path_factory.mktemp("chart"))
     with release.cluster:
         release.install(values())
-        release.wait_up(300)
+        release.wait_up()
         yield release
 
 
@@ -161,7 +161,7 @@ def test_certificates_are_renewed_in_mid_step(release: ChartRelease) -> None:
     cluster.restart("paceline-redis")
     assert not step.ended
     renewed, _ = step.result()
-    release.wait_up(60)
+    release.wait_up()
     assert Step(release, "with-new-certificates", seed=10).result()[0] == renewed
 
     shown = """import os, ssl, socket, sys
@@ -228,7 +228,7 @@ def test_gateways_that_do_not_start_are_no_outage(release: ChartRelease) -> None
     assert all(each.ready and not each.ending.is_set() for each in before.values())
     assert Step(release, "wrong", seed=6).result()[1] == [f"{POOL}-0", f"{POOL}-1"]
     release.install(values())
-    release.wait_up(60)
+    release.wait_up()
     assert {each.pod.name for each in cluster.of("Deployment", "paceline-gateway")} == set(before)
 
 
@@ -247,7 +247,7 @@ def test_the_node_of_the_leading_gateway_is_lost_in_mid_step(release: ChartRelea
     assert leader.pod.name not in cluster.pods
     assert cluster.pod(instance.pod.name) is instance
     cluster.take_out_of_service(leader.node)
-    release.wait_up(60)
+    release.wait_up()
     assert leader.node not in {each.node for _, each in cluster.pods.values() if not each.gone.is_set()}
     assert Step(release, "afterwards", seed=8).result() == (lost, [f"{POOL}-0", f"{POOL}-1"])
     # The instance that came back has the pushed weights from the other, and nothing else had them.

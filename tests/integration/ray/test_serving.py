@@ -111,15 +111,17 @@ async def test_no_request_is_lost_with_a_replica(served: Served) -> None:
     await until(lambda: served.running() == REQUESTS, "all samples run")
     before = await asyncio.to_thread(replicas)
     assert len(before) == 2
-    (name, victim), *_ = before.items()
-    await asyncio.to_thread(ray.kill, victim, no_restart=False)
+    # Ray may have sent all requests to one of them.
+    held = {name: await each.get_num_ongoing_requests.remote() for name, each in before.items()}
+    name = max(held, key=held.__getitem__)
+    await asyncio.to_thread(ray.kill, before[name], no_restart=False)
     await until(lambda: served.accepted() > REQUESTS, "requests were sent again")
     assert not any(task.done() for task in asking)
     served.hold(None)
     found = await asyncio.gather(*asking)
     assert found == [expected([1, 2], 0, seed, 20, ignore_eos=True)[0] for seed in range(REQUESTS)]
-    # The other one was left alone: not everything was sent again.
-    assert served.accepted() < 2 * REQUESTS
+    # The other one was left alone.
+    assert served.accepted() <= REQUESTS + held[name]
     await client.close()
 
     async def replaced() -> bool:

@@ -23,12 +23,16 @@ def logits(model: transformers.Qwen3ForCausalLM) -> torch.Tensor:
         return model.eval()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize(("size", "error"), [(GrownSize(), 1e-5), (SMALL, 2e-4)])
+@pytest.mark.parametrize(("size", "error"), [(GrownSize(), 1e-5), (SMALL, 2e-5)])
 def test_a_grown_model_has_the_logits_of_the_old_one(size: GrownSize, error: float) -> None:
-    """Four times the width is exact in float32; other widths round every weight that they scale."""
+    """Four times the width is exact in float32; other widths round every weight that they scale.
+
+    The error is relative to the largest logit, because processors sum in different orders.
+    """
     old = transformers.Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     made = grow(old, size)
-    assert (logits(made) - logits(old)).abs().max() <= error
+    before = logits(old)
+    assert (logits(made) - before).abs().max() <= error * before.abs().max()
     assert made.config.num_hidden_layers == size.layers == len(made.model.layers)
 
 
