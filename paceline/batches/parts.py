@@ -5,7 +5,7 @@ Usually one `BatchPart` is all of a trainer's batch. A batch on several deployme
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -234,25 +234,21 @@ def runs_of(
     groups: Sequence[t.Group], most_samples: int = MAX_SAMPLES, most_bytes: int = _MAX_BYTES
 ) -> Iterator[Sequence[t.Group]]:
     """Yield runs of consecutive groups that together are within the limits, each as long as possible."""
-    # Exact sizes are seldom needed, and need the groups encoded.
-    size_of = _upper_bound if sum(map(_upper_bound, groups)) <= most_bytes else _encoded
+    # Upper bounds on the bytes of the groups in a request.
+    sizes: Iterable[int] = [
+        (len(each.prompt_token_ids) + (len(each.sampling.stop_token_ids) if each.sampling else 0))
+        * _TOKEN_BYTES
+        + _GROUP_BYTES
+        for each in groups
+    ]
+    if sum(sizes) > most_bytes:
+        # Exact sizes, with the tag and the length before a group, are seldom needed, and need the groups encoded.
+        sizes = (convert.groups_to_proto([each])[0].ByteSize() + 8 for each in groups)
     begin = samples = size = 0
-    for end, group in enumerate(groups):
-        own = size_of(group)
+    for end, (group, own) in enumerate(zip(groups, sizes, strict=True)):
         if end > begin and (samples + group.samples > most_samples or size + own > most_bytes):
             yield groups[begin:end]
             begin, samples, size = end, 0, 0
         samples += group.samples
         size += own
     yield groups[begin:]
-
-
-def _upper_bound(group: t.Group) -> int:
-    """Return an upper bound on the bytes of a group in a request, without encoding it."""
-    tokens = len(group.prompt_token_ids) + (len(group.sampling.stop_token_ids) if group.sampling else 0)
-    return tokens * _TOKEN_BYTES + _GROUP_BYTES
-
-
-def _encoded(group: t.Group) -> int:
-    """Return the bytes of a group in a request, with the tag and the length before it."""
-    return convert.group_to_proto(group).ByteSize() + 8

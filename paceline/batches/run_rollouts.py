@@ -236,18 +236,17 @@ class RunRollouts:
         policy_version = integer(policy_version, "policy_version", *UINT64)
         if options.get("exactness") is None:
             options["exactness"] = t.Exactness()
-        batch = t.Batch(
+        return t.Batch(
             run_id=self.run_id,
             batch_id=f"step-{step:06d}.v{policy_version}.{self._numbers.get((step, policy_version), 0)}",
             step=step,
             policy_version=policy_version,
-            groups=groups,  # type: ignore[arg-type]  # read by whole_batch
-            sampling=t.SamplingParams() if sampling is None else sampling,
+            groups=convert.whole_groups(groups),
+            sampling=convert.whole_sampling(t.SamplingParams() if sampling is None else sampling),
             run_seed=self._seed,
-            tools=tools,
+            tools=None if tools is None else convert.whole_tools(tools),
             **options,  # type: ignore[arg-type]  # no exactness is None
         )
-        return convert.whole_batch(batch)
 
     async def _begin(self, rollout: AsyncRollout) -> None:
         """Submit or open a batch, and count it."""

@@ -255,8 +255,8 @@ class RolloutCalls(Caller):
 
     async def send_batch(self, batch: t.Batch, *, queues: bool = True) -> t.Submitted:
         """Submit a batch without remembering it. With `queues`, wait while the gateway is full."""
-        unary = Unary("Rollout", "SubmitRollouts", convert.batch_to_proto(batch))
-        answer = await self.call(unary, queues=queues)
+        request = convert.batch_to_proto(batch, rollout_pb2.SubmitRolloutsRequest)
+        answer = await self.call(Unary("Rollout", "SubmitRollouts", request), queues=queues)
         return t.Submitted(answer.batch_id, answer.samples, answer.already_submitted)
 
     async def open_batch(self, batch: t.Batch) -> bool:
@@ -264,8 +264,8 @@ class RolloutCalls(Caller):
 
         The gateway closes an open batch that is neither read nor added to nor acknowledged for some time.
         """
-        unary = Unary("Rollout", "OpenBatch", convert.opening_to_proto(batch))
-        return bool((await self.call(unary)).already_opened)
+        request = convert.batch_to_proto(batch, rollout_pb2.OpenBatchRequest)
+        return bool((await self.call(Unary("Rollout", "OpenBatch", request))).already_opened)
 
     async def add_samples(self, run_id: str, batch_id: str, groups: Iterable[t.Group]) -> int:
         """Add groups to an open batch, all or none; return how many samples they have.

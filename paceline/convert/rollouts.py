@@ -89,24 +89,20 @@ def tools_to_proto(tools: t.ToolUse, at: str = "tools") -> sample_pb2.ToolUse:
     )
 
 
-def group_to_proto(group: t.Group, at: str = "group") -> rollout_pb2.Group:
-    """Return the message; prompt token ids may be any sequence of integers."""
-    record(group, t.Group, at)
-    sampling = None if group.sampling is None else sampling_to_proto(group.sampling, f"{at}.sampling")
-    return message(
-        rollout_pb2.Group,
-        at,
-        prompt_id=group.prompt_id,
-        prompt_token_ids=group.prompt_token_ids,
-        samples=group.samples,
-        sampling=sampling,
-        expected_tokens=group.expected_tokens,
-    )
-
-
 def groups_to_proto(groups: Iterable[t.Group]) -> list[rollout_pb2.Group]:
-    """Return the messages of groups in their order."""
-    return [group_to_proto(each, at) for each, at in _records(groups, "groups", t.Group)]
+    """Return the messages of groups in their order; prompt token ids may be any sequence of integers."""
+    return [
+        message(
+            rollout_pb2.Group,
+            at,
+            prompt_id=each.prompt_id,
+            prompt_token_ids=each.prompt_token_ids,
+            samples=each.samples,
+            sampling=None if each.sampling is None else sampling_to_proto(each.sampling, f"{at}.sampling"),
+            expected_tokens=each.expected_tokens,
+        )
+        for each, at in _records(groups, "groups", t.Group)
+    ]
 
 
 def whole_groups(groups: Iterable[t.Group]) -> list[t.Group]:
@@ -153,16 +149,29 @@ def whole_batch(batch: t.Batch) -> t.Batch:
     )
 
 
-def batch_to_proto(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
-    """Return the whole submission."""
-    request = _without_groups(rollout_pb2.SubmitRolloutsRequest, batch)
-    request.groups.extend(groups_to_proto(batch.groups))
+def batch_to_proto(batch: t.Batch, kind: type[M]) -> M:
+    """Return the request that submits a batch, or the one that opens it, whose groups are added afterwards."""
+    record(batch, t.Batch, "batch")
+    stale = _STALE.number(batch.stale, "stale")
+    request = message(
+        kind,
+        run_id=batch.run_id,
+        batch_id=batch.batch_id,
+        step=batch.step,
+        policy_version=batch.policy_version,
+        sampling=sampling_to_proto(batch.sampling),
+        exactness=exactness_to_proto(batch.exactness),
+        run_seed=batch.run_seed,
+        priority=batch.priority,
+        weight=batch.weight,
+        deadline=None if batch.deadline is None else duration(values.seconds(batch.deadline, "deadline")),
+        max_staleness=batch.max_staleness,
+        stale=0 if batch.max_staleness is None else stale,
+        tools=None if batch.tools is None else tools_to_proto(batch.tools),
+    )
+    if isinstance(request, rollout_pb2.SubmitRolloutsRequest):
+        request.groups.extend(groups_to_proto(batch.groups))
     return request
-
-
-def opening_to_proto(batch: t.Batch) -> rollout_pb2.OpenBatchRequest:
-    """Return the request that opens a batch, whose groups are added afterwards."""
-    return _without_groups(rollout_pb2.OpenBatchRequest, batch)
 
 
 def hint_to_proto(hint: t.BatchHint) -> rollout_pb2.HintNextBatchRequest:
@@ -242,28 +251,6 @@ def keys_to_proto(keys: Iterable[t.SampleKey]) -> list[rollout_pb2.SampleKey]:
     ]
 
 
-def _without_groups(kind: type[M], batch: t.Batch) -> M:
-    """Return a request that submits or opens a batch, with all fields but the groups."""
-    record(batch, t.Batch, "batch")
-    stale = _STALE.number(batch.stale, "stale")
-    return message(
-        kind,
-        run_id=batch.run_id,
-        batch_id=batch.batch_id,
-        step=batch.step,
-        policy_version=batch.policy_version,
-        sampling=sampling_to_proto(batch.sampling),
-        exactness=exactness_to_proto(batch.exactness),
-        run_seed=batch.run_seed,
-        priority=batch.priority,
-        weight=batch.weight,
-        deadline=None if batch.deadline is None else duration(values.seconds(batch.deadline, "deadline")),
-        max_staleness=batch.max_staleness,
-        stale=0 if batch.max_staleness is None else stale,
-        tools=None if batch.tools is None else tools_to_proto(batch.tools),
-    )
-
-
 def _records(given: Iterable[R], field: str, kind: type[R]) -> Iterator[tuple[R, str]]:
     """Yield the records in `given`, which must be of one type, each with its path."""
     if isinstance(given, kind):
@@ -281,11 +268,6 @@ def _json(value: Any, field: str) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         values.refuse(field, value, f"must be JSON: {error}")
-
-
-def environment_spans(messages: Iterable[sample_pb2.EnvironmentSpan]) -> tuple[t.EnvironmentSpan, ...]:
-    """Return the spans of tokens that came from an environment."""
-    return tuple(t.EnvironmentSpan(each.begin, each.end) for each in messages)
 
 
 def version_spans(runs: Iterable[sample_pb2.VersionRun], begin: int = 0) -> tuple[t.VersionSpan, ...]:
@@ -308,23 +290,13 @@ def sample_calls(answer: rollout_pb2.StreamRolloutsResponse) -> Iterator[t.Sampl
             begin=each.begin,
             **arrays_of(each.tokens),
             version_spans=version_spans(each.tokens.versions, each.begin),
-            environment_spans=environment_spans(each.environment_spans),
+            environment_spans=tuple(t.EnvironmentSpan(s.begin, s.end) for s in each.environment_spans),
         )
-
-
-def exactness(message: sample_pb2.Exactness) -> t.Exactness:
-    """Return the exactness of a sample."""
-    return t.Exactness(
-        level=_LEVEL.member(message.level),
-        lenience=message.lenience if message.HasField("lenience") else None,
-        reuse_delay=message.reuse_delay,
-        kl_target=message.kl_target if message.HasField("kl_target") else None,
-        diversity_floor=message.diversity_floor if message.HasField("diversity_floor") else None,
-    )
 
 
 def provenance(message: sample_pb2.Provenance) -> t.Provenance:
     """Return the provenance of a sample."""
+    exactness = message.exactness
     return t.Provenance(
         draft_sources=tuple(t.DraftSource(s.drafter, s.drafted, s.accepted) for s in message.draft_sources),
         drafted=message.drafted,
@@ -334,7 +306,13 @@ def provenance(message: sample_pb2.Provenance) -> t.Provenance:
         reused_prefix=message.reused_prefix,
         migrations=message.migrations,
         resubmissions=message.resubmissions,
-        exactness=exactness(message.exactness),
+        exactness=t.Exactness(
+            level=_LEVEL.member(exactness.level),
+            lenience=exactness.lenience if exactness.HasField("lenience") else None,
+            reuse_delay=exactness.reuse_delay,
+            kl_target=exactness.kl_target if exactness.HasField("kl_target") else None,
+            diversity_floor=exactness.diversity_floor if exactness.HasField("diversity_floor") else None,
+        ),
         lossless=message.lossless,
         instance_spans=tuple(
             t.InstanceSpan(
@@ -368,7 +346,7 @@ def sample(message: sample_pb2.Sample) -> t.Sample:
         nonfinite_logprobs=tuple(message.nonfinite_logprobs),
         stop_string=message.stop_string,
         prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
-        environment_spans=environment_spans(message.environment_spans),
+        environment_spans=tuple(t.EnvironmentSpan(s.begin, s.end) for s in message.environment_spans),
         calls=tuple(message.calls),
         failure=_failure(message.failure) if message.HasField("failure") else None,
     )

@@ -10,7 +10,8 @@ import math
 import operator
 import reprlib
 from array import array as unsigned
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from enum import StrEnum
 from functools import lru_cache, partial
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -108,8 +109,10 @@ def names(value: Any, field: str) -> dict[str, str]:
 
 def integers(value: Any, field: str, low: int, high: int) -> list[int]:
     """Return a list of integers; the shape [1, n] is accepted, as tokenizers return it."""
-    if type(value) in (list, tuple) and (low, high) == UINT32 and (ids := _token_ids(value)) is not None:
-        return ids
+    if (low, high) == UINT32 and type(value) in (list, tuple) and (not value or type(value[0]) is int):
+        # The fast way for token ids; other values are checked below.
+        with suppress(TypeError, OverflowError):
+            return unsigned("I", value).tolist()
     row = items(_detached(value, field), field, "integers")
     array = _numbers(row)
     if array is not None:
@@ -186,16 +189,6 @@ def _real(value: Any) -> float | None:
 def _exact_below(dtype: np.dtype[Any]) -> float:
     """Return the bound up to which a type represents every integer exactly."""
     return 2.0 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else math.inf
-
-
-def _token_ids(row: Sequence[Any]) -> list[int] | None:
-    """Return a list of token ids by a fast check; None: it may hold other values."""
-    if row and type(row[0]) is not int:
-        return None
-    try:
-        return unsigned("I", row).tolist()
-    except (TypeError, OverflowError):
-        return None
 
 
 def _numbers(row: Any) -> np.ndarray[Any, Any] | None:

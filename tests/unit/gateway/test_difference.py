@@ -20,7 +20,8 @@ SAMPLING = t.SamplingParams(max_tokens=512, stop=("x",))
 
 def request(**changes: Any) -> pb.SubmitRolloutsRequest:
     given = {"sampling": SAMPLING, "deadline": 2.0, "run_seed": 7, **changes}
-    return convert.batch_to_proto(t.Batch("r", "b", 1, 2, given.pop("groups", GROUPS), **given))
+    batch = t.Batch("r", "b", 1, 2, given.pop("groups", GROUPS), **given)
+    return convert.batch_to_proto(batch, pb.SubmitRolloutsRequest)
 
 
 @pytest.mark.parametrize(

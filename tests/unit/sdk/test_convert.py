@@ -14,6 +14,14 @@ from tests.support.token_columns import columns
 from tests.unit.sdk.scripted_transport import ScriptedTransport
 
 
+def submission(batch: t.Batch) -> rollout_pb2.SubmitRolloutsRequest:
+    return convert.batch_to_proto(batch, rollout_pb2.SubmitRolloutsRequest)
+
+
+def of_a_sample(exactness: sample_pb2.Exactness) -> t.Exactness:
+    return convert.provenance(sample_pb2.Provenance(exactness=exactness)).exactness
+
+
 def test_unset_sampling_fields_stay_unset() -> None:
     message = convert.sampling_to_proto(t.SamplingParams(top_k=0, temperature=0.0))
     assert message.HasField("top_k")
@@ -25,7 +33,7 @@ def test_unset_sampling_fields_stay_unset() -> None:
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**32 - 1)), st.integers(1, 2**31))
 def test_a_batch_keeps_its_numbers(seed: int, prompt: list[int], samples: int) -> None:
     group = t.Group("p", prompt, samples, t.SamplingParams(min_p=0.5), expected_tokens=3)
-    message = convert.batch_to_proto(t.Batch("r", "b", 1, 2, [group], run_seed=seed, deadline=1.5))
+    message = submission(t.Batch("r", "b", 1, 2, [group], run_seed=seed, deadline=1.5))
     assert message.run_seed == seed
     assert list(message.groups[0].prompt_token_ids) == prompt
     assert message.groups[0].samples == samples
@@ -34,19 +42,19 @@ def test_a_batch_keeps_its_numbers(seed: int, prompt: list[int], samples: int) -
 
 
 def test_priority_and_weight_are_sent() -> None:
-    message = convert.batch_to_proto(t.Batch("r", "b", 1, 2, [], priority=-3, weight=4))
+    message = submission(t.Batch("r", "b", 1, 2, [], priority=-3, weight=4))
     assert (message.priority, message.weight) == (-3, 4)
-    assert convert.batch_to_proto(t.Batch("r", "b", 1, 2, [])).weight == 1
+    assert submission(t.Batch("r", "b", 1, 2, [])).weight == 1
 
 
 def test_no_deadline_is_none() -> None:
-    assert not convert.batch_to_proto(t.Batch("r", "b", 1, 2, [])).HasField("deadline")
+    assert not submission(t.Batch("r", "b", 1, 2, [])).HasField("deadline")
 
 
 @pytest.mark.parametrize("level", [level for level in t.ExactnessLevel])
 def test_exactness_there_and_back(level: t.ExactnessLevel) -> None:
     wanted = t.Exactness(level, 1.5 if level is t.ExactnessLevel.LENIENT else None)
-    assert convert.exactness(convert.exactness_to_proto(wanted)) == wanted
+    assert of_a_sample(convert.exactness_to_proto(wanted)) == wanted
 
 
 @given(
@@ -63,7 +71,7 @@ def test_all_of_a_lenient_exactness_goes_there_and_back(
     assert [message.HasField(name) for name in ("lenience", "kl_target", "diversity_floor")] == [
         value is not None for value in (lenience, target, floor)
     ]
-    assert convert.exactness(message) == wanted
+    assert of_a_sample(message) == wanted
 
 
 def test_provenance_tells_of_the_cached_rollout() -> None:

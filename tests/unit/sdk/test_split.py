@@ -9,6 +9,7 @@ from paceline import Batch, Group, SamplingParams
 from paceline.batches.parts import MAX_SAMPLES, first_part, parts_of
 from paceline.convert import batch_to_proto
 from paceline.transport.channel import MAX_MESSAGE_BYTES
+from paceline.v1 import rollout_pb2
 
 
 def batch(groups: list[Group]) -> Batch:
@@ -48,7 +49,7 @@ def test_parts_of_long_prompts_fit_into_a_message() -> None:
     prompt = [150_000] * 8000
     groups = [Group(f"p{number}", prompt, 8) for number in range(800)]
     parts = parts_of(batch(groups))
-    sizes = [batch_to_proto(part).ByteSize() for part in parts]
+    sizes = [batch_to_proto(part, rollout_pb2.SubmitRolloutsRequest).ByteSize() for part in parts]
     assert max(sizes) <= MAX_MESSAGE_BYTES
     assert min(sizes[:-1]) > 0.99 * MAX_MESSAGE_BYTES - 65_536
     assert list(first_part(groups)) == list(parts[0].groups)

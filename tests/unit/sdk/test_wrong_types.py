@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline import InvalidArgumentError, convert
 from paceline import types as t
+from paceline.v1 import rollout_pb2
 from tests.unit.sdk.anything import anything
 
 SAMPLING = t.SamplingParams()
@@ -24,8 +25,8 @@ RECORDS: list[tuple[Any, Callable[[Any], Any], str]] = [
     (t.ToolUse((1,), ("x",), 2, 3.0), convert.tools_to_proto, "tools."),
     (GROUP, lambda group: convert.groups_to_proto([group]), "groups[0]."),
     (GROUP, lambda group: convert.whole_groups([group]), "groups[0]."),
-    (BATCH, convert.batch_to_proto, ""),
-    (BATCH, convert.opening_to_proto, ""),
+    (BATCH, lambda batch: convert.batch_to_proto(batch, rollout_pb2.SubmitRolloutsRequest), ""),
+    (BATCH, lambda batch: convert.batch_to_proto(batch, rollout_pb2.OpenBatchRequest), ""),
     (t.BatchHint("r", 1, 2, [GROUP]), convert.hint_to_proto, ""),
     (t.SampleRequest("r", "p", [1]), convert.sample_request_to_proto, ""),
     (
@@ -103,7 +104,7 @@ def test_a_field_is_converted_or_refused_by_its_name(
 def test_prompts_are_taken_as_trainers_have_them(prompt: Any, ids: list[int]) -> None:
     (group,) = convert.whole_groups([t.Group("p", prompt, 1)])
     assert group.prompt_token_ids == ids
-    assert list(convert.group_to_proto(group).prompt_token_ids) == ids
+    assert list(convert.groups_to_proto([group])[0].prompt_token_ids) == ids
 
 
 @pytest.mark.parametrize(("group", "said"), REFUSED)
