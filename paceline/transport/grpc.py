@@ -11,9 +11,9 @@ import contextvars
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -63,9 +63,13 @@ class Dialer(Generic[C]):
     calls.
     """
 
-    def __init__(self, addresses: Sequence[A], dial: Callable[[A], C]) -> None:
+    def __init__(
+        self, addresses: Sequence[A], dial: Callable[[A], C], hang_up: Callable[[C], Awaitable[None]]
+    ) -> None:
+        """Dial the first address; `hang_up` closes a channel, ending its calls."""
         self._addresses = addresses
         self._dial = dial
+        self._hang_up = hang_up
         self._lock = threading.Lock()
         self._next = 0
         self._closed = False
@@ -77,13 +81,27 @@ class Dialer(Generic[C]):
         """The connection for a new call."""
         return self._current
 
-    def take(self) -> DialedChannel[C]:
-        """Return the connection for a call, to be given back. FailedPreconditionError: the client is closed."""
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[DialedChannel[C]]:
+        """Lend the connection for a call. One that was given up is closed after its last call.
+
+        FailedPreconditionError: the client is closed.
+        """
         with self._lock:
             if self._closed:
                 raise client_closed()
-            self._current.calls += 1
-            return self._current
+            lent = self._current
+            lent.calls += 1
+        try:
+            yield lent
+        finally:
+            with self._lock:
+                lent.calls -= 1
+                unused = lent.given_up and not lent.calls and lent in self._open
+                if unused:
+                    self._open.remove(lent)
+            if unused:
+                await self._hang_up(lent.channel)
 
     def give_up(self, connection: DialedChannel[C]) -> None:
         """Dial the next address, unless this connection was replaced already."""
@@ -92,22 +110,14 @@ class Dialer(Generic[C]):
                 connection.given_up = True
                 self._current = self._dialled()
 
-    def give_back(self, connection: DialedChannel[C]) -> C | None:
-        """End a call; return the channel if it is unused now and must be closed."""
-        with self._lock:
-            connection.calls -= 1
-            if connection.calls or not connection.given_up or connection not in self._open:
-                return None
-            self._open.remove(connection)
-            return connection.channel
-
-    def close(self) -> list[C]:
-        """Stop dialling; return all channels, which must be closed."""
+    async def close(self) -> None:
+        """Stop dialling, and close all connections."""
         with self._lock:
             self._closed = True
             channels = [connection.channel for connection in self._open]
             self._open.clear()
-            return channels
+        for each in channels:
+            await self._hang_up(each)
 
     def _dialled(self) -> DialedChannel[C]:
         channel = self._dial(self._addresses[self._next])
@@ -121,43 +131,45 @@ class GrpcTransport(ABC, Generic[C]):
     """Calls on channels of type C. A channel whose gateway is silent or does not lead is replaced."""
 
     def __init__(
-        self, options: ConnectionOptions, open_channel: Callable[[str, channel.Tls | None, bool, bool], C]
+        self,
+        options: ConnectionOptions,
+        open_channel: Callable[[str, channel.Tls | None, bool, bool], C],
+        answers: Callable[[Any], AsyncIterable[Any]],
     ) -> None:
+        """Open the first channel; `answers` returns the answers of a stream on such a channel."""
         self._options = options = options.with_token()
+        self._answers = answers
 
         def dial(address: Address) -> C:
             use_proxy = options.use_proxy and not address.loopback
             return open_channel(address.target, options.tls, options.leaders_only, use_proxy)
 
-        self._dialer = Dialer(options.parsed(), dial)
+        self._dialer = Dialer(options.parsed(), dial, self._close_channel)
 
     async def send(self, unary: Unary) -> Any:
         """Make a unary call and return the answer."""
-        connection = self._dialer.take()
-        try:
-            return await self._answer(connection, unary)
-        except grpc.RpcError as error:
-            self._failed(connection, error, silent=True)
-            raise
-        finally:
-            await self._release(connection)
+        async with self._dialer.connection() as connection:
+            try:
+                return await self._answer(connection, unary)
+            except grpc.RpcError as error:
+                self._failed(connection, error, silent=True)
+                raise
 
     async def open(self, stream: Stream[Any], seconds: float | None) -> AsyncGenerator[Any, None]:
         """Open a stream and iterate over its answers."""
-        connection = self._dialer.take()
-        call, silent = None, True
-        try:
-            call = self._options.open(connection.stubs, stream, seconds)
-            async for answer in self._answers(call):
-                silent = False
-                yield answer
-        except grpc.RpcError as error:
-            self._failed(connection, error, silent)
-            raise
-        finally:
-            if call is not None:
-                call.cancel()
-            await self._release(connection)
+        async with self._dialer.connection() as connection:
+            call, silent = None, True
+            try:
+                call = self._options.begin(connection.stubs, stream, seconds)
+                async for answer in self._answers(call):
+                    silent = False
+                    yield answer
+            except grpc.RpcError as error:
+                self._failed(connection, error, silent)
+                raise
+            finally:
+                if call is not None:
+                    call.cancel()
 
     async def lacks_tls(self) -> bool:
         """Return True if calls are sent in plain text to a server that speaks TLS."""
@@ -183,26 +195,14 @@ class GrpcTransport(ABC, Generic[C]):
         if lost or (silent and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
             self._dialer.give_up(connection)
 
-    async def _release(self, connection: DialedChannel[C]) -> None:
-        """End a call, and close its connection if that was given up and has no other call."""
-        unused = self._dialer.give_back(connection)
-        if unused is not None:
-            await self._close_channel(unused)
-
-    async def _close_all(self) -> None:
-        for each in self._dialer.close():
-            await self._close_channel(each)
-
     @abstractmethod
     async def _answer(self, connection: DialedChannel[C], unary: Unary) -> Any:
         """Make a unary call."""
 
+    # Without the transport, so that one that is not closed is freed with its last reference.
+    @staticmethod
     @abstractmethod
-    def _answers(self, call: Any) -> AsyncIterable[Any]:
-        """Return the answers of a stream."""
-
-    @abstractmethod
-    async def _close_channel(self, unused: C) -> None:
+    async def _close_channel(unused: C) -> None:
         """Close a channel, ending its calls."""
 
 
@@ -210,7 +210,7 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
     """Calls on grpc.aio, for one event loop."""
 
     def __init__(self, options: ConnectionOptions) -> None:
-        super().__init__(options, channel.open_aio_channel)
+        super().__init__(options, channel.open_aio_channel, aiter)
         self._closed = False
         self._posted: set[asyncio.Task[None]] = set()
         self._workers = ThreadPoolExecutor(_MOST_WORKERS, "paceline-work")
@@ -237,7 +237,7 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
         if self._posted:
             await asyncio.wait(self._posted, timeout=FAREWELL_SECONDS)
         self._workers.shutdown(wait=False)
-        await self._close_all()
+        await self._dialer.close()
 
     async def _report_status(self, unary: Unary, ended: Ended) -> None:
         try:
@@ -249,11 +249,8 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
     async def _answer(self, connection: DialedChannel[grpc.aio.Channel], unary: Unary) -> Any:
         return await self._options.begin(connection.stubs, unary)
 
-    def _answers(self, call: Any) -> AsyncIterable[Any]:
-        answers: AsyncIterable[Any] = call
-        return answers
-
-    async def _close_channel(self, unused: grpc.aio.Channel) -> None:
+    @staticmethod
+    async def _close_channel(unused: grpc.aio.Channel) -> None:
         await unused.close()
 
 
@@ -261,7 +258,7 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
     """Calls on gRPC's blocking API. Its coroutines block the calling thread and never suspend. Thread-safe."""
 
     def __init__(self, options: ConnectionOptions) -> None:
-        super().__init__(options, channel.open_channel)
+        super().__init__(options, channel.open_channel, _blocking_answers)
         self._closed = StopSignal()
         self._posted: set[Any] = set()
 
@@ -269,7 +266,7 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
         """Begin a unary call in the background, in a thread of gRPC."""
         # The connection is not taken: it does no harm if it is closed meanwhile.
         try:
-            call = self._options.begin(self._dialer.current.stubs, unary, "future")
+            call = self._options.begin(self._dialer.current.stubs, unary, way="future")
         except ValueError:
             # Another thread has just closed it.
             return
@@ -298,12 +295,12 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
         for call in list(self._posted):
             with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
                 call.result(timeout=max(0.0, deadline - time.monotonic()))
-        await self._close_all()
+        await self._dialer.close()
 
     async def _answer(self, connection: DialedChannel[grpc.Channel], unary: Unary) -> Any:
         if not may_be_stopped():
             return self._options.begin(connection.stubs, unary)
-        call = self._options.begin(connection.stubs, unary, "future")
+        call = self._options.begin(connection.stubs, unary, way="future")
         try:
             with on_stop(call.cancel):
                 return call.result()
@@ -313,14 +310,16 @@ class BlockingTransport(GrpcTransport[grpc.Channel]):
             call.cancel()
             raise
 
-    async def _answers(self, call: Any) -> AsyncGenerator[Any, None]:
-        while True:
-            try:
-                with on_stop(call.cancel):
-                    answer = next(call)
-            except StopIteration:
-                return
-            yield answer
-
-    async def _close_channel(self, unused: grpc.Channel) -> None:
+    @staticmethod
+    async def _close_channel(unused: grpc.Channel) -> None:
         unused.close()
+
+
+async def _blocking_answers(call: Any) -> AsyncGenerator[Any, None]:
+    while True:
+        try:
+            with on_stop(call.cancel):
+                answer = next(call)
+        except StopIteration:
+            return
+        yield answer

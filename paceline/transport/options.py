@@ -194,19 +194,24 @@ class ConnectionOptions:
             "insecure=True on a network that you trust"
         )
 
-    def begin(self, stubs: dict[str, Any], unary: Unary, way: str = "__call__") -> Any:
-        """Begin a unary call on the stubs of a channel; `way` is how gRPC's blocking API makes it."""
-        request = iter([unary.request]) if unary.streams_request else unary.request
-        timeout = self.slow_timeout if unary.slow else self.timeout
-        metadata = channel.call_metadata(self._secret())
-        make = getattr(getattr(stubs[unary.service], unary.method), way)
-        return make(request, timeout=timeout, metadata=metadata)
+    def begin(
+        self,
+        stubs: dict[str, Any],
+        call: Unary | Stream[Any],
+        seconds: float | None = None,
+        way: str = "__call__",
+    ) -> Any:
+        """Begin a call on the stubs of a channel; `way` is how gRPC's blocking API makes it.
 
-    def open(self, stubs: dict[str, Any], stream: Stream[Any], seconds: float | None) -> Any:
-        """Begin a stream on the stubs of a channel."""
-        metadata = channel.call_metadata(self._secret())
-        make = getattr(stubs[stream.service], stream.method)
-        return make(stream.request(), timeout=seconds, metadata=metadata)
+        `seconds` is the time limit of a stream; a unary call has the one of these options.
+        """
+        if isinstance(call, Unary):
+            request = iter([call.request]) if call.streams_request else call.request
+            seconds = self.slow_timeout if call.slow else self.timeout
+        else:
+            request = call.request()
+        make = getattr(getattr(stubs[call.service], call.method), way)
+        return make(request, timeout=seconds, metadata=channel.call_metadata(self._secret()))
 
     def _secret(self) -> str | None:
         return self.found.current() if self.found else self.token

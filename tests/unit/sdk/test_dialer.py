@@ -2,60 +2,78 @@
 
 from __future__ import annotations
 
-import grpc
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
+import grpc
+import pytest
+
+from paceline.errors import FailedPreconditionError
 from paceline.transport.grpc import Dialer
 
 
-def dialer(dialled: list[str], addresses: tuple[str, ...] = ("a:1", "b:1")) -> Dialer[grpc.Channel]:
-    def dial(address: str) -> grpc.Channel:
-        dialled.append(address)
+@dataclass
+class Line:
+    """A dialer, the addresses that it has dialled, and the channels that it has closed."""
+
+    dialled: list[str] = field(default_factory=list)
+    closed: list[grpc.Channel] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dialer: Dialer[grpc.Channel] = Dialer(("a:1", "b:1"), self._dial, self._hang_up)
+
+    def _dial(self, address: str) -> grpc.Channel:
+        self.dialled.append(address)
         return grpc.insecure_channel(address)
 
-    return Dialer(addresses, dial)
+    async def _hang_up(self, channel: grpc.Channel) -> None:
+        self.closed.append(channel)
 
 
 def test_addresses_are_dialled_in_turn() -> None:
-    dialled: list[str] = []
-    dials = dialer(dialled)
+    line = Line()
     for _ in range(3):
-        dials.give_up(dials.current)
-    assert dialled == ["a:1", "b:1", "a:1", "b:1"]
+        line.dialer.give_up(line.dialer.current)
+    assert line.dialled == ["a:1", "b:1", "a:1", "b:1"]
 
 
-def test_many_calls_that_fail_together_dial_once() -> None:
-    dialled: list[str] = []
-    dials = dialer(dialled)
-    taken = [dials.take() for _ in range(8)]
-    for connection in taken:
-        dials.give_up(connection)
-    assert dialled == ["a:1", "b:1"]
+async def test_many_calls_that_fail_together_dial_once() -> None:
+    line = Line()
+    async with AsyncExitStack() as calls:
+        lent = [await calls.enter_async_context(line.dialer.connection()) for _ in range(8)]
+        for connection in lent:
+            line.dialer.give_up(connection)
+    assert line.dialled == ["a:1", "b:1"]
 
 
-def test_a_connection_that_was_given_up_is_closed_with_its_last_call() -> None:
-    dials = dialer([])
-    first, again = dials.take(), dials.take()
-    dials.give_up(first)
-    assert dials.give_back(first) is None
-    assert dials.give_back(again) is first.channel
-    second = dials.take()
-    assert dials.give_back(second) is None, "it is the one in use"
+async def test_a_connection_that_was_given_up_is_closed_with_its_last_call() -> None:
+    line = Line()
+    async with line.dialer.connection() as first:
+        async with line.dialer.connection() as again:
+            assert again is first
+            line.dialer.give_up(first)
+        assert not line.closed
+    assert line.closed == [first.channel]
+    async with line.dialer.connection() as second:
+        assert second is not first
+    assert line.closed == [first.channel], "the second one is in use"
 
 
-def test_only_connections_in_use_stay_open() -> None:
-    dials = dialer([])
-    for _ in range(50):
-        connection = dials.take()
-        dials.give_up(connection)
-        assert dials.give_back(connection) is connection.channel
-    assert dials.close() == [dials.current.channel]
+async def test_only_connections_in_use_stay_open() -> None:
+    line = Line()
+    for number in range(50):
+        async with line.dialer.connection() as connection:
+            line.dialer.give_up(connection)
+        assert line.closed[number:] == [connection.channel]
+    await line.dialer.close()
+    assert line.closed[50:] == [line.dialer.current.channel]
 
 
-def test_nothing_is_dialled_after_the_end() -> None:
-    dialled: list[str] = []
-    dials = dialer(dialled)
-    connection = dials.take()
-    dials.close()
-    dials.give_up(connection)
-    assert dials.give_back(connection) is None
-    assert dialled == ["a:1"]
+async def test_nothing_is_dialled_or_closed_after_the_end() -> None:
+    line = Line()
+    async with line.dialer.connection() as connection:
+        await line.dialer.close()
+        line.dialer.give_up(connection)
+    assert (line.dialled, line.closed) == (["a:1"], [connection.channel])
+    with pytest.raises(FailedPreconditionError):
+        await line.dialer.connection().__aenter__()
