@@ -150,13 +150,26 @@ class AsyncRollout:
     batch: t.Batch
     """The batch as it was submitted."""
 
-    def __init__(self, client: GatewayCalls, batch: t.Batch) -> None:
-        self._shards = client.shards
+    def __init__(
+        self, client: GatewayCalls, batch: t.Batch, opened: Mapping[str, OpenPart] | None = None
+    ) -> None:
+        """Prepare a batch; `opened` has its part on each shard if it is open."""
+        self._shards = shards = client.shards
         self.batch = batch
-        self._parts = self._divide(replace(batch, batch_id=self._shards.id_of(batch.batch_id)))
+        self._parts: dict[str, Sequence[BatchPart]]
         """Parts of the batch by the name of their shard: one of each, unless the batch is too large for a call."""
+        if opened is not None:
+            self._parts = {name: [part] for name, part in opened.items()}
+        else:
+            named = replace(batch, batch_id=batch.batch_id + shards.suffix)
+            self._parts = {
+                member.name: [
+                    BatchPart(member.calls, part) for part in parts_of(replace(named, groups=groups))
+                ]
+                for member, groups in shards.split(batch.groups)
+            }
         self._all_parts = [part for parts in self._parts.values() for part in parts]
-        self._members = [member for member in self._shards.members if member.name in self._parts]
+        self._members = [member for member in shards.members if member.name in self._parts]
         self._ahead: deque[tuple[BatchPart, t.SampleEvent]] = deque()
         """Samples of several shards that were read and not given yet."""
         self._gathered: dict[str, list[t.Sample]] = {}
@@ -263,13 +276,6 @@ class AsyncRollout:
                 sample.error,
             )
 
-    def _divide(self, batch: t.Batch) -> Mapping[str, Sequence[BatchPart]]:
-        """Return the parts of each shard that has groups of the batch."""
-        return {
-            member.name: [BatchPart(member.calls, part) for part in parts_of(replace(batch, groups=groups))]
-            for member, groups in self._shards.split(batch.groups)
-        }
-
     def _collect(self, prompt_id: str) -> None:
         """Take out a group that is whole."""
         gathered = self._gathered.get(prompt_id, ())
@@ -351,9 +357,10 @@ class AsyncOpenBatch(AsyncRollout):
         added: Callable[[Sequence[t.Group]], None] = lambda groups: None,
     ) -> None:
         """Prepare a batch; `added` is called with the groups that are added for the first time."""
-        self._opened: dict[str, OpenPart] = {}
+        named = replace(batch, batch_id=batch.batch_id + client.shards.suffix)
+        self._opened = {member.name: OpenPart(member.calls, named) for member in client.shards.members}
         self._added = added
-        super().__init__(client, batch)
+        super().__init__(client, batch, self._opened)
 
     async def add(self, groups: Iterable[t.Group]) -> int:
         """Add groups, and return how many samples they have; samples of groups added before do not count.
@@ -411,8 +418,3 @@ class AsyncOpenBatch(AsyncRollout):
     def events_with_calls(self, ahead: deque[PartEvent]) -> AsyncGenerator[PartEvent, None]:
         """Return samples and tool calls, each with its part; `ahead` has events that were not taken yet."""
         return self._on_shards(lambda member: self._opened[member.name].events_with_calls(), ahead)
-
-    def _divide(self, batch: t.Batch) -> Mapping[str, Sequence[BatchPart]]:
-        for member in self._shards.members:
-            self._opened[member.name] = OpenPart(member.calls, batch)
-        return {name: [part] for name, part in self._opened.items()}

@@ -327,7 +327,7 @@ class RunRollouts:
         async def report(member: OpenShard) -> int:
             try:
                 return await member.calls.report_rewards(
-                    self.run_id, shards.id_of(batch_id), given, kl=kl, clip_fraction=clip_fraction
+                    self.run_id, batch_id + shards.suffix, given, kl=kl, clip_fraction=clip_fraction
                 )
             except NotFoundError:
                 # A small batch may have no part on this shard.

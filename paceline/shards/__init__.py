@@ -125,6 +125,8 @@ class Shards:
         self.members = tuple(members)
         self.alone = len(self.members) == 1
         """True if there is one shard, as usual."""
+        self.suffix = "" if self.alone else f".shards-{layout(self.members)}"
+        """Suffix of the ids of a batch's parts: with other shards the same batch is divided differently."""
         self.concurrency = concurrency or Tasks()
 
     def member(self, name: str) -> OpenShard:
@@ -133,15 +135,6 @@ class Shards:
             if member.name == name:
                 return member
         raise ValueError(f"there is no shard {name!r}, only {', '.join(each.name for each in self.members)}")
-
-    def id_of(self, batch_id: str) -> str:
-        """Return the id of a batch's parts on the shards.
-
-        It depends on the shards, because with other shards the same batch is divided differently.
-        """
-        if self.alone:
-            return batch_id
-        return f"{batch_id}.shards-{layout(self.members)}"
 
     def split(self, groups: Sequence[t.Group]) -> list[tuple[OpenShard, Sequence[t.Group]]]:
         """Return the shards that have groups of a batch, each with its groups in order."""
@@ -208,6 +201,8 @@ class Shards:
 
         FailedPreconditionError with the reason SHARDS_DIFFER: a push did not reach all of them.
         """
+        if self.alone:
+            return await self.members[0].calls.versions()
         found = await self.versions()
         served = {name: each.policy_version for name, each in found.items()}
         if len(set(served.values())) > 1:

@@ -17,7 +17,7 @@ from tests.integration.gateway.conftest import Cluster
 
 _ROOT = Path(paceline.__file__).parents[1]
 _COLUMNS = "paceline/columns.py"
-_MOST = {"paceline": 90, _COLUMNS: 15, "services/gateway": 300}
+_MOST = {"paceline": 75, _COLUMNS: 15, "services/gateway": 300}
 """Bounds of the functions of one sample. A change that needs more has to be worth a reader's time.
 
 The gateway's loop also does periodic work, which adds up to 20 functions if it falls into the time of the sample.
