@@ -31,16 +31,16 @@ class BubbleMetrics(MetricSet, prefix="paceline_bubbles_"):
 
     leases = counter(
         "leases_total",
-        "Leases by event: leased; finished; returned; revoked (no longer wanted); expired (instance "
-        "silent or gone); replaced (instance restarted); unknown (the instance does not know it).",
+        "Leases by event: leased; finished; returned; revoked (no longer wanted); expired (instance silent or "
+        "gone); replaced (instance restarted); unknown (to the instance).",
         "event",
     )
     tokens = counter("pregenerated_tokens_total", "Tokens pre-generated, as instances report.")
     running = gauge("leased_tasks", "Pre-generation tasks that instances have.")
-    open = gauge("open_tasks", "Pre-generation tasks that are not finished.")
+    open = gauge("open_tasks", "Unfinished pre-generation tasks.")
     runs = gauge("runs", "Runs known.")
     instances = gauge("instances", "Instances that share the work.")
-    polls = gauge("held_polls", "Polls that are held back for lack of work.")
+    polls = gauge("held_polls", "Polls held back for lack of work.")
 
     def count(self, ledger: BubbleLedger) -> None:
         """Count the events of leases since the last call."""

@@ -13,12 +13,12 @@ class DrafterMetrics(MetricSet, prefix="paceline_drafter_"):
 
     leader = gauge("leader", "1 while this process leads.")
     version = gauge("version", "Version of the published drafter; 0: none.")
-    published_at = gauge("published_timestamp_seconds", "Unix time of its publication.")
-    policy_version = gauge("policy_version", "Policy version that was learned from last.")
+    published_at = gauge("published_timestamp_seconds", "Unix time of the published drafter's publication.")
+    policy_version = gauge("policy_version", "Policy version learned from last.")
     kd_loss = gauge("kd_loss", "KL of drafter from policy in nats per token, of the last update.")
     acceptance_length = gauge(
         "acceptance_length",
-        "Tokens per verification on held-out samples: of the candidate, and of the drafter in use (current).",
+        "Tokens per verification on held-out samples: candidate, and drafter in use (current).",
         "drafter",
     )
     live_acceptance_length = gauge(
@@ -27,13 +27,11 @@ class DrafterMetrics(MetricSet, prefix="paceline_drafter_"):
     instances = gauge(
         "instances", "Instances by status: current, behind, refused, without (drafter).", "state"
     )
-    updates = counter(
-        "updates_total", "Updates, by outcome: done or failed.", "outcome", values=("done", "failed")
-    )
+    updates = counter("updates_total", "Updates done or failed.", "outcome", values=("done", "failed"))
     update_seconds = histogram("update_seconds", "Training time of one update.", _SECONDS)
     training_seconds = counter(
         "training_seconds_total",
-        "Seconds of training and evaluation, hidden (true) by generation or the trainer's work, or not.",
+        "Seconds of training and evaluation, hidden (true) by generation or the trainer's work or not.",
         "hidden",
         values=("true", "false"),
     )
@@ -55,21 +53,18 @@ class DrafterMetrics(MetricSet, prefix="paceline_drafter_"):
     unmatched = counter("unmatched_rewards_total", "Rewards whose sample never arrived.")
     buffered = gauge("buffered_tokens", "Tokens in the replay buffer.")
     held_out = gauge("held_out_samples", "Held-out samples.")
-    waiting = gauge("waiting_samples", "Samples that wait for their reward.")
-    backlog = gauge("backlog_entries", "Entries of the feed that are not acknowledged.")
+    waiting = gauge("waiting_samples", "Samples waiting for their reward.")
+    backlog = gauge("backlog_entries", "Unacknowledged entries of the feed.")
     policy_missed = counter(
         "policy_missed_samples_total",
-        "Samples learned from with the weights of another policy version, as their own were gone.",
+        "Samples learned from with another policy version's weights, as their own were gone.",
     )
     candidates = counter(
-        "candidates_total",
-        "Candidates, by outcome: published or rejected.",
-        "outcome",
-        values=("published", "rejected"),
+        "candidates_total", "Candidates published or rejected.", "outcome", values=("published", "rejected")
     )
     rollbacks = counter(
         "rollbacks_total",
-        "Drafters rolled back, by cause: collapsed, refused, asked.",
+        "Drafters rolled back: collapsed, refused, asked.",
         "cause",
         values=("collapsed", "refused", "asked"),
     )

@@ -13,16 +13,16 @@ ENDINGS = ("header", "idle", "body", "reader", "ending", "crowded", "refused")
 class FacadeMetrics(MetricSet, prefix="paceline_facade_"):
     """All metrics of the facade."""
 
-    samples_in_flight = gauge("samples_in_flight", "Samples of requests that are in work.")
-    paused = gauge("paused", "1 while requests wait for the end of a pause.")
+    samples_in_flight = gauge("samples_in_flight", "Samples of unfinished requests.")
+    paused = gauge("paused", "1 while paused: requests wait.")
     updates = counter(
         "weight_updates_total", "Weight updates by folder, by outcome.", "outcome", values=OUTCOMES
     )
     disconnects = counter("disconnects_total", "Requests whose client left before the answer.")
     forecasts = counter(
         "forecasts_total",
-        "Steps that were forecast by the order of the epoch before: announced to the gateway; failed, where that "
-        "was not possible; missed, where less than half of their prompts came.",
+        "Forecast steps: announced to the gateway; failed, where this was impossible; missed, where less than "
+        "half of their prompts came.",
         "outcome",
         values=("announced", "failed", "missed"),
     )
@@ -30,7 +30,7 @@ class FacadeMetrics(MetricSet, prefix="paceline_facade_"):
     connections_ended = counter(
         "connections_ended_total",
         "Connections that the server ended: deadline of a header, an idle one, a body, a reader, or an ending; "
-        "crowded: ended for a new one; refused: there was no place.",
+        "crowded (for a new one); refused (no place).",
         "reason",
         values=ENDINGS,
     )

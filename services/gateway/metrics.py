@@ -34,7 +34,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
         "status",
         values=("completed", "truncated", "aborted", "failed"),
     )
-    expired = counter("expired_samples_total", "Samples ended by the deadline of their batch.")
+    expired = counter("expired_samples_total", "Samples ended by their batch's deadline.")
     stale_samples = counter(
         "stale_samples_total",
         "Unfinished samples over the max_staleness of their batch, by outcome.",
@@ -52,18 +52,15 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     )
     moves = counter(
         "moves_total",
-        "Samples that instances moved to others, by outcome: claimed; by_prefix where they were to be resumed so; "
-        "refused (the claim), no_link, no_place or tokens_missing, and resumed by their prefix anywhere; unwanted "
-        "(ended or cancelled meanwhile).",
+        "Samples moved by instances: claimed; by_prefix, as requested; refused (the claim), no_link, no_place "
+        "or tokens_missing, and resumed by their prefix anywhere; unwanted (ended or cancelled meanwhile).",
         "outcome",
         values=("claimed", "by_prefix"),
     )
     calls = counter("calls_total", "Tool calls of samples.")
-    call_seconds = histogram(
-        "call_seconds", "Waits of samples for their environments, from a call to its answer.", _SECONDS
-    )
+    call_seconds = histogram("call_seconds", "Time from a sample's call to its answer.", _SECONDS)
     abandoned_calls = counter("abandoned_calls_total", "Samples that waited too long for their environments.")
-    calling = gauge("calling_samples", "Samples that wait for their environments.")
+    calling = gauge("calling_samples", "Samples waiting for their environments.")
     queued = gauge("queued_samples", "Samples waiting for an instance.")
     running = gauge("running_samples", "Samples on an instance.", "instance_id")
     queue_seconds = histogram("queue_seconds", "Samples from acceptance to placement.", _SECONDS)
@@ -72,26 +69,23 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     # Tokens, by the names that they have in tokens_file
     grant_samples = gauge("grant_unfinished_samples", "Unfinished samples of a token.", "grant")
     grant_tokens = gauge(
-        "grant_unfinished_tokens",
-        "Most tokens that these samples may come to: prompt and max_tokens.",
-        "grant",
+        "grant_unfinished_tokens", "Most tokens that these may come to: prompt and max_tokens.", "grant"
     )
 
     # Instances
     losses = counter("instance_losses_total", "Instances lost.", "instance_id")
-    instance_up = gauge("instance_up", "1, or 0 for an instance that is lost.", "instance_id")
+    instance_up = gauge("instance_up", "0 for a lost instance, else 1.", "instance_id")
     instances = gauge("instances", "Instances by state.", "state")
 
     # Batches and the journal
     batches = gauge("batches", "Batches unfinished.")
     oldest_batch = gauge(
         "oldest_batch_timestamp_seconds",
-        "Unix time at which the oldest unfinished batch was accepted, or closed if it had been opened; 0: there is "
-        "none. Open ones do not count.",
+        "Unix time at which the oldest unfinished batch, open ones left out, was accepted or closed; 0: none.",
     )
     closed_batches = counter(
         "closed_batches_total",
-        "Open batches that the gateway closed itself: idle (no trainer used them) or at their deadline.",
+        "Open batches closed by the gateway: idle (unused by trainers) or at their deadline.",
         "cause",
         values=("idle", "deadline"),
     )
@@ -100,119 +94,111 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     leader = gauge("leader", "1 while this gateway holds the lease.")
     journal_errors = counter("journal_errors_total", "Journal round trips that failed.")
     journal_seconds = histogram("journal_seconds", "One journal round trip.", _JOURNAL_SECONDS)
-    journal_chunks = counter(
-        "journal_chunks_total", "Chunks of unfinished samples that the journal has taken."
-    )
+    journal_chunks = counter("journal_chunks_total", "Chunks of unfinished samples journaled.")
     journal_holes = counter(
         "journal_holes_total",
-        "Writes that found less in Redis than it had acknowledged: hole (samples of a batch), gone (a whole "
-        "batch), torn (chunks of a sample).",
+        "Writes that found less in Redis than it had acknowledged: hole (samples of a batch), gone (a batch), "
+        "torn (chunks of a sample).",
         "kind",
         values=("hole", "gone", "torn"),
     )
-    unwritten = gauge(
-        "unwritten_ratio", "Bytes of finished samples that Redis has not taken, over max_unwritten_bytes."
-    )
+    unwritten = gauge("unwritten_ratio", "Bytes of unwritten finished samples, over max_unwritten_bytes.")
     unfinished_tokens = gauge(
-        "unfinished_tokens_ratio", "Bytes of the tokens of unfinished samples, over max_token_bytes."
+        "unfinished_tokens_ratio", "Bytes of unfinished samples' tokens, over max_token_bytes."
     )
     paused = gauge(
-        "paused", "1 while unwritten bytes are too many: instances get no samples and are not read."
+        "paused", "1 while too many bytes are unwritten: instances get no samples and are not read."
     )
-    redis_memory = gauge("redis_memory_ratio", "Used memory of Redis over its maxmemory; 0: it has no limit.")
+    redis_memory = gauge("redis_memory_ratio", "Used memory of Redis over its maxmemory; 0: no limit.")
 
     # Reuse of cached rollouts by the samples of batches that were completed or truncated
     whole_samples = counter("whole_samples_total", "Samples completed or truncated.", "level", values=_LEVELS)
     whole_tokens = counter(
-        "whole_sample_tokens_total", "Response tokens of these samples.", "level", values=_LEVELS
+        "whole_sample_tokens_total",
+        "Response tokens of completed or truncated samples.",
+        "level",
+        values=_LEVELS,
     )
     cached_samples = counter(
-        "cached_samples_total", "Of these samples, those with a cached rollout.", "level", values=_LEVELS
+        "cached_samples_total",
+        "Completed or truncated samples with a cached rollout.",
+        "level",
+        values=_LEVELS,
     )
     cached_tokens = counter(
-        "cached_tokens_total", "Tokens of these cached rollouts.", "level", values=_LEVELS
+        "cached_tokens_total", "Tokens of the cached rollouts of these samples.", "level", values=_LEVELS
     )
     reused_tokens = counter(
         "reused_prefix_tokens_total",
-        "Response tokens before the first that is not the cached rollout's. Reuse rate: this over "
-        "whole_sample_tokens_total.",
+        "Response tokens before the first that differs from the cached rollout.",
         "level",
         values=_LEVELS,
     )
     fully_reused = counter(
         "fully_reused_samples_total",
-        "Samples all of whose tokens are the cached rollout's. Full-reuse ratio: this over "
-        "cached_samples_total.",
+        "Samples whose tokens are all the cached rollout's.",
         "level",
         values=_LEVELS,
     )
 
     # Runs; a run without changes for long is removed
-    step = gauge("step", "The step of the run that was begun last.", "run")
+    step = gauge("step", "The run's step that began last.", "run")
     lenience = gauge("lenience", "The l of the run's last LENIENT batch.", "run")
     reward = gauge("reward", "Mean of the rewards last reported.", "run")
-    reported_kl = gauge(
-        "reported_kl", "KL between the policy and the one that sampled, as last reported.", "run"
-    )
+    reported_kl = gauge("reported_kl", "KL of the policy and the sampling one, as last reported.", "run")
     reported_clip_fraction = gauge(
-        "reported_clip_fraction", "Share of tokens whose ratio was clipped, as last reported.", "run"
+        "reported_clip_fraction", "Share of tokens with a clipped ratio, as last reported.", "run"
     )
 
     # Steps that are over, and hints of coming ones
     hints = counter(
         "hints_total", "Hints of coming steps: kept, or not because late, far ahead or no room.", "outcome"
     )
-    hinted = gauge("hinted_samples", "Samples of coming steps that are announced.")
+    hinted = gauge("hinted_samples", "Announced samples of coming steps.")
     step_seconds = histogram(
-        "step_seconds", "Steps from their first sample's acceptance to their last one's end.", _SECONDS
+        "step_seconds", "Steps from the first sample's acceptance to the last one's end.", _SECONDS
     )
     step_parts = counter(
         "step_part_seconds_total",
-        "Time of the sample that ended last in a step, by part: queue, prefill, plain, verified, moves, between. "
-        "And the time before the step: trainer, weights.",
+        "Time of a step's last sample by part: queue, prefill, plain, verified, moves, between; before the "
+        "step: trainer, weights.",
         "part",
         values=(*STEP_PARTS, "trainer", "weights"),
     )
     bubble_seconds = histogram(
         "bubble_seconds",
-        "Idle time of an instance from its last sample of a step to the step's end, at every step.",
+        "Idle time of an instance from its last sample of a step to the step's end.",
         _SECONDS,
     )
-    bubble_average = gauge(
-        "step_bubble_average_seconds", "Mean of these over the instances, of the last step."
-    )
-    bubble_most = gauge("step_bubble_max_seconds", "Largest of these over the instances, of the last step.")
-    pregenerated = counter(
-        "pregenerated_tokens_total", "Pre-generated tokens of the samples of a step when it began."
-    )
-    announced = counter("announced_step_tokens_total", "Response tokens of the steps that were announced.")
+    bubble_average = gauge("step_bubble_average_seconds", "Mean bubble of the instances in the last step.")
+    bubble_most = gauge("step_bubble_max_seconds", "Largest bubble of an instance in the last step.")
+    pregenerated = counter("pregenerated_tokens_total", "Pre-generated tokens of steps when they began.")
+    announced = counter("announced_step_tokens_total", "Response tokens of announced steps.")
     unannounced = counter(
         "unannounced_steps_total",
-        "Steps that were not announced, so that nothing of them was generated ahead. The first step of a run is "
-        "one. A step of single samples (HTTP) counts when it begins.",
+        "Steps that were not announced, such as a run's first. A step of single samples (HTTP) counts when it "
+        "begins.",
     )
-    coverage = gauge(
-        "step_coverage_ratio", "Pre-generated tokens over real tokens, of the last announced step."
-    )
+    coverage = gauge("step_coverage_ratio", "Pre-generated over real tokens of the last announced step.")
 
     # Finished samples on their way to other services
     history = counter(
         "history_rollouts_total",
-        "Finished samples for the draft store, by outcome: stored; not_stored (refused, or lost in an outage); "
-        "dropped (the store did not keep up).",
+        "Finished samples for the draft store: stored; not_stored (refused, or lost in an outage); dropped "
+        "(the store did not keep up).",
         "outcome",
     )
     learner_feed = counter(
         "learner_feed_entries_total",
-        "Finished samples and reports of rewards for the learner of the drafter, by outcome: fed; refused by "
-        "Redis; dropped (Redis did not keep up); trimmed off the stream unread, above its bound.",
+        "Finished samples and rewards for the learner: fed; refused by Redis; dropped (Redis did not keep up); "
+        "trimmed unread, above the stream's bound.",
         "outcome",
         values=("fed", "refused", "dropped", "trimmed"),
     )
 
     # Event loop, since the port was opened
     longest_turn = gauge(
-        "longest_turn_seconds", "Longest turn of the event loop, in its thread's own processor time."
+        "longest_turn_seconds", "Longest turn of the event loop, in processor time of its thread."
     )
     longest_turn_wall = gauge("longest_turn_wall_seconds", "Longest turn of the event loop, in wall time.")
 
@@ -221,14 +207,13 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     update_seconds = histogram("update_seconds", "Phases of weight updates.", _SECONDS, "phase")
     updates = counter(
         "updates_total",
-        "Weight updates, by outcome: published; aborted by the trainer; failed; abandoned by a trainer that went "
-        "silent.",
+        "Weight updates: published; aborted by the trainer; failed; abandoned by a silent trainer.",
         "outcome",
         values=("published", "aborted", "failed", "abandoned"),
     )
     in_flight_samples = counter(
         "in_flight_samples_total",
-        "Samples that were unfinished when weights were applied: aborted; continued under the new version.",
+        "Samples unfinished when weights were applied: aborted; continued.",
         "outcome",
         values=("aborted", "continued"),
     )

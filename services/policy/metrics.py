@@ -18,7 +18,7 @@ class PolicyMetrics(MetricSet, prefix="paceline_policy_"):
         "push_seconds", "Time from a change of knobs until an instance uses it.", _SECONDS
     )
     decisions = counter("decisions_total", "Decisions, by kind.", "kind")
-    draft_cap = gauge("draft_cap", "Cap on draft lengths that a run's ladder has reached.", "run")
+    draft_cap = gauge("draft_cap", "Cap on draft lengths of a run's ladder.", "run")
     block_efficiency = gauge(
-        "step_block_efficiency", "Tokens per verified draft in the step that ended last, of any run."
+        "step_block_efficiency", "Tokens per verified draft in the last ended step of any run."
     )

@@ -17,31 +17,24 @@ class ReallocatorMetrics(MetricSet, prefix="paceline_reallocator_"):
     """All metrics of the service. Label `rule`: threshold, balance or evacuate; label `by`: kv or prefix."""
 
     decisions = counter(
-        "decisions_total",
-        "Decisions: move, keep, or late if the instances took too long to answer.",
-        "outcome",
+        "decisions_total", "Decisions: move, keep, or late if instances answered too late.", "outcome"
     )
     decision_seconds = histogram(
-        "decision_seconds", "Time of a decision, with listing the samples of the instances.", _SECONDS
+        "decision_seconds", "Time of a decision, including listing samples.", _SECONDS
     )
-    moves = counter("moves_total", "Samples moved, with their KV or by their prefix.", "rule", "by")
+    moves = counter("moves_total", "Samples moved, by KV or by prefix.", "rule", "by")
     refusals = counter("refusals_total", "Moves refused before anything was sent.", "reason")
     failures = counter("failures_total", "Moves given up half-way; nothing was lost.", "reason")
     bytes = counter("moved_bytes_total", "KV sent.")
-    move_seconds = histogram("move_seconds", "Time of one move, from its request to its outcome.", _SECONDS)
-    stall_seconds = histogram("stall_seconds", "Time for which a moved sample was paused.", _SECONDS)
-    stall_steps = histogram("stall_steps", "The same in engine steps of the donor.", _STEPS)
+    move_seconds = histogram("move_seconds", "Time from a move's request to its outcome.", _SECONDS)
+    stall_seconds = histogram("stall_seconds", "Pause of a moved sample.", _SECONDS)
+    stall_steps = histogram("stall_steps", "Pause of a moved sample in engine steps of the donor.", _STEPS)
     predicted_gain = histogram("predicted_gain", "Predicted relative gain of a pair's moves.", _GAINS, "rule")
-    achieved_gain = histogram(
-        "achieved_gain", "Relative gain in tokens per second that was then measured.", _GAINS, "rule"
-    )
-    trust = gauge("trust", "Share of its predicted gain that a rule has achieved.", "rule")
+    achieved_gain = histogram("achieved_gain", "Measured relative gain in tokens per second.", _GAINS, "rule")
+    trust = gauge("trust", "Share of a rule's predicted gain achieved.", "rule")
     cost_steps = gauge("move_cost_steps", "Engine steps that a moved sample misses, as learned.", "by")
     cost_seconds = gauge(
-        "move_cost_seconds",
-        "Engine time that a move costs the donor or the receiver, as learned.",
-        "by",
-        "side",
+        "move_cost_seconds", "Engine time that a move costs donor or receiver, as learned.", "by", "side"
     )
     prefill_factor = gauge(
         "prefill_factor", "Measured over predicted time to prefill a moved prefix, as learned."
@@ -50,7 +43,7 @@ class ReallocatorMetrics(MetricSet, prefix="paceline_reallocator_"):
         "saturation_point_samples", "Saturation point of an instance in samples.", "instance_id"
     )
     samples = gauge("instance_samples", "Samples on an instance.", "instance_id")
-    evacuating = gauge("evacuating_instances", "Instances that are being emptied.")
+    evacuating = gauge("evacuating_instances", "Instances being emptied.")
     leader = gauge("leader", "1 while this process leads.")
 
     def __init__(self, registry: CollectorRegistry) -> None:

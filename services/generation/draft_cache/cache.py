@@ -41,16 +41,12 @@ PROMPT_OVERHEAD = 512
 class RolloutMetrics(MetricSet, prefix="paceline_drafts_"):
     """Metrics of fetching and caching rollouts."""
 
-    fetch_seconds = histogram("fetch_seconds", "Time to fetch the rollouts of some prompts.", _FETCH_BUCKETS)
-    fetch_failures = counter(
-        "fetch_failures_total",
-        "Fetches that the draft store did not answer, for some of their prompts at least.",
-    )
+    fetch_seconds = histogram("fetch_seconds", "Time of a fetch of rollouts.", _FETCH_BUCKETS)
+    fetch_failures = counter("fetch_failures_total", "Fetches that the draft store did not answer in full.")
     fetched_rollouts = counter("fetched_rollouts_total", "Rollouts fetched.")
-    fetched_tokens = counter("fetched_tokens_total", "Tokens of these.")
+    fetched_tokens = counter("fetched_tokens_total", "Tokens of fetched rollouts.")
     waits_expired = counter(
-        "waits_expired_total",
-        "Lenient samples that started without waiting any longer for their cached rollouts.",
+        "waits_expired_total", "Lenient samples that stopped waiting for their cached rollouts."
     )
     cache_bytes = gauge("cache_bytes", "Rollouts held in memory.")
 

@@ -42,8 +42,7 @@ class DraftModelMetrics(MetricSet):
     """Cost of one draft model. Used by the engine thread only."""
 
     gain = gauge(
-        "predicted_gain_ratio",
-        "Predicted tokens per second over doing without the draft model, of the latest step; 1: it did not run.",
+        "predicted_gain_ratio", "Predicted speedup by the draft model in the latest step; 1: it did not run."
     )
     memory_bytes = gauge("memory_bytes", "Memory of the draft model's weights.")
     draft_tokens = counter("draft_tokens_total", "Tokens drafted.")
@@ -73,7 +72,7 @@ class QuantizedDrafterMetrics(DraftModelMetrics, prefix="paceline_quantized_"):
 
     refresh_seconds = histogram(
         "refresh_seconds",
-        "Time to quantize the weights after an update: time spent on it (work), time until it was done (wall).",
+        "Time to quantize the weights after an update: spent (work), until done (wall).",
         _REFRESH_BUCKETS,
         "time",
     )
@@ -89,14 +88,12 @@ class QuantizedDrafterMetrics(DraftModelMetrics, prefix="paceline_quantized_"):
 class Eagle3Metrics(DraftModelMetrics, prefix="paceline_eagle3_"):
     """Cost of the EAGLE-3 head, which is trained online and has separate versions."""
 
-    version = gauge(
-        "drafter_version", "Version of the EAGLE-3 head that drafts; 0: the one the instance started with."
-    )
+    version = gauge("drafter_version", "Version of the EAGLE-3 head that drafts; 0: the initial one.")
     swaps = counter("swaps_total", "Heads that replaced another in the running engine.")
-    refused = counter("refused_total", "Heads that were refused: broken, or not for this model.")
+    refused = counter("refused_total", "Heads refused: broken, or not for this model.")
     caught_up = counter(
         "caught_up_tokens_total",
-        "Tokens that the head prefilled before drafting, those that a step had added included.",
+        "Tokens that the head prefilled before drafting, including those that a step added.",
     )
 
     def drafted(self, tokens: int, steps: int, seconds: float, caught_up: int) -> None:

@@ -77,15 +77,14 @@ class SuffixMetrics(MetricSet, prefix="paceline_drafts_"):
 
     index_seconds = counter(
         "index_seconds_total",
-        "Time spent in the index of the suffix drafter: insert of rollouts that arrived; step of running"
-        " samples, with its proposals for them.",
+        "Time in the suffix index: insert of arrived rollouts; step of running samples, with their proposals.",
         "phase",
     )
-    index_tokens = counter("index_tokens_total", "Tokens put into that index.", "phase")
+    index_tokens = counter("index_tokens_total", "Tokens put into the suffix index.", "phase")
     refused_texts = counter(
         "index_refused_total",
-        "Texts for which that index (draft_index_tokens) has no room: sample, which gets no proposals from it;"
-        " halted, a running sample that gets none any more; rollout.",
+        "Texts without room in the suffix index (draft_index_tokens): sample, which gets no proposals; halted, "
+        "a running sample that gets no more; rollout.",
         "text",
         values=RefusedText,
     )

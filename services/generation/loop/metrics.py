@@ -54,24 +54,20 @@ class EngineThroughput:
 class BackgroundMetrics(MetricSet, prefix="paceline_generation_"):
     """Metrics of background samples in the engine."""
 
-    samples = gauge(
-        "background_samples", "Samples of a coming step that are being generated, and their forks."
-    )
+    samples = gauge("background_samples", "Running samples of a coming step, and their forks.")
     steps = counter(
-        "background_steps_total",
-        "Engine steps with such samples, alone or beside samples of the step.",
-        "beside",
+        "background_steps_total", "Engine steps with background samples, alone or beside others.", "beside"
     )
     seconds = counter(
-        "background_seconds_total", "Time of these steps; alone: bubble time that was used.", "beside"
+        "background_seconds_total",
+        "Time of engine steps with background samples; alone: bubble time used.",
+        "beside",
     )
     tokens = counter("pregenerated_tokens_total", "Tokens of samples of a coming step.")
-    forked_tokens = counter("forked_tokens_total", "Tokens of forks of samples of a coming step.")
+    forked_tokens = counter("forked_tokens_total", "Tokens of pre-generated samples' forks.")
     yielded = counter("yielded_samples_total", "Background samples ended for real ones.")
     yield_seconds = histogram(
-        "yield_seconds",
-        "Time from the arrival of a real sample until background samples had ended.",
-        DELAY_BUCKETS,
+        "yield_seconds", "Time from a real sample's arrival until background samples ended.", DELAY_BUCKETS
     )
 
     def record_step(self, seconds: float, tokens: int, forked: int, beside_real: bool) -> None:
@@ -98,11 +94,11 @@ class DraftOutcomeMetrics(MetricSet, prefix="paceline_speculation_"):
 class ReuseMetrics(MetricSet, prefix="paceline_reuse_"):
     """Metrics of cached rollouts that LENIENT samples take over."""
 
-    tokens = counter("tokens_total", "Tokens taken over from cached rollouts by the lenient rule.")
+    tokens = counter("tokens_total", "Tokens reused from cached rollouts by the lenient rule.")
     verify_steps = counter(
-        "verify_steps_total", "Verifications of a part of a cached rollout, one a sample and step."
+        "verify_steps_total", "Verifications of parts of cached rollouts, one a sample and step."
     )
-    verified_rows = counter("verified_rows_total", "Rows of logits that these took.")
+    verified_rows = counter("verified_rows_total", "Rows of logits in verifications of cached rollouts.")
 
 
 class EngineMetrics(MetricSet, prefix="paceline_generation_"):
@@ -113,26 +109,23 @@ class EngineMetrics(MetricSet, prefix="paceline_generation_"):
     tokens = counter("tokens_total", "Tokens generated.")
     running = gauge("running_samples", "Samples in the running batch.")
     waiting = gauge("waiting_samples", "Samples waiting for the engine.")
-    kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use, 0 to 1.")
+    kv_usage = gauge("kv_usage_ratio", "Share of KV blocks in use.")
     context = counter(
-        "context_tokens_total",
-        "Tokens of prompts and responses with which samples entered the running batch.",
+        "context_tokens_total", "Prompt and response tokens of samples that entered the running batch."
     )
     cached_context = counter(
-        "cached_context_tokens_total", "Of these, tokens whose KV was in the prefix cache."
+        "cached_context_tokens_total", "Context tokens whose KV was in the prefix cache."
     )
     preemptions = counter(
         "preemptions_total",
-        "Samples that entered it again: they had lost their KV to others, or to new weights.",
+        "Samples that entered the batch again after losing their KV to others or to new weights.",
     )
     policy_version = gauge("policy_version", "Policy version of the weights that are served.")
     kernels_left_out = gauge(
-        "kernels_left_out", "1 for kernels that failed their check at the start, and are left out.", "kernels"
+        "kernels_left_out", "1 for kernels left out after a failed check at the start.", "kernels"
     )
     features_refused = gauge(
-        "features_refused",
-        "1 for features that this model is not known to allow, and goes without.",
-        "feature",
+        "features_refused", "1 for features that this model is not known to allow.", "feature"
     )
     weight_seconds = histogram(
         "weight_seconds", "Time to stage or apply weights.", Histogram.DEFAULT_BUCKETS, "phase"
@@ -210,18 +203,18 @@ class PregenerationMetrics(MetricSet, prefix="paceline_generation_"):
     asleep = gauge("asleep", "1 while the device is left to the trainer.")
     samples = counter(
         "pregenerated_samples_total",
-        "Samples of a coming step by how they ended: finished, partial (with tokens), empty.",
+        "Ended samples of a coming step: finished, partial (with tokens), empty.",
         "outcome",
     )
-    forks = counter("pregenerated_forks_total", "Forks of pre-generated samples that were begun.")
+    forks = counter("pregenerated_forks_total", "Forks of pre-generated samples.")
     halts = histogram(
         "halt_delay_seconds",
-        "Time from the end of the step (by the gateway's clock) until pre-generation had stopped.",
+        "Time from the step's end (gateway's clock) until pre-generation stopped.",
         DELAY_BUCKETS,
     )
     update_halt_seconds = histogram(
         "update_halt_seconds",
-        "Time from the call for a weight update until pre-generation had stopped.",
+        "Time from the call for a weight update until pre-generation stopped.",
         DELAY_BUCKETS,
     )
     polls = counter(
@@ -230,7 +223,7 @@ class PregenerationMetrics(MetricSet, prefix="paceline_generation_"):
     puts = counter(
         "draft_puts_total", "Rollouts sent to the draft store: stored, or else refused or lost.", "outcome"
     )
-    put_tokens = counter("draft_put_tokens_total", "Tokens of these rollouts.")
+    put_tokens = counter("draft_put_tokens_total", "Tokens of rollouts sent to the draft store.")
 
     def ended(self, finished: bool, tokens: int) -> None:
         """Count a sample of a coming step that ended with this number of tokens."""

@@ -90,36 +90,34 @@ class MigrationMetrics(MetricSet, prefix="paceline_migration_"):
 
     _moves = counter(
         "moves_total",
-        "Moves requested of this instance as the donor: moved with their KV, handed_on by their prefix, refused or "
-        "failed; the reason is empty for those that were made.",
+        "Moves with this instance as the donor: moved with their KV, handed_on by their prefix (both without "
+        "reason), refused or failed.",
         "outcome",
         "reason",
     )
     _arrivals = counter(
         "arrivals_total",
-        "Samples announced to this instance, by the state they reached: committed, claimed, cancelled, expired.",
+        "Samples announced to this instance, by state: committed, claimed, cancelled, expired.",
         "state",
         values=("committed", "claimed"),
     )
     refusals = counter("refusals_total", "Reservations refused as the receiver.", "reason")
     _bytes = counter(
-        "bytes_total", "KV sent: copied while the sample decoded on, or delta while it was paused.", "stage"
+        "bytes_total", "KV sent: copied while the sample decoded, or delta while it was paused.", "stage"
     )
     _stages = histogram(
         "stage_seconds",
-        "Time to reserve, to copy while the sample decodes on, and for which it is paused (stall).",
+        "Time to reserve, to copy while the sample decodes, and of its pause (stall).",
         _SECONDS,
         "stage",
     )
-    _stall_steps = histogram(
-        "stall_steps", "Time for which a sample was paused, in engine steps of the donor.", _STEPS
-    )
+    _stall_steps = histogram("stall_steps", "Pause of a sample in engine steps of the donor.", _STEPS)
     resume_seconds = histogram(
         "resume_seconds",
         "Time from the receiver's commit to the end of its first step with the sample.",
         _SECONDS,
     )
-    unclaimed = gauge("unclaimed_samples", "Samples that have arrived and that no gateway has claimed yet.")
+    unclaimed = gauge("unclaimed_samples", "Arrived samples that no gateway has claimed.")
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

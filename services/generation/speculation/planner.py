@@ -60,18 +60,10 @@ class PlannerMetrics(MetricSet, prefix="paceline_planner_"):
     decisions = counter("steps_total", "Steps planned, by reason.", "reason")
     tokens = counter("tokens_total", "Draft tokens planned.")
     expected = counter("expected_tokens_total", "Draft tokens expected to be accepted.")
-    speedup = gauge(
-        "predicted_speedup_ratio", "Predicted tokens per second over plain decoding, of the latest step."
-    )
-    predicted_seconds = counter(
-        "predicted_step_seconds_total", "Predicted time of the steps that were measured."
-    )
-    measured_seconds = counter("measured_step_seconds_total", "Measured time of the same steps.")
-    error = histogram(
-        "step_time_error_ratio",
-        "Error of a predicted step time, relative to the measured one.",
-        _ERROR_BUCKETS,
-    )
+    speedup = gauge("predicted_speedup_ratio", "Predicted speedup over plain decoding in the latest step.")
+    predicted_seconds = counter("predicted_step_seconds_total", "Predicted time of measured steps.")
+    measured_seconds = counter("measured_step_seconds_total", "Measured time of steps with a predicted one.")
+    error = histogram("step_time_error_ratio", "Relative error of predicted step times.", _ERROR_BUCKETS)
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

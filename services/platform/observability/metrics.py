@@ -27,8 +27,8 @@ class RpcMetrics(MetricSet, prefix="paceline_rpc_"):
     in_flight = gauge("in_flight", "RPCs running now.", "component", "method")
     refused = counter(
         "refused_total",
-        "RPCs refused of a token, by its name and what it lacks: MISSING_SCOPE, RUN_NOT_GRANTED, or what was used "
-        "up, such as requests, max_queued_samples and max_queued_tokens.",
+        "RPCs refused, by the token's name and reason: MISSING_SCOPE, RUN_NOT_GRANTED, or what was used up, "
+        "such as requests, max_queued_samples and max_queued_tokens.",
         "component",
         "grant",
         "reason",
@@ -57,7 +57,7 @@ def show_build(component: str, registry: CollectorRegistry = REGISTRY) -> None:
     info.info({"component": component, "version": metadata.version("paceline")})
     memory = Gauge(
         "paceline_memory_ratio",
-        "Memory in use by this process's control group, a container's, over its limit; 0: there is no limit.",
+        "Memory of this process's control group (container) over its limit; 0: no limit.",
         registry=registry,
     )
     memory.set_function(own_memory_share)

@@ -28,7 +28,7 @@ CHECK_SECONDS = 1.0
 
 RELOADS = Counter(
     "paceline_secret_reloads_total",
-    "Certificates and tokens that changed on disk: reloaded, or failed (the old ones stay in use).",
+    "Certificates and tokens changed on disk: reloaded; failed (the old ones stay in use).",
     ["secret", "outcome"],
 )
 

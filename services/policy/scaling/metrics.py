@@ -52,9 +52,9 @@ class ScalingMetrics(MetricSet, prefix="paceline_scaling_"):
     """All metrics of scaling."""
 
     recommended = gauge("recommended_replicas", "Instances recommended for the pool.", "pool")
-    wanted = gauge("wanted_replicas", "Instances wanted once stabilization has let them through.", "pool")
+    wanted = gauge("wanted_replicas", "Instances wanted after stabilization.", "pool")
     replicas = gauge("replicas", "Desired replicas of the StatefulSet.", "pool")
-    draining = gauge("draining", "1 while an instance is evacuated to be removed.", "pool")
+    draining = gauge("draining", "1 while an instance is evacuated for removal.", "pool")
     bubble_share = gauge(
         "bubble_ratio", "Share of instance time within steps in which an instance had no sample."
     )
@@ -62,15 +62,12 @@ class ScalingMetrics(MetricSet, prefix="paceline_scaling_"):
     leader = gauge("leader", "1 while this controller holds the Lease.")
     changes = counter(
         "changes_total",
-        "Changes of a StatefulSet: up, down; and evacuations that were cancelled or failed.",
+        "Changes of a StatefulSet: up, down; evacuations cancelled or failed.",
         "pool",
         "change",
     )
     errors = counter(
-        "errors_total",
-        "Failed calls, by call and kind: unreachable, conflict, forbidden, not_found, failed.",
-        "call",
-        "kind",
+        "errors_total", "Failed calls: unreachable, conflict, forbidden, not_found, failed.", "call", "kind"
     )
 
     def __init__(self, registry: CollectorRegistry) -> None:

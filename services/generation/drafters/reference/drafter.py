@@ -54,10 +54,7 @@ Fork = NDArray[np.integer]
 class ReferenceMetrics(MetricSet, prefix="paceline_speculation_"):
     """Metrics of samples that follow a reference."""
 
-    forks_taken = counter(
-        "forks_taken_total",
-        "Times that a sample left its draft at a near-tie and went on along a fork of it.",
-    )
+    forks_taken = counter("forks_taken_total", "Times that a sample left its draft at a near-tie for a fork.")
 
 
 class ReferenceDrafter(TokenDrafter):

@@ -11,15 +11,7 @@ class WeightStreamMetrics(MetricSet, prefix="paceline_generation_weight_stream_"
     """Bytes of weights by the other side."""
 
     received = counter(
-        "received_bytes_total",
-        "Bytes of weights that were received, by who sent them.",
-        "peer",
-        values=(TRAINER, INSTANCE),
+        "received_bytes_total", "Bytes of weights received, by sender.", "peer", values=(TRAINER, INSTANCE)
     )
-    sent = counter(
-        "sent_bytes_total",
-        "Bytes of weights that were sent, by who fetched them.",
-        "peer",
-        values=(INSTANCE,),
-    )
-    retries = counter("retries_total", "Transfers that broke off and were begun again at their position.")
+    sent = counter("sent_bytes_total", "Bytes of weights sent, by receiver.", "peer", values=(INSTANCE,))
+    retries = counter("retries_total", "Broken transfers that resumed at their position.")
