@@ -58,7 +58,7 @@ _ACCEPTANCE = Section(
             "Accepted tokens and one more, for each verified draft.",
         ),
         Chart(
-            "Draft length and acceptance length",
+            "Draft length and accepted tokens",
             TOKENS,
             (
                 Query(_ratio(f"{_S}drafted_tokens_total", f"{_S}verify_steps_total"), "{{drafter}} drafted"),
