@@ -176,8 +176,7 @@ class GatewayMetrics(MetricSet, prefix="paceline_gateway_"):
     announced = counter("announced_step_tokens_total", "Response tokens of announced steps.")
     unannounced = counter(
         "unannounced_steps_total",
-        "Steps that were not announced, such as a run's first. A step of single samples (HTTP) counts when it "
-        "begins.",
+        "Steps that were not announced, such as a run's first; counted when they are over.",
     )
     coverage = gauge("step_coverage_ratio", "Pre-generated over real tokens of the last announced step.")
 
