@@ -190,9 +190,11 @@ class Witness:
         assert len(samples) == 4, samples
         for sample in samples:
             seed = sample_seed(SEED, self.step, sample.key.prompt_id, sample.key.slot)
-            # Whoever may push weights changes them for all: what is left of a sample is of the new ones then.
-            of_version = [span.end for span in sample.version_spans if span.policy_version == version]
-            mine = max(of_version, default=0) if len(sample.version_spans) > 1 else 8
+            # Whoever may push weights changes them for all: what is left of a sample is of the new ones then, which
+            # is all of it if they came before its first token.
+            spans = sample.version_spans
+            of_version = [span.end for span in spans if span.policy_version == version]
+            mine = 8 if len(of_version) == len(spans) else max(of_version, default=0)
             assert sample.token_ids.tolist()[:mine] == response_of(seed, version, 8)[0][:mine], sample
 
     def completion(self) -> None:
