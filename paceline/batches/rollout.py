@@ -161,9 +161,7 @@ class AsyncRollout:
         if opened is not None:
             self._parts = {name: [part] for name, part in opened.items()}
         else:
-            named = batch
-            if not shards.alone:
-                named = replace(batch, batch_id=f"{batch.batch_id}{shards.suffix}")
+            named = replace(batch, batch_id=shards.id_of(batch.batch_id))
             self._parts = {
                 member.name: [
                     BatchPart(member.calls, part) for part in parts_of(replace(named, groups=groups))
@@ -359,9 +357,8 @@ class AsyncOpenBatch(AsyncRollout):
         added: Callable[[Sequence[t.Group]], None] = lambda groups: None,
     ) -> None:
         """Prepare a batch; `added` is called with the groups that are added for the first time."""
-        named, shards = batch, client.shards
-        if not shards.alone:
-            named = replace(batch, batch_id=f"{batch.batch_id}{shards.suffix}")
+        shards = client.shards
+        named = replace(batch, batch_id=shards.id_of(batch.batch_id))
         self._opened = {member.name: OpenPart(member.calls, named) for member in shards.members}
         self._added = added
         super().__init__(client, batch, self._opened)

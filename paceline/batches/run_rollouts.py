@@ -323,13 +323,11 @@ class RunRollouts:
             if rollout.batch.batch_id == batch_id:
                 return await rollout.report_rewards(rewards, kl=kl, clip_fraction=clip_fraction)
         shards, given = self.client.shards, convert.whole_rewards(rewards)
-        if not shards.alone:
-            batch_id = f"{batch_id}{shards.suffix}"
 
         async def report(member: OpenShard) -> int:
             try:
                 return await member.calls.report_rewards(
-                    self.run_id, batch_id, given, kl=kl, clip_fraction=clip_fraction
+                    self.run_id, shards.id_of(batch_id), given, kl=kl, clip_fraction=clip_fraction
                 )
             except NotFoundError:
                 # A small batch may have no part on this shard.

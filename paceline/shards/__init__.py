@@ -125,8 +125,6 @@ class Shards:
         self.members = tuple(members)
         self.alone = len(self.members) == 1
         """True if there is one shard, as usual."""
-        self.suffix = "" if self.alone else f".shards-{layout(self.members)}"
-        """Suffix of the ids of a batch's parts: with other shards the same batch is divided differently."""
         self.concurrency = concurrency or Tasks()
 
     def member(self, name: str) -> OpenShard:
@@ -135,6 +133,13 @@ class Shards:
             if member.name == name:
                 return member
         raise ValueError(f"there is no shard {name!r}, only {', '.join(each.name for each in self.members)}")
+
+    def id_of(self, batch_id: str) -> str:
+        """Return the id of a batch's parts on the shards.
+
+        It depends on the shards, because with other shards the same batch is divided differently.
+        """
+        return batch_id if self.alone else f"{batch_id}.shards-{layout(self.members)}"
 
     def split(self, groups: Sequence[t.Group]) -> list[tuple[OpenShard, Sequence[t.Group]]]:
         """Return the shards that have groups of a batch, each with its groups in order."""
