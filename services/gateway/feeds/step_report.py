@@ -142,7 +142,7 @@ class StepReport:
     before the step; None: the step was not hinted. `last` has the samples that ended last, in order. `waits` has
     the seconds of trainer and weights between the run's step before and this one, if they are known.
 
-    A `single` step consists of samples that are requested one by one. It ends once the run goes on (`passed`).
+    A `single` step consists of samples that are requested one by one. It ends once the run has `passed` it.
     """
 
     run_id: str
@@ -224,9 +224,9 @@ class IdleTimeBook:
         single: bool = False,
     ) -> None:
         """Begin `samples` samples of a step, `pregenerated` tokens of which exist (None: it was not hinted)."""
-        report = self._steps.get(run_id, {}).get(step)
         if not samples:
             return
+        report = self._steps.get(run_id, {}).get(step)
         if report is None:
             waits = self._waits(run_id, step, version, now)
             report = StepReport(run_id, step, now, now, version=version, waits=waits)

@@ -74,11 +74,11 @@ class Scheduler:
         running = RunningBatch(batch, self._orders, private, events)
         self.batches.add(running)
         self.batches.count(batch.account, batch.unfinished, batch.most_tokens)
-        run_id, now = batch.key[0], time.time()
+        run_id = batch.key[0]
         if private:
             hinted, version = coverage is not None, batch.current_version
             running.in_step, reports = self._steps.begin_single(
-                run_id, batch.step, now, hinted=hinted, version=version
+                run_id, batch.step, batch.accepted_at, hinted=hinted, version=version
             )
             for report in reports:
                 self._report(report)
@@ -87,8 +87,8 @@ class Scheduler:
                 self.estimator.cover(batch, coverage)
             pregenerated = None if coverage is None else 0
             self._begin_in_step(batch, batch.unfinished, batch.accepted_at, pregenerated)
-            self.metrics.show_run(run_id, now, step=batch.step)
-        running.call_later(max(0.0, batch.deadline_at - now), self._expire, running)
+            self.metrics.show_run(run_id, time.time(), step=batch.step)
+        running.call_later(max(0.0, batch.deadline_at - time.time()), self._expire, running)
         self.turns.run(self._enqueue(running, range(len(batch.samples))))
         return running
 
