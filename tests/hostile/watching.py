@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline import Client, Group, SamplingParams
 from paceline.calls.caller import RetryPolicy
 from services.contracts.seeds import sample_seed
-from tests.support.fake_instance import response_of
+from tests.support.fake_instance import EOS, token_at
 
 DEADLINE = 20.0
 """Seconds that what an honest caller does may take: far above what it takes on a busy machine."""
@@ -192,10 +192,13 @@ class Witness:
             seed = sample_seed(SEED, self.step, sample.key.prompt_id, sample.key.slot)
             # Whoever may push weights changes them for all: what is left of a sample is of the new ones then, which
             # is all of it if they came before its first token.
-            spans = sample.version_spans
-            of_version = [span.end for span in spans if span.policy_version == version]
-            mine = 8 if len(of_version) == len(spans) else max(of_version, default=0)
-            assert sample.token_ids.tolist()[:mine] == response_of(seed, version, 8)[0][:mine], sample
+            expected = [
+                token_at(seed, place, span.policy_version)[0]
+                for span in sample.version_spans
+                for place in range(span.begin, span.end)
+            ]
+            assert sample.token_ids.tolist() == expected, sample
+            assert len(expected) == 8 or expected[-1] == EOS, sample
 
     def completion(self) -> None:
         """Ask the facade for samples of a text."""
