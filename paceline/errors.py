@@ -22,7 +22,17 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from paceline.installation import how_to_install
+CHECKOUT = "a checkout of the repository"
+
+
+def how_to_install(*extras: str, server: bool = False) -> str:
+    """Return the command for an installation with `extras`, and with the server if `server`.
+
+    Paceline is on no package index: it is installed from a checkout.
+    """
+    folder = f"'.[{','.join(extras)}]'" if extras else "."
+    return f"pip install {folder}{' ./deploy/server' if server else ''} in {CHECKOUT}"
+
 
 STATUS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "x-request-id"

@@ -25,8 +25,7 @@ from services.generation.weights.stream.metrics import WeightStreamMetrics
 from services.platform.observability.metrics import rpc_metrics, show_build
 from services.platform.redis.connection import redis_errors, redis_up
 from services.platform.security.certificates import RELOADS
-from services.policy.metrics import PolicyMetrics
-from services.policy.scaling.metrics import ScalingMetrics
+from services.policy.metrics import PolicyMetrics, ScalingMetrics
 from services.reallocator.metrics import ReallocatorMetrics
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from examples.tinymath.demo_flags import parse
-from paceline.installation import CHECKOUT
+from paceline.errors import CHECKOUT
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

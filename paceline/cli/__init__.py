@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from paceline.installation import how_to_install
+from paceline.errors import how_to_install
 
 _MISSING = f"""paceline: the command line needs more than the SDK ({{name}} is not installed):
 

@@ -19,8 +19,7 @@ from typer.main import get_command
 
 from paceline.cli import operations, policy, report
 from paceline.cli.options import with_value_names
-from paceline.errors import PacelineError
-from paceline.installation import CHECKOUT, how_to_install
+from paceline.errors import CHECKOUT, PacelineError, how_to_install
 
 GROUP = "paceline.commands"
 """Entry points of commands that other packages register."""

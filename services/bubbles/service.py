@@ -21,7 +21,7 @@ from services.bubbles.config import BubblesConfig
 from services.bubbles.ledger import BubbleLedger, TaskLease, is_running
 from services.bubbles.plan import HeldPolls, PregenerationPlan, WorkAnswer
 from services.contracts.errors import InvalidArgument
-from services.platform.observability.metric_set import MetricSet, counter, gauge
+from services.platform.observability.metrics import MetricSet, counter, gauge
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.redis.registry import INSTANCES, InstanceRecord, Registry
 

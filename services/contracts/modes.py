@@ -2,15 +2,17 @@
 
 Knobs, settings and the simulator take the names from here; an instance imports the class when a step uses the mode.
 Experiments did not beat `planner` over all cells of bench/policy. They are kept for comparison, and are never the
-default.
+default. Instances count their steps by the reasons of decisions (`PlanReason`), and the policy service explains the
+counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pkgutil import resolve_name
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field
 
@@ -38,16 +40,16 @@ MODES: Mapping[str, RegisteredMode] = {
             "fixed", f"{_CORE}:FixedMode", "the best proposal of each sample, up to the draft cap"
         ),
         RegisteredMode(
-            "toggle", f"{_EXPERIMENTS}.toggle:ToggleMode", "as fixed, in the steps in which it pays"
+            "toggle", f"{_EXPERIMENTS}.modes:ToggleMode", "as fixed, in the steps in which it pays"
         ),
         RegisteredMode(
             "adaptive",
-            f"{_EXPERIMENTS}.adaptive:AdaptiveMode",
+            f"{_EXPERIMENTS}.modes:AdaptiveMode",
             "the best proposals, up to a length that follows what is accepted",
         ),
         RegisteredMode(
             "solver",
-            f"{_EXPERIMENTS}.solver:SolverMode",
+            f"{_EXPERIMENTS}.modes:SolverMode",
             "the best proposals, up to the length that a table has for the batch",
         ),
     )
@@ -78,3 +80,37 @@ ModeOrOff = Annotated[str, AfterValidator(_known_or_off), Field(json_schema_extr
 def described() -> str:
     """Return the modes with their words, for help texts."""
     return "; ".join(f"{each.name}: {each.words}" for each in MODES.values())
+
+
+class PlanReason(StrEnum):
+    """Reason of a decision: its name, True if the step verified drafts, and the reason in words."""
+
+    drafted: bool
+    words: str
+
+    def __new__(cls, name: str, drafted: bool, words: str) -> Self:
+        """Make a reason that is equal to its name."""
+        reason = str.__new__(cls, name)
+        reason._value_ = name
+        reason.drafted, reason.words = drafted, words
+        return reason
+
+    NO_PROPOSALS = "no_proposals", False, "no drafter proposed a token"
+    BACKOFF = "backoff", False, "drafters were not queried, because drafting had not paid for its overhead"
+    OFF = "off", False, "speculation is switched off"
+    PLAIN_IS_BEST = "plain_is_best", False, "no draft would have paid"
+    WITHIN_MARGIN = "within_margin", False, "the gain was within the margin"
+    DRAFTS = "drafts", True, "drafts paid"
+    EXPLORED = "explored", True, "exploration: drafts that were predicted not to pay were measured"
+    EXPLORED_PLAIN = "explored_plain", False, "exploration: a plain step was measured"
+    FIXED = "fixed", True, "drafts of fixed length"
+    ADAPTIVE = "adaptive", True, "drafts of the length that acceptance suggests"
+    TOGGLED_ON = "toggled_on", True, "drafts of the given length paid"
+    TOGGLED_OFF = "toggled_off", False, "drafts of the given length would not have paid"
+    TABLE = "table", True, "the table has drafts for the batch"
+    TABLE_PLAIN = "table_plain", False, "the table has none for the batch"
+
+    @classmethod
+    def known(cls, name: str) -> PlanReason | None:
+        """Return the reason of a name; None for a name of a later version."""
+        return next((each for each in cls if each == name), None)

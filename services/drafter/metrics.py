@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _DROPS = ("surplus", "passed_over", "lost", "failed", "unreadable", "repeated")

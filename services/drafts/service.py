@@ -29,7 +29,7 @@ from paceline.times import timestamp
 from services.contracts.errors import InvalidArgument
 from services.contracts.rollout import KINDS, RolloutKind, StoredRollout, batches, from_proto
 from services.drafts.store import Cause, DraftStore
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 
 log = structlog.get_logger(__name__)
 

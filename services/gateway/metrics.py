@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.times import STEP_PARTS
 from services.platform.observability.event_loop import TurnSelector
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400)
 _JOURNAL_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli.options import Json, add_columns, plain_table, print_json
-from paceline.installation import how_to_install
+from paceline.errors import how_to_install
 from services.generation.engine.model_support import by_reason
 from services.local.config import DeviceChoice, PlatformConfig
 from services.local.machine import Machine, chooses_cuda, read_machine, store_fault

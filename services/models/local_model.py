@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from paceline.installation import CHECKOUT
+from paceline.errors import CHECKOUT
 from paceline.weights.safetensors import INDEX
 from services.models.download import WORK, Report, download, present
 from services.models.source import CONFIGURATION, ModelError, Source, as_source

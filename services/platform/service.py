@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from paceline.installation import how_to_install
+from paceline.errors import how_to_install
 from services.platform.config import ConfigError, ServiceConfig, load_config
 from services.platform.grpc.server import GrpcServer, stop_servers
 from services.platform.launching import write_ready_file

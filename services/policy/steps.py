@@ -10,7 +10,7 @@ from typing import Any
 from paceline.internal.v1 import policy_pb2 as pb
 from services.contracts.knob_store import Rung
 from services.contracts.knobs import Acceptance, KnobScope, LadderKnobs, Setting, StepKey, StepTotals, changes
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import PlanReason
 from services.platform.redis.decision_log import DecisionRecord
 
 MAX_STEPS = 64

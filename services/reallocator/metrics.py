@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 from services.reallocator.planning.learned_costs import LearnedCosts
 from services.reallocator.planning.records import MoveBy, Rule
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import Json, add_columns, plain_table, print_json
-from paceline.installation import how_to_install
+from paceline.errors import how_to_install
 from services.bubbles.config import BubblesConfig
 from services.contracts.knobs import Knobs
 from services.contracts.modes import described

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.installation import how_to_install
+from paceline.errors import how_to_install
 from tests.support.wheels import ROOT, SOURCES, Environment, build_wheels, uv
 
 pytestmark = pytest.mark.skipif(uv() is None, reason="uv is not here; `make setup` gets it")

@@ -12,7 +12,7 @@ SOURCES = ("kernels", "services")
 _PARTS = (
     """
 from kernels.suffix_index.suffix_index import warm_up as index
-from services.generation.drafters.reference.alignment.alignments import warm_up as alignments
+from services.generation.drafters.reference.alignment import warm_up as alignments
 index(), alignments()
 """,
     """

@@ -153,7 +153,7 @@ def _branching(scenario: Scenario, vocab_size: int, metrics: EngineMetrics) -> S
     """Return the suffix drafter with branches, in mode planner."""
     # Import numba, which vLLM must come before.
     from kernels.suffix_index import SuffixIndex
-    from services.generation.experiments.trees.suffix import ForkingSuffixDrafter
+    from services.generation.experiments.trees.planning import ForkingSuffixDrafter
 
     drafter = ForkingSuffixDrafter(SuffixIndex(max_tokens=1_000_000, floor=0.02))
     drafter.alternatives = scenario.branches or 0

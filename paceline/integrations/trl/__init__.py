@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations import RolloutFailedError, UnsupportedTrainerError
 from paceline.integrations.trl.async_grpo import PacelineWeightTransfer
 from paceline.integrations.trl.rollout import PacelineRollout
 

@@ -16,7 +16,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from paceline import types as t
 from paceline.batches.rollout import StepStats
-from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations import RolloutFailedError, UnsupportedTrainerError
 from paceline.integrations.trl.async_grpo import (
     ContinuousGroups,
     GroupRequest,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.integrations import UnsupportedTrainerError
 from paceline.weights.adapters import BY_FLEET, BY_TRAINER, Adapter, refused
 
 _HALF_OR_FULL = ("torch.float32", "torch.bfloat16", "torch.float16")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline import types as t
-from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations import RolloutFailedError, UnsupportedTrainerError
 from paceline.prompts import prompt_id_of
 
 _SAMPLING_FIELDS = {field.name for field in fields(t.SamplingParams)} - {"logprobs_mode"}

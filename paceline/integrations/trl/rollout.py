@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline import types as t
 from paceline.errors import PacelineError, UnimplementedError
-from paceline.integrations.errors import RolloutFailedError
+from paceline.integrations import RolloutFailedError
 from paceline.integrations.trl import requests
 from paceline.integrations.trl.lora import adapter_of, is_peft, weights_of
 from paceline.integrations.trl.requests import (

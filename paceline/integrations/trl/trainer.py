@@ -6,7 +6,7 @@ from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer
 
-from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.integrations import UnsupportedTrainerError
 from paceline.integrations.trl.rollout import PacelineRollout
 
 

@@ -7,7 +7,7 @@ verl loads `paceline.integrations.verl.plugin` by the entry point `paceline` of 
 This package imports neither verl, torch nor Ray; the plugin does.
 """
 
-from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations import RolloutFailedError, UnsupportedTrainerError
 from paceline.integrations.verl.settings import FleetSettings
 
 __all__ = ["FleetSettings", "RolloutFailedError", "UnsupportedTrainerError"]

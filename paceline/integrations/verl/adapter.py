@@ -10,7 +10,7 @@ import ray
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.base import BaseRollout
 
-from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.integrations import UnsupportedTrainerError
 from paceline.integrations.verl.settings import BACKEND, FleetSettings, drain, push, server_name
 
 

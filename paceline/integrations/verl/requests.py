@@ -20,7 +20,7 @@ from paceline.batches.rollout import AsyncRollout
 from paceline.batches.run_rollouts import RunRollouts
 from paceline.calls import GatewayCalls
 from paceline.errors import InvalidArgumentError, NotFoundError, PacelineError
-from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.integrations import UnsupportedTrainerError
 from paceline.prompts import EpochOrder, prompt_id_of
 
 _HOLD_SECONDS = 1.0

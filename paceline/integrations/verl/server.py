@@ -10,7 +10,7 @@ from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 from paceline import types as t
-from paceline.integrations.errors import RolloutFailedError, UnsupportedTrainerError
+from paceline.integrations import RolloutFailedError, UnsupportedTrainerError
 from paceline.integrations.verl.requests import RolloutDefaults, SampleQueue, wants_logprobs
 from paceline.integrations.verl.settings import BACKEND, FleetSettings, server_name
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from paceline import AsyncClient, Client, InFlight, Run, Tls, WeightFolder
 from paceline import types as t
-from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.integrations import UnsupportedTrainerError
 
 BACKEND = "paceline"
 """Name of the rollout, of the checkpoint engine, and of their `engine_kwargs`."""

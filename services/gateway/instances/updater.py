@@ -22,8 +22,7 @@ from paceline.v1 import weight_pb2 as pb
 from services.contracts.errors import KEEPING_KV, FailedPrecondition, Unavailable, kv_not_kept
 from services.gateway.instances.connection import Connection, InstanceResult, on_all
 from services.gateway.instances.roster import Roster
-from services.gateway.instances.staging import InstanceStaging, UpdateStaging
-from services.gateway.instances.transports import HandedOver
+from services.gateway.instances.staging import HandedOver, InstanceStaging, UpdateStaging
 from services.gateway.journal.fenced_records import Fenced, VersionStore, save_until_stored
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.scheduler.scheduler import Scheduler

@@ -10,7 +10,7 @@ from paceline.internal.v1.rollout_event_pb2 import SerializedEvent
 from paceline.v1 import rollout_pb2 as pb
 from paceline.v1 import rollout_pb2_grpc, weight_pb2, weight_pb2_grpc
 from services.contracts.errors import InvalidArgument, Unimplemented
-from services.gateway.instances.transports import DISK, TRANSPORTS, check_requested
+from services.gateway.instances.staging import DISK, TRANSPORTS, check_requested
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.state.update_book import InFlightTreatment
 from services.gateway.term import LeadershipTerm

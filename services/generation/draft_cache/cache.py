@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.draft_cache.origin import Origin, PromptKey
 from services.generation.engine.sampling.inputs import RecordedTokens
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 
 _FETCH_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 NGRAM = 4

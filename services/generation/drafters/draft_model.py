@@ -21,7 +21,7 @@ from services.generation.speculation.drafter import (
     TokenDrafter,
 )
 from services.generation.speculation.plan import LengthChooser, context_of
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 from services.step_time.estimator import StepTimeEstimator
 
 if TYPE_CHECKING:

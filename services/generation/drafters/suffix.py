@@ -42,7 +42,7 @@ from services.generation.speculation.drafter import (
 )
 from services.generation.speculation.plan import rooms
 from services.generation.speculation.selection import Bools, well_served
-from services.platform.observability.metric_set import MetricSet, counter
+from services.platform.observability.metrics import MetricSet, counter
 
 if TYPE_CHECKING:
     from kernels.suffix_index import Continuations, Name, SuffixIndex

@@ -148,7 +148,7 @@ FORMS = (
         gpu=f"{_ENGINE}.trees.steps:on_gpu",
         trial=f"{_ENGINE}.trees.tree:tree_with_fork",
         modes={"planner": f"{_PLANNED}.trees.planning:TreeMode"},
-        drafters={"suffix": f"{_PLANNED}.trees.suffix:ForkingSuffixDrafter"},
+        drafters={"suffix": f"{_PLANNED}.trees.planning:ForkingSuffixDrafter"},
     ),
 )
 """Forms of drafts. An engine has one of them at most."""

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Histogram, Info
 from paceline.v1 import fleet_pb2
 from services.generation.draft_cache.cache import RolloutMetrics
 from services.generation.speculation.planner import PlannerMetrics
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 
 _STEP_BUCKETS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.05, 0.1, 0.2, 0.5, 1, 5)
 DELAY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

@@ -11,7 +11,7 @@ from paceline.internal.v1 import migration_pb2 as pb
 from paceline.times import duration, seconds_of
 from services.generation.kv_transfer.reason import Reason
 from services.generation.migration.protocol import Donor, ReceiverState, Stage
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 from services.platform.observability.tracing import NO_SPAN, TraceSpan
 
 

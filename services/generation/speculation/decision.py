@@ -8,7 +8,7 @@ from math import inf
 from typing import ClassVar
 
 from services.contracts.knobs import Knobs
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import PlanReason
 from services.generation.speculation.drafter import ProposalsByName, Samples
 from services.generation.speculation.plan import (
     UNBOUNDED,

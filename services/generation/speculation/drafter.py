@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.contracts.rollout import StoredRollout
 from services.generation.engine.types import EngineSampleState
-from services.platform.observability.metric_set import MetricSet
+from services.platform.observability.metrics import MetricSet
 
 if TYPE_CHECKING:
     from services.generation.config import GenerationConfig

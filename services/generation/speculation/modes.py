@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import PlanReason
 from services.generation.speculation.decision import Mode
 from services.generation.speculation.drafter import ProposalsByName, Samples
 from services.generation.speculation.plan import (

@@ -28,8 +28,7 @@ from services.contracts.knobs import (
     capped,
     resolved,
 )
-from services.contracts.modes import MODES, RegisteredMode
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import MODES, PlanReason, RegisteredMode
 from services.generation.draft_cache.origin import Origin
 from services.generation.speculation.decision import Exploration, Mode, PlanDecision
 from services.generation.speculation.drafter import Proposals, ProposalsByName, Samples
@@ -43,7 +42,7 @@ from services.generation.speculation.plan import (
     StepShape,
 )
 from services.generation.speculation.selection import Floats
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 from services.step_time.estimator import StepTimeEstimator
 
 OriginOf = Callable[[str], Origin | None]

@@ -1,16 +1,86 @@
-"""Prometheus metrics of every process: rate, errors and duration of RPCs, version, and memory in use."""
+"""Declare Prometheus metrics as class attributes, and the metrics of every process.
+
+class PolicyMetrics(MetricSet, prefix="paceline_policy_"):
+    leader = gauge("leader", "1 while this process leads.")
+    pushes = counter("pushes_total", "Knobs sent to instances.", "outcome", values=("applied", "failed"))
+    push_seconds = histogram("push_seconds", "Time until an instance uses new knobs.", SECONDS)
+
+metrics = PolicyMetrics(CollectorRegistry())
+metrics.pushes.labels("applied").inc()
+
+Every process has the rate, errors and duration of its RPCs, its version, and its memory in use.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Info
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from services.contracts.errors import PermissionDenied, ResourceExhausted
 from services.platform.memory import own_memory_share
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
 from services.platform.security.caller import current_caller
+
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
+
+
+class Declared(Generic[Metric]):
+    """Declaration of one metric; a `MetricSet` replaces it by the metric itself."""
+
+    def __init__(self, make: Callable[[str, CollectorRegistry], Metric], name: str) -> None:
+        self.make: Callable[[str, CollectorRegistry], Metric] = make
+        self.name = name
+
+    def __get__(self, instance: object, owner: type) -> Metric:
+        raise AttributeError(f"{owner.__name__} was not initialised: metric {self.name} does not exist yet")
+
+
+def counter(name: str, meaning: str, *labels: str, values: Iterable[str] = ()) -> Declared[Counter]:
+    """Declare a counter. Its series for each of `values` (of its only label) exist from the start.
+
+    A series that begins at 1 would hide its first increase from rate().
+    """
+
+    def make(prefix: str, registry: CollectorRegistry) -> Counter:
+        made = Counter(prefix + name, meaning, labels, registry=registry)
+        for value in values:
+            made.labels(value)
+        return made
+
+    return Declared(make, name)
+
+
+def gauge(name: str, meaning: str, *labels: str) -> Declared[Gauge]:
+    """Declare a gauge."""
+    return Declared(lambda prefix, registry: Gauge(prefix + name, meaning, labels, registry=registry), name)
+
+
+def histogram(name: str, meaning: str, buckets: Sequence[float], *labels: str) -> Declared[Histogram]:
+    """Declare a histogram with these upper bounds of its buckets."""
+
+    def make(prefix: str, registry: CollectorRegistry) -> Histogram:
+        return Histogram(prefix + name, meaning, labels, registry=registry, buckets=buckets)
+
+    return Declared(make, name)
+
+
+class MetricSet:
+    """Base class of a service's metrics: registers every declared metric under `prefix` when it is created."""
+
+    _prefix = ""
+
+    def __init_subclass__(cls, *, prefix: str = "") -> None:
+        cls._prefix = prefix or cls._prefix
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        for owner in reversed(type(self).__mro__):
+            for attribute, declared in vars(owner).items():
+                if isinstance(declared, Declared):
+                    setattr(self, attribute, declared.make(self._prefix, registry))
+
 
 RPC_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 """Bucket borders of RPC durations, in seconds: from a status query to a stream of a whole step."""

@@ -20,7 +20,7 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException
 
-from services.policy.scaling.metrics import ApiConflict, ApiNotFound, ClusterError, ScalingMetrics
+from services.policy.metrics import ApiConflict, ApiNotFound, ClusterError, ScalingMetrics
 
 log = structlog.get_logger(__name__)
 

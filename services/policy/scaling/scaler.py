@@ -26,7 +26,7 @@ from services.platform.grpc.channel import open_channel
 from services.platform.redis.decision_log import DecisionRecord
 from services.platform.tasks import Notifier, end, until_one_ends
 from services.policy.config import ScalingConfig
-from services.policy.scaling.metrics import (
+from services.policy.metrics import (
     ApiConflict,
     ClusterError,
     GatewayError,

@@ -15,8 +15,8 @@ from kubernetes.aio.config import incluster_config
 from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
+from services.policy.metrics import ApiConflict, ClusterError, ScalingMetrics
 from services.policy.scaling.kubernetes_client import Election, KubernetesClient, connected
-from services.policy.scaling.metrics import ApiConflict, ClusterError, ScalingMetrics
 from tests.integration.kubernetes.conftest import SpaceMaker
 from tests.integration.kubernetes.release import Space
 from tests.integration.kubernetes.test_examples import EXAMPLES

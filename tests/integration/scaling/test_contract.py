@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from services.policy.metrics import ApiConflict, ApiNotFound
 from services.policy.scaling.kubernetes_client import KubernetesClient, LeaseRecord, Scale, connected
-from services.policy.scaling.metrics import ApiConflict, ApiNotFound
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi
 from tests.support.kubernetes_server import ApiServer, api_server, is_available
 

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
+from services.policy.metrics import ApiConflict, ScalingMetrics
 from services.policy.scaling.kubernetes_client import (
     Election,
     KubernetesClient,
@@ -17,7 +18,6 @@ from services.policy.scaling.kubernetes_client import (
     connected,
     may_take,
 )
-from services.policy.scaling.metrics import ApiConflict, ScalingMetrics
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi
 
 SECONDS = 1.0

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from services.platform.tasks import end
 from services.policy.config import ScalingConfig
+from services.policy.metrics import GatewayError, ScalingMetrics, UnknownInstance
 from services.policy.scaling.kubernetes_client import Election, KubernetesClient, connected
-from services.policy.scaling.metrics import GatewayError, ScalingMetrics, UnknownInstance
 from services.policy.scaling.scaler import NOTE, GatewayLink, PoolScaler
 from tests.support.kubernetes_api import NAMESPACE, KubernetesApi
 

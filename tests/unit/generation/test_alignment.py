@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.generation.drafters.reference.alignment import Alignments
-from services.generation.drafters.reference.alignment.row import ANCHOR, LATEST, REACH
+from services.generation.drafters.reference.row import ANCHOR, LATEST, REACH
 from services.generation.engine.types import EngineSampleState
 from tests.support import plain_given
 from tests.support.plain_given import BUCKETS, LAST, Follower

@@ -20,7 +20,7 @@ from services.contracts.knobs import Knobs, check, check_drafters
 from services.contracts.rollout import RolloutKind, StoredRollout
 from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
-from services.generation.drafters.guest import FORGIVEN, MAX_SLOW, GuestDrafter, GuestFault
+from services.generation.drafters.build import FORGIVEN, MAX_SLOW, GuestDrafter, GuestFault
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.speculation.drafter import DraftContext, NewRollouts, Proposals, TokenDrafter
@@ -31,7 +31,7 @@ MODULE = '''
 import sys
 import numpy as np
 from services.generation.speculation.drafter import DrafterOptions, Proposals, TokenDrafter
-from services.platform.observability.metric_set import MetricSet, counter
+from services.platform.observability.metrics import MetricSet, counter
 
 
 class CountingOptions(DrafterOptions):

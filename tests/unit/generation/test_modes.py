@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from services.contracts.knobs import Knobs
-from services.contracts.modes import MODES, OFF
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import MODES, OFF, PlanReason
 from services.generation.config import GenerationConfig
 from services.generation.speculation.decision import Mode
 from services.simulator import command

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from services.contracts.knobs import Knobs
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import PlanReason
 from services.generation.engine.types import EngineSampleState
 from services.generation.speculation.decision import PlanDecision
 from services.generation.speculation.drafter import Proposal

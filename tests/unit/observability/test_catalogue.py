@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from deploy.prometheus import catalogue
-from services.platform.observability.metric_set import MetricSet
+from services.platform.observability.metrics import MetricSet
 from tests.support.prometheus import ROOT
 
 METRICS = {metric.name: metric for service in catalogue.SERVICES for metric in catalogue.metrics(service)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.platform.observability.metric_set import MetricSet, counter, gauge, histogram
+from services.platform.observability.metrics import MetricSet, counter, gauge, histogram
 
 
 class _Base(MetricSet, prefix="paceline_demo_"):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs, LadderKnobs
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import PlanReason
 from services.generation.engine.types import EngineSampleState
-from services.generation.experiments.adaptive import AdaptiveMode
+from services.generation.experiments.modes import AdaptiveMode
 from services.generation.speculation.drafter import Proposal, Proposals
 from tests.support.step_times import KnownStepTime
 

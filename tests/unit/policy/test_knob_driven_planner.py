@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs, tallies, tally_message
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import PlanReason
 from services.generation.draft_cache.origin import Origin
 from services.generation.engine.types import EngineSampleState, SampleStep
 from services.generation.speculation.decision import PlanDecision

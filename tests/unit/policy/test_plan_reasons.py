@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from services.contracts.knobs import StepTotals
-from services.contracts.modes import MODES
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import MODES, PlanReason
 from services.policy.steps import StepEnd, step_ended
 
 

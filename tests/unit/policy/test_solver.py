@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
-from services.contracts.plan_reasons import PlanReason
+from services.contracts.modes import PlanReason
 from services.generation.engine.types import EngineSampleState
-from services.generation.experiments.solver import SolverMode, solve
+from services.generation.experiments.modes import SolverMode, solve
 from services.generation.speculation.drafter import Proposal, Proposals
 from services.generation.speculation.plan import DraftableBatch
 from services.step_time.estimator import StepTimeEstimator

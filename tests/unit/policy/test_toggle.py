@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contracts.knobs import Knobs
-from services.contracts.plan_reasons import PlanReason
-from services.generation.experiments.toggle import ToggleMode
+from services.contracts.modes import PlanReason
+from services.generation.experiments.modes import ToggleMode
 from services.generation.speculation.decision import Mode
 from services.generation.speculation.plan import DraftableBatch, Drafts
 from tests.support.step_times import KnownStepTime

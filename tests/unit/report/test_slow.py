@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from paceline import Decision
 from paceline.report.facts import RunFacts, read_facts
+from paceline.report.page import MOST_CHANGES, on_slow_steps
 from paceline.report.plots import phases
-from paceline.report.slow import MOST_CHANGES, on_slow_steps
 from tests.unit.report.facts_of_a_run import run_entries
 from tests.unit.report.test_restarts import Planned, entries_of, plans
 

@@ -14,7 +14,7 @@ from services.contracts.knobs import Knobs
 from services.gateway.scheduler import placement
 from services.generation.speculation import modes
 from services.reallocator.config import ReallocatorConfig
-from services.simulator import cluster_simulation, sample_moves, step_decider
+from services.simulator import cluster_simulation, step_decider
 from services.simulator.cluster_simulation import ClusterSimulation
 from services.simulator.device_tables import H100, QWEN3_8B, decoding_table
 from services.simulator.simulation_setup import (
@@ -51,7 +51,7 @@ def _ask(*_: object, **__: object) -> None:
         (placement.InstancePool, "choose"),
         (modes.PlannerMode, "choose"),
         (bubble_plan.PregenerationPlan, "answer"),
-        (sample_moves, "plan"),
+        (cluster_simulation, "plan"),
     ],
 )
 def test_each_service_decides_for_itself(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
@@ -61,7 +61,7 @@ def test_each_service_decides_for_itself(monkeypatch: pytest.MonkeyPatch, owner:
 
 
 def test_the_names_are_the_services_own() -> None:
-    assert sample_moves.plan.__module__ == "services.reallocator.planning.plan"
+    assert cluster_simulation.plan.__module__ == "services.reallocator.planning.plan"
     assert cluster_simulation.InstancePool.__module__ == "services.gateway.scheduler.placement"
     assert cluster_simulation.WaitingQueue.__module__ == "services.gateway.scheduler.placement"
     assert step_decider.KnobDrivenPlanner.__module__ == "services.generation.speculation.planner"

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from services.contracts.rollout import RolloutKind
 from services.generation.draft_cache.lenient_reuse import CACHED_SOURCE
 from services.generation.drafters.reference.alignment import AlignedSamples, Alignments, warm_up
-from services.generation.drafters.reference.alignment.row import UNBROKEN
+from services.generation.drafters.reference.row import UNBROKEN
 from services.generation.speculation.acceptance import AcceptanceTable
 from services.generation.speculation.drafter import (
     DraftContext,
@@ -36,7 +36,7 @@ from services.generation.speculation.drafter import (
     Samples,
     TokenDrafter,
 )
-from services.platform.observability.metric_set import MetricSet, counter
+from services.platform.observability.metrics import MetricSet, counter
 
 # First number of matches in a row of each bucket, and its prior acceptance: a text that diverged once and is
 # re-aligning.

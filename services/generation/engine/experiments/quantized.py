@@ -37,7 +37,7 @@ class W4LinearMethod(LinearMethodBase):
 
     The weight is rounded to nearest by groups, and multiplied by the fastest kernel that fits. 16-bit activations
     use vLLM's own mixed-precision kernels (CPUWNA16 on CPU, Machete or Marlin on CUDA). Everything else on a CPU
-    uses torch's kernel, and what neither supports `kernels.w4a16.linear`, which unpacks the weight at every call.
+    uses torch's kernel, and what neither supports `kernels.w4a16.weight`, which unpacks the weight at every call.
 
     A rebuild writes into the tensors of the first build, so that memory does not grow after it was measured.
     """

@@ -1,21 +1,23 @@
 """Plans of draft trees: branch tokens are ranked and taken together with the tokens of chains.
 
 RLHFSpec's search (section 5.3) for trees: survival falls along each path, so the best tokens of all samples are
-trees. It extends mode `planner`, and plans chains as that does where no drafter proposes branches.
+trees. It extends mode `planner`, and plans chains as that does where no drafter proposes branches. Drafter `suffix`
+proposes them: the alternatives that the index has for some tokens of a continuation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.late_module import LateModule
+from services.generation.drafters.suffix import SuffixDrafter, spread
 from services.generation.engine.experiments.trees.tree import ROOT, DraftTree
-from services.generation.speculation.drafter import Proposals, ProposalsByName, Samples
+from services.generation.speculation.drafter import DrafterSetting, Proposals, ProposalsByName, Samples
 from services.generation.speculation.modes import PlannerMode, ProposedTokens
 from services.generation.speculation.plan import Drafts, drafts
 from services.generation.speculation.selection import (
@@ -26,6 +28,9 @@ from services.generation.speculation.selection import (
     draft_token_counts,
     survivals,
 )
+
+if TYPE_CHECKING:
+    from kernels.suffix_index import Continuations
 
 _compiled: Any = LateModule("services.generation.experiments.trees.compiled")
 
@@ -186,3 +191,30 @@ def warm_up() -> None:
     forked = TreeCandidates.of(made, room, survivals(made, room, 1))
     assert forked is not None
     forked.taken(forked.search(draft_token_counts(1, 1), np.ones(2), 0.0))
+
+
+class ForkingSuffixDrafter(SuffixDrafter):
+    """Drafter `suffix` that proposes at most `alternatives` alternatives in addition to a continuation."""
+
+    @classmethod
+    def build(cls, setting: DrafterSetting) -> Self:
+        """Return the drafter of an engine. Imports numba, which vLLM must come before."""
+        from kernels.suffix_index import warm_up as warm_up_index
+
+        made = super().build(setting)
+        made.alternatives = setting.config.max_branches
+        warm_up_index(made.alternatives)
+        warm_up()
+        return made
+
+    def proposals(self, found: Continuations, rows: Sequence[int] | None, count: int) -> Proposals:
+        """Return proposals with branches for `count` samples, of which the ones at `rows` have continuations."""
+        made, own = super().proposals(found, rows, count), found.branches
+        if own is None:
+            return made
+        branches = ProposedBranches(
+            spread(own.tokens, rows, count, np.int32),
+            spread(own.shares, rows, count, np.float64),
+            spread(own.parents, rows, count, np.int64),
+        )
+        return TreeProposals(made.tokens, made.acceptance, branches=branches)

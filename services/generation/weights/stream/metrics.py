@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.platform.observability.metric_set import MetricSet, counter
+from services.platform.observability.metrics import MetricSet, counter
 
 TRAINER, INSTANCE = "trainer", "instance"
 

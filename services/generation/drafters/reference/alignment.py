@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from services.generation.drafters.reference.alignment.row import (
+from services.generation.drafters.reference.row import (
     BEGIN,
     FIELDS,
     LATEST,
@@ -52,7 +52,7 @@ class Alignments:
 
     def __init__(self, ramp: NDArray[np.int64]) -> None:
         """`ramp` has the bucket of each number of matches in a row, up to the first of the last bucket but one."""
-        from services.generation.drafters.reference.alignment import compiled
+        from services.generation.drafters.reference import compiled
 
         self._compiled = compiled
         self._ramp = ramp

@@ -1,4 +1,4 @@
-"""Compiled part of `alignments`: compares responses with their references, and proposes tokens of these.
+"""Compiled part of `alignment`: compares responses with their references, and proposes tokens of these.
 
 Importing this module imports numba.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kernels import jit
-from services.generation.drafters.reference.alignment.row import (
+from services.generation.drafters.reference.row import (
     ANCHOR,
     BEGIN,
     LATEST,

@@ -1,9 +1,0 @@
-"""Errors of integrations themselves; errors of calls to the platform are `PacelineError`."""
-
-
-class UnsupportedTrainerError(ValueError):
-    """Raised for a trainer with a configuration that its rollouts do not support."""
-
-
-class RolloutFailedError(RuntimeError):
-    """Raised when samples of a step could not be generated, in every process of the trainer."""
