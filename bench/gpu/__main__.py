@@ -6,7 +6,7 @@ Parts, in order: vLLM's libraries against float32; tokens of V1, which must be t
 step times of V1, plainly and with drafts; the same of stock vLLM; the kernels; V2, and V2 scheduling ahead; replays
 of a text by Paceline and by stock vLLM with its own speculation; the batch-invariant mode, in which no token may
 differ in bfloat16 either; draft models; V1 and stock with other graphs; then all other cells, trees, float32, and
-sweeps of launch parameters. docs/one-gpu.md explains each figure. `--brief` runs the first steps of the first
+sweeps of launch parameters. bench/gpu/README.md explains each figure. `--brief` runs the first steps of the first
 parts, and ends within 340 s by its own estimates. `--list` prints the steps.
 
 A call ends after `--seconds`, at most half a minute later, and the next call resumes the run. Status 0: all steps

@@ -19,26 +19,33 @@ from paceline.internal.v1 import bubble_pb2 as pb
 from services.contracts.rollout import RolloutKind, StoredRollout
 
 _MOST_FORKS = 4096
+# Share of the KV cache above which no sample is forked.
+_MOST_KV_USAGE = 0.8
 # A beginning is sent to the store again when it has grown by at least this many tokens and this share: so the total
 # sent stays in proportion to the length, and a lost instance costs about that share.
 _GROWTH_TOKENS = 32
 _GROWTH_SHARE = 0.125
 
 
-def affordable(seconds: Callable[[int], float], running: int, forks: int, slowdown: float) -> int:
+def affordable(
+    seconds: Callable[[int], float], running: int, forks: int, slowdown: float, kv_usage: float = 0.0
+) -> int:
     """Return how many forks may join the samples of an instance; if negative, how many should end.
 
     With all of its forks a step takes at most 1 + `slowdown` times as long as without them. If no task is left that
-    they could slow down, the number of forks is not limited.
+    they could slow down, the number of forks is not limited. None may join where the KV cache is nearly full,
+    because forks must not preempt the samples they belong to.
 
     Args:
         seconds: returns the predicted time of a step with this number of samples; 0 if it is not known.
         running: number of tasks that are being generated.
         forks: number of forks that are being generated.
         slowdown: as a share.
+        kv_usage: share of the KV cache that is in use.
     """
+    joining = 0 if kv_usage > _MOST_KV_USAGE else _MOST_FORKS
     if not running:
-        return _MOST_FORKS
+        return joining
     most = (1 + slowdown) * seconds(running)
     if not most:
         return -forks
@@ -46,7 +53,7 @@ def affordable(seconds: Callable[[int], float], running: int, forks: int, slowdo
     while fits + 1 < beyond:
         tried = (fits + beyond) // 2
         fits, beyond = (tried, beyond) if seconds(running + tried) <= most else (fits, tried)
-    return fits - forks
+    return min(fits - forks, joining)
 
 
 class NearTie(NamedTuple):

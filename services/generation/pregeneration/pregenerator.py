@@ -56,8 +56,6 @@ _GRACE_SECONDS = 0.1
 _IDLE_SECONDS = 0.25
 # First and longest delay after failures in a row.
 _FIRST_DELAY, _LONGEST_DELAY = 0.25, 2.0
-# Share of the KV cache above which no sample is forked, because forks must not preempt the samples they belong to.
-_MOST_KV_USAGE = 0.8
 # Longest time that an update, or the end of the process, waits for the drafts to be stored.
 _STORE_SECONDS = 1.0
 
@@ -405,11 +403,11 @@ class Pregenerator:
             await self._start(forks)
 
     def _affordable(self) -> int:
-        """Return how many more forks the engine may have by the time of its steps; negative if it has too many."""
-        if self._loop.kv_usage > _MOST_KV_USAGE:
-            return 0
-        running, forks = self._leases.running, self._leases.forks
-        return affordable(self._loop.plain_seconds, running, forks, self._config.fork_slowdown)
+        """Return how many more forks the engine may have; negative if it has too many."""
+        loop, leases = self._loop, self._leases
+        return affordable(
+            loop.plain_seconds, leases.running, leases.forks, self._config.fork_slowdown, loop.kv_usage
+        )
 
     async def _halt(self, step_ended_at: float) -> None:
         """End all tasks now. `step_ended_at`: Unix seconds at which the step ended, 0 if that is not the reason."""

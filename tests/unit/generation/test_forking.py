@@ -150,6 +150,18 @@ def test_alone_there_may_be_any_number_and_where_no_time_is_known_none() -> None
     assert affordable(lambda samples: 0.0, 3, 2, 1.0) == -2
 
 
+@given(running=st.integers(0, 50), forks=st.integers(0, 50), usage=st.floats(0, 1))
+def test_a_nearly_full_cache_lets_no_fork_join_and_surplus_ones_still_end(
+    running: int, forks: int, usage: float
+) -> None:
+    def seconds(samples: int) -> float:
+        return 1.0 + 0.01 * samples
+
+    free = affordable(seconds, running, forks, 0.1)
+    more = affordable(seconds, running, forks, 0.1, usage)
+    assert more == (free if usage <= 0.8 else min(free, 0))
+
+
 def test_forks_that_are_too_many_are_ended_from_the_farthest_on() -> None:
     leases = DraftLeases()
     one, other = taken(leases, 0, 1)
