@@ -309,7 +309,7 @@ class Engine:
         """
         self.wake()
         held = held_blocks(self._scheduler.kv_cache_manager, keep)
-        cached = self._cached_blocks() - sum(held.values())
+        cached = self._cached_blocks() - len(set(held.values()) - {None})
         for drafts in self.model_drafts.values():
             drafts.forget()
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})

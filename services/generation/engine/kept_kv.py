@@ -56,10 +56,13 @@ def drop_other_kv(scheduler: Any, kept: Collection[str]) -> None:
         keep_apart(manager, sample_id)
 
 
-def held_blocks(manager: Any, kept: Collection[str]) -> dict[int, bool]:
-    """Return the ids of all blocks that samples hold; True for those that are in the prefix cache."""
+def held_blocks(manager: Any, kept: Collection[str]) -> dict[int, object]:
+    """Return the blocks that samples hold, by id, and the key of each in the prefix cache, None without one.
+
+    Blocks of equal content share a key, because samples of one prompt may have computed it at the same time.
+    """
     return {
-        block.block_id: block.block_hash is not None
+        block.block_id: block.block_hash
         for sample_id in kept
         for group in manager.get_blocks(sample_id).blocks
         for block in group
