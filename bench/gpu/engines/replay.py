@@ -195,7 +195,7 @@ class _ReplayRun:
         self.deciding: list[float] = []
         self.verified: Counter[str] = Counter()
         self.outcomes = 0
-        self.ended = 0.0
+        self.ended = self._stepped_at = 0.0
 
     @property
     def tokens(self) -> int:
@@ -223,13 +223,14 @@ class _ReplayRun:
         began = time.perf_counter()
         if self._drafts is not None:
             self._drafts.put(self._engine)
-        put = time.perf_counter()
+        put, in_flight = time.perf_counter(), getattr(self._engine, "in_flight", 0)
         outcome = self._engine.step()
         ended = time.perf_counter()
         self.deciding.append(put - began)
         self.seconds.append(ended - began)
         if self._drafts is not None:
-            self._drafts.stepped(ended - put, self._engine.in_flight)
+            self._drafts.stepped(ended - (self._stepped_at if in_flight else put), self._engine.in_flight)
+        self._stepped_at = ended
         if outcome:
             self.ended = ended
         for each in outcome:
@@ -237,11 +238,11 @@ class _ReplayRun:
             response += each.token_ids
             self.outcomes += bool(each.token_ids)
             if self._drafts is not None:
-                self._learn(each, response)
+                self._learn(each, response, in_flight)
 
-    def _learn(self, step: Any, response: Sequence[int]) -> None:
+    def _learn(self, step: Any, response: Sequence[int], later: int) -> None:
         assert self._drafts is not None
-        self._drafts.learn([step])
+        self._drafts.learn([step], later)
         self.verified.update(drafted=step.drafted, accepted=step.accepted)
         if step.finish is not None:
             self._drafts.end(step.sample_id, response)

@@ -55,6 +55,10 @@ class EngineLoop(EngineThread):
         self._streams: set[SampleStream] = set()
         self._serial = 0
         self._flushed_at = clock()
+        # Time at which the only step in flight began, until another turn waits for its outcome.
+        self._launched: float | None = None
+        # Time at which the engine's latest step returned.
+        self._stepped_at = 0.0
 
     # -- from any thread ----------------------------------------------------------------------------------
 
@@ -219,12 +223,15 @@ class EngineLoop(EngineThread):
     def _turn(self) -> None:
         self._begin(WorkKind.STEP)
         idle = self.paused or not self._engine.has_work
-        if self._engine.in_flight and (self.paused or not self._commands.empty()):
+        if self._engine.in_flight and (idle or not self._commands.empty()):
             # Commands between two steps need the engine as the last step left it.
-            self._record(self._engine.settle(), self._clock())
+            began = self._clock() if self._launched is None else self._launched
+            self._record(self._engine.settle(), began)
             self.drafts.settled()
         unsettled = idle and self.drafts.idle_work()
-        self._run_commands(wait=idle and not unsettled)
+        if not self._engine.in_flight:
+            # A command that has come since waits for the next turn.
+            self._run_commands(wait=idle and not unsettled)
         self._begin(WorkKind.STEP)
         if self.paused or not self._engine.has_work:
             # Idle for an unknown time: flush everything now.
@@ -232,21 +239,30 @@ class EngineLoop(EngineThread):
             return
         began = self._clock()
         self.drafts.put(self._engine)
-        stepping = self._clock()
+        stepping, in_flight = self._clock(), self._engine.in_flight
         steps = self._engine.step()
-        self.drafts.stepped(self._clock() - stepping, self._engine.in_flight)
-        self._record(steps, began)
+        ended = self._clock()
+        # The device computes a step in flight from the end of the previous one on, while drafts are put.
+        self.drafts.stepped(ended - (self._stepped_at if in_flight else stepping), self._engine.in_flight)
+        self._stepped_at = ended
+        if self._engine.in_flight > in_flight:
+            # It was only launched; its outcome comes with a later step.
+            self._launched = began
+        else:
+            self._record(steps, began if self._launched is None else self._launched, in_flight)
         if self.samples.background and self.samples.real_count and self._engine.load.waiting:
             # A real sample may be waiting because of them.
             self.end_background()
         if not self.samples or self._clock() - self._flushed_at >= self._flush_interval:
             self.flush()
 
-    def _record(self, steps: list[SampleStep], began: float) -> None:
+    def _record(self, steps: list[SampleStep], began: float, later: int = 0) -> None:
+        """Record the outcome of a step that began at `began`; drafts were put `later` times after its own."""
         now, background = self._clock(), self.samples.background
         seconds, real, had_background = now - began, self.samples.real_count, bool(background)
         tokens = pregenerated = forked = 0
-        for step, source in zip(steps, self.drafts.learn(steps), strict=True):
+        self._launched = None
+        for step, source in zip(steps, self.drafts.learn(steps, later), strict=True):
             if had_background and step.sample_id in background:
                 if self.samples[step.sample_id].origin.fork:
                     forked += len(step.token_ids)

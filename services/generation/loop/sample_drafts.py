@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from services.contracts.rollout import RolloutKind, StoredRollout, Tokens
@@ -41,6 +41,8 @@ class SampleDrafts:
         self._metrics = metrics
         # Shapes of the steps in flight; None if the time is not needed.
         self._shapes: deque[StepShape | None] = deque()
+        # Samples that verify cached rollouts in the latest step, and in the one before it, which may be in flight.
+        self._reusing: deque[Collection[str]] = deque(maxlen=2)
 
     def begin(self, sample: RunningSample, policy_version: int) -> None:
         """Start to draft for a sample that enters the engine."""
@@ -124,6 +126,7 @@ class SampleDrafts:
 
     def _put(self, engine: Engine) -> StepShape | None:
         speculation = self.speculation
+        self._reusing.append(())
         if not self.reuse and speculation is None:
             return None
         states, load = engine.decoding(), engine.load
@@ -145,6 +148,7 @@ class SampleDrafts:
         free = samples
         if self.reuse:
             made = self.reuse.drafts(samples, rows - len(samples))
+            self._reusing[-1] = frozenset(made)
             free = [sample for sample in samples if sample.sample_id not in self.reuse]
         if self.speculation is not None:
             taken = len(samples) - len(free) + sum(map(len, made.values()))
@@ -162,11 +166,16 @@ class SampleDrafts:
         """Forget the steps that were in flight: their times are not known."""
         self._shapes.clear()
 
-    def learn(self, steps: Sequence[SampleStep]) -> list[str]:
-        """Report the outcome of each draft to its source; return the sources' names, "" without a draft."""
-        reused = [self.reuse.learn(step) for step in steps] if self.reuse else []
+    def learn(self, steps: Sequence[SampleStep], later: int = 0) -> list[str]:
+        """Report the outcome of each draft to its source; return the sources' names, "" without a draft.
+
+        Drafts were put `later` times after the ones of this step. A sample that has left its cached rollout
+        meanwhile verified a part of it in this step nevertheless.
+        """
+        reusing = self._reusing[-1 - later] if later < len(self._reusing) else ()
+        reused = [self._reused(step, reusing) for step in steps] if self.reuse or reusing else []
         left = [step for step, own in zip(steps, reused, strict=True) if own is None] if reused else steps
-        names = [""] * len(left) if self.speculation is None else self.speculation.learn(left)
+        names = [""] * len(left) if self.speculation is None else self.speculation.learn(left, later)
         if not reused:
             return names
         for own in reused:
@@ -174,6 +183,13 @@ class SampleDrafts:
                 self._metrics.reused(*own)
         others = iter(names)
         return [next(others) if own is None else CACHED_SOURCE for own in reused]
+
+    def _reused(self, step: SampleStep, reusing: Collection[str]) -> tuple[int, int] | None:
+        """Return the tokens kept of a cached rollout, and the rows that they took; None without a rollout."""
+        found = self.reuse.learn(step)
+        if found is None and step.drafted and step.sample_id in reusing:
+            return step.reused, step.drafted + 1
+        return found
 
 
 def _context(

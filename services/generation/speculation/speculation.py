@@ -145,16 +145,14 @@ class Speculation:
     # Names of the drafters that learn from each draft.
     _learning: frozenset[str] = field(init=False)
     _planner: _Guard = field(init=False)
-    # Drafter and source by sample id of the drafts without an outcome yet; one dict per decision, newest last.
-    _origins: deque[dict[str, tuple[str, str]]] = field(init=False)
+    # Decisions without an outcome yet, newest last.
+    _decisions: deque[Drafts] = field(init=False)
     _backoff: DraftBackoff = field(init=False, default_factory=DraftBackoff)
-    # Plan of the next step.
-    _drafts: Drafts = field(init=False, default_factory=Drafts)
     # True if drafting is skipped in the step being planned.
     _skipped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self._origins = deque(maxlen=1 + self.late)
+        self._decisions = deque(maxlen=1 + self.late)
         self._planner = _Guard(PLANNER, self.metrics, PLANNER, inf)
         ordered = sorted(self.drafters, key=lambda each: each.sequential)
         self._guarded = {each.name: (each, _Guard(each.name, self.metrics)) for each in ordered}
@@ -189,15 +187,14 @@ class Speculation:
 
     def end(self, sample_id: str, response: Sequence[int] = ()) -> None:
         """Release a sample that left the engine, with its response if known."""
-        for origins in self._origins:
-            origins.pop(sample_id, None)
+        for decision in self._decisions:
+            decision.origins.pop(sample_id, None)
         for drafter, guard in self._guarded.values():
             guard.call(None, drafter.end, sample_id, response)
 
     def drafts(self, samples: Samples, rows: int = UNBOUNDED) -> dict[str, Sequence[int]]:
         """Return the tokens to verify in the next step, by sample id; see `DraftPlanner.choose`."""
-        drafts = self._drafts = Drafts()
-        self._origins.append(drafts.origins)
+        self._decisions.append(Drafts())
         if not samples:
             return {}
         self._skipped = not self._backoff.should_draft(len(samples))
@@ -206,8 +203,8 @@ class Speculation:
             return {}
         began = self.clock()
         made = self._proposals(samples)
-        drafts = self._drafts = self._planner.call(drafts, self._choose, samples, made, rows)
-        self._origins[-1] = drafts.origins
+        drafts = self._planner.call(self._decisions[-1], self._choose, samples, made, rows)
+        self._decisions[-1] = drafts
         saved = drafts.saved if drafts.tokens else 0.0
         self._backoff.record_drafted_step(len(samples), saved, self.clock() - began)
         return drafts.tokens
@@ -228,21 +225,24 @@ class Speculation:
         """Report the measured time of a step of this shape; it may come some steps late."""
         self._planner.call(None, self.plan.stepped, shape, seconds)
 
-    def learn(self, steps: Iterable[SampleStep]) -> list[str]:
+    def learn(self, steps: Iterable[SampleStep], later: int = 0) -> list[str]:
         """Report the verifications of a step to the drafters that made the drafts, to the planner and to metrics.
 
         Drafts of one origin and outcome are reported together, because a report costs as much as all else here.
 
+        Args:
+            steps: outcomes of one engine step, or some of them.
+            later: number of decisions that were made after the one on this step.
+
         Returns:
             The origin in results of each draft; "" without one.
         """
-        sources, outcomes, longest = list[str](), dict[tuple[str, int, int, int], int](), self._drafts.longest
+        decision = self._decisions[-1 - later] if later < len(self._decisions) else Drafts()
+        sources, outcomes = list[str](), dict[tuple[str, int, int, int], int]()
+        origins, longest = decision.origins, decision.longest
         for step in steps:
-            drafted, origin = step.drafted, None
-            if drafted:
-                for origins in self._origins:
-                    if (origin := origins.pop(step.sample_id, None)) is not None:
-                        break
+            drafted = step.drafted
+            origin = origins.pop(step.sample_id, None) if drafted else None
             if origin is None:
                 sources.append("")
                 continue

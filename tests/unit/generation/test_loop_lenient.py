@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from paceline.internal.v1 import generation_pb2 as pb
 from services.generation.draft_cache.lenient_reuse import CACHED_SOURCE, Reuse
 from services.generation.drafters.reference.drafter import ReferenceDrafter
-from services.generation.engine.types import Verifier
+from services.generation.engine.types import EngineLoad, EngineSampleState, SampleStep, Verifier
 from services.generation.loop.metrics import EngineMetrics
 from services.generation.loop.sample_drafts import SampleDrafts
 from services.generation.loop.work_stream import WorkStream
@@ -188,3 +189,33 @@ async def test_an_aborted_sample_is_followed_no_more(rig: Rig) -> None:
         rig._read(await asyncio.wait_for(rig.stream.outbox.get(), WAIT))
     assert rig.tokens[1] == list(range(60, 68))
     assert rig.finished[1].reused_prefix == 8
+
+
+def test_a_chunk_in_flight_when_its_sample_leaves_the_rollout_is_one_of_the_rollout() -> None:
+    """An engine that schedules ahead verifies one more chunk before the refusal in the last one is known."""
+    registry = CollectorRegistry()
+    drafts = SampleDrafts(EngineMetrics(registry), reuse=Reuse(2))
+    drafts.reuse.begin(sample_request("a", **lenient(list(range(10, 30)))))
+    response = [9]
+    engine: Any = SimpleNamespace(
+        decoding=lambda: [EngineSampleState("a", [1], response, 40, 1 + len(response))],
+        load=EngineLoad(1, 0, 0.0),
+        row_capacity=100,
+        prompt_rows=0,
+        put_drafts=lambda made: made,
+    )
+
+    def outcome(tokens: list[int], accepted: int, reused: int) -> list[str]:
+        response.extend(tokens)
+        step = SampleStep("a", tokens, [-1.0] * len(tokens), None, 2, accepted, reused)
+        return drafts.learn([step], later=1)
+
+    drafts.put(engine)
+    drafts.put(engine)
+    assert outcome([10, 99], accepted=1, reused=1) == [CACHED_SOURCE]
+    assert "a" not in drafts.reuse
+    drafts.put(engine)
+    assert outcome([98], accepted=0, reused=0) == [CACHED_SOURCE]
+    drafts.put(engine)
+    assert drafts.learn([SampleStep("a", [97], [-1.0])], later=1) == [""]
+    assert registry.get_sample_value("paceline_reuse_verified_rows_total") == 6

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from paceline.times import seconds_of
 from services.contracts.knobs import Knobs
 from services.generation.build import build_drafts
 from services.generation.config import GenerationConfig
@@ -18,6 +22,8 @@ from services.generation.engine.draft_forms import FORMS, DraftForm
 from services.generation.engine.types import EngineSampleState
 from services.generation.experiments.trees.planning import TreeProposals
 from services.generation.loop.metrics import EngineMetrics
+from services.generation.loop.sample_drafts import SampleDrafts
+from services.generation.loop.work_stream import WorkStream
 from services.generation.speculation.drafter import DraftContext
 from services.generation.speculation.plan import FixedLengthPlanner
 from services.generation.speculation.planner import KnobDrivenPlanner
@@ -25,7 +31,7 @@ from services.generation.speculation.speculation import DraftPlanner, Speculatio
 from services.step_time.sweep import SavedSweep, SweepSubject, UnusableSweep
 from tests.support.models import tiny_model
 from tests.support.step_times import KnownStepTime, settled
-from tests.unit.generation.scripted import ScriptedEngine
+from tests.unit.generation.scripted import ScriptedEngine, sample_request, scripted_loop
 from tests.unit.generation.test_loop import Rig
 
 # Right for six tokens, then one wrong, then right again.
@@ -102,6 +108,52 @@ async def test_an_engine_that_schedules_ahead_gives_the_same_tokens(rigs: Callab
     assert (rig.value("paceline_planner_tokens_total") or 0) > 0
     # Those of which the end was seen by a step.
     assert (rig.value("paceline_planner_step_time_error_ratio_count") or 0) > 0
+
+
+async def test_a_step_that_was_settled_is_one_step_with_its_time(rigs: Callable[..., Rig]) -> None:
+    """Each command settles the step in flight, so that the next one is only launched."""
+    rig = rigs(ahead=True, step_time=2e-3)
+    caller = await rig.open()
+    await caller.start(1, max_tokens=5)
+    for _ in range(5):
+        await rig.step(1)
+    await caller.read()
+    assert (rig.loop.load.steps, rig.loop.load.generated_tokens) == (5, 5)
+    assert rig.value("paceline_generation_step_seconds_count") == 5
+    assert rig.value("paceline_generation_step_seconds_sum") == pytest.approx(5 * 2e-3)
+    spent = caller.finished[1]
+    assert seconds_of(spent.prefill_time) == pytest.approx(2e-3)
+    assert seconds_of(spent.plain_time) == pytest.approx(4 * 2e-3)
+
+
+class LateCommands(queue.SimpleQueue[Callable[[], None]]):
+    """Commands, of which one comes just after the loop has seen that there is none."""
+
+    late: Callable[[], object] | None = None
+
+    def empty(self) -> bool:
+        found = super().empty()
+        if found and self.late is not None:
+            late, self.late = self.late, None
+            late()
+        return found
+
+
+async def test_a_command_never_runs_while_a_step_is_in_flight() -> None:
+    engine, metrics = NamedEngine(ahead=True, permits=40), EngineMetrics(CollectorRegistry())
+    loop = scripted_loop(engine, SampleDrafts(metrics), metrics, flush_interval=50.0, max_waiting=9)
+    loop._commands = commands = LateCommands()
+    seen = list[Future[int]]()
+    commands.late = lambda: seen.append(loop.call(lambda: engine.in_flight))
+    stream = WorkStream(asyncio.get_running_loop())
+    begun = loop.call(lambda: loop.start_sample(stream, 1, sample_request("a", max_tokens=20)))
+    loop.start()
+    begun.result(20)
+    while not seen:
+        await asyncio.to_thread(loop.call(lambda: None).result, 20)
+    assert seen[0].result(20) == 0
+    loop.stop()
+    loop.join(20)
 
 
 async def test_every_step_that_only_decodes_is_measured(rigs: Callable[..., Rig]) -> None:

@@ -362,11 +362,30 @@ def test_outcomes_that_come_two_decisions_late_go_to_the_drafter_of_their_own_dr
         if step >= 2:
             # How many were accepted says which step it was.
             due = int(wanted[step - 2] != "")
-            found = spec.learn([SampleStep("a", [1, 1], [0.0, 0.0], None, drafted=due, accepted=due * step)])
+            outcome = SampleStep("a", [1, 1], [0.0, 0.0], None, drafted=due, accepted=due * step)
+            found = spec.learn([outcome], later=2)
             assert found == [wanted[step - 2]]
     assert [each for each, _, _ in counts.outcomes] == [each for each in wanted if each]
     assert [accepted for _, _, accepted in left.learned] == [2, 6, 9]
     assert [accepted for _, _, accepted in right.learned] == [3, 5]
+
+
+def test_a_draft_that_was_not_verified_takes_no_later_outcome() -> None:
+    """While a step is in flight, no token of a draft may be left to verify."""
+    left, right = (Scripted(name, lambda *_: [proposal(1, p=0.9)]) for name in ("left", "right"))
+    spec, _ = speculation(left, right, late=1)
+
+    def decide(drafter: Scripted, other: Scripted) -> None:
+        drafter.answer, other.answer = lambda *_: [proposal(1, p=0.9)], lambda *_: None
+        assert set(spec.drafts(states("a"))) == {"a"}
+
+    kept = SampleStep("a", [1, 1], [0.0, 0.0], None, drafted=1, accepted=1)
+    decide(left, right)
+    decide(right, left)
+    assert spec.learn([kept], later=1) == ["left"]
+    assert spec.learn([SampleStep("a", [1], [0.0])]) == [""]
+    decide(left, right)
+    assert spec.learn([kept]) == ["left"]
 
 
 @pytest.mark.parametrize("late", [0, 2])
