@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -138,7 +139,7 @@ def load(path: Path, sha256: str = "") -> tuple[dict[str, Any], dict[str, torch.
     from safetensors.torch import load as from_bytes
 
     config = read_config(path)
-    content = _read(path, WEIGHTS)
+    content = _read(path, WEIGHTS, _most_bytes(config))
     if sha256 and (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise CorruptCheckpoint(path, f"the SHA-256 of {WEIGHTS} is {found}, expected {sha256}")
     try:
@@ -181,7 +182,7 @@ def version_of(path: Path) -> int:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the config of a drafter; CorruptCheckpoint if it is missing or not of an EAGLE-3 head."""
     try:
-        config = parse_json(_read(path, CONFIG))
+        config = parse_json(_read(path, CONFIG, MOST_CONFIG_BYTES))
     except ValueError as error:
         raise CorruptCheckpoint(path, f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -306,8 +307,14 @@ def _vocabulary_fault(tensors: Mapping[str, torch.Tensor]) -> str:
     return ""
 
 
-def _read(path: Path, name: str) -> bytes:
+def _most_bytes(config: Mapping[str, Any]) -> int:
+    """Return the most bytes of a file with the tensors of a config, of at most 8 bytes each, and their names."""
+    return 8 * sum(map(math.prod, shapes(config).values())) + MOST_CONFIG_BYTES
+
+
+def _read(path: Path, name: str, most: int) -> bytes:
     try:
-        return read_regular(path / name, MOST_CONFIG_BYTES)
+        # Reading reserves memory for `most` bytes, which are more than the file has.
+        return read_regular(path / name, min(most, (path / name).stat().st_size))
     except OSError as error:
         raise CorruptCheckpoint(path, f"{name} cannot be read: {error.strerror}") from error

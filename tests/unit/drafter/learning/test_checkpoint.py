@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.files import MOST_CONFIG_BYTES
 from services.contracts import drafter_checkpoint
 from services.contracts.drafter_checkpoint import Checkpoint, CorruptCheckpoint
 from services.drafter.learning.head import Eagle3Head, HeadShape
@@ -42,6 +43,20 @@ def test_what_is_saved_is_loaded(tmp_path: Path, draft_vocabulary: int) -> None:
     assert ("d2t" in tensors) == (draft_vocabulary < 20), (
         "vLLM has no place for a map of the whole vocabulary"
     )
+
+
+def test_a_head_may_be_larger_than_a_file_of_settings_and_no_larger_than_its_config_says(
+    tmp_path: Path,
+) -> None:
+    shape = replace(SHAPE, vocab_size=30_000, draft_vocab_size=30_000, hidden_size=160)
+    saved = drafter_checkpoint.save(tmp_path, 1, shape.config(), Eagle3Head(shape).tensors())
+    file = saved.path / "model.safetensors"
+    assert file.stat().st_size > MOST_CONFIG_BYTES
+    assert drafter_checkpoint.load(saved.path, saved.sha256)[1]["lm_head.weight"].shape == (30_000, 160)
+    with file.open("r+b") as stream:
+        stream.truncate(100 << 20)
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors cannot be read"):
+        drafter_checkpoint.load(saved.path)
 
 
 def test_a_version_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
