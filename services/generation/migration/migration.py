@@ -288,8 +288,8 @@ class Migration(rpc.MigrationServiceServicer):
         token = new_token()
         try:
             check_geometry(self._ready().geometry, request.geometry)
-            terms = self._terms()
-            shared = await self._loop.execute(lambda: self.arrivals.reserve(request, terms, token))
+            # The terms are read in the engine thread, because an update may change them before it comes to this.
+            shared = await self._loop.execute(lambda: self.arrivals.reserve(request, self._terms(), token))
         except NotMoved as error:
             self._metrics.refusals.labels(error.reason.name.lower()).inc()
             return pb.ReserveResponse(refused=pb.Refusal(reason=error.reason.value, message=error.message))
@@ -303,8 +303,7 @@ class Migration(rpc.MigrationServiceServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: _Context) -> pb.CommitResponse:
         """Run a sample that has arrived."""
-        closed = self._terms().closed
-        return await self._loop.execute(lambda: self.arrivals.commit(request, closed))
+        return await self._loop.execute(lambda: self.arrivals.commit(request, self._terms().closed))
 
     async def Cancel(self, request: pb.CancelRequest, context: _Context) -> pb.CancelResponse:
         """Free a reservation, or end a disowned sample; returns the resulting state of the migration."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -278,6 +279,21 @@ async def test_new_weights_at_the_receiver_go_first(
     found = await move(movers, relay)
     assert found[0] == "FAILED"
     assert found[1] in ("WITHDRAWN", "CONNECTION")
+    await stays(movers)
+
+
+async def test_new_weights_that_are_applied_while_a_reserve_waits_refuse_it(
+    movers: Movers, relay: Relay, places: list[ScriptedInstance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = places[1].loop.execute
+
+    async def behind_the_update(function: Callable[[], Any]) -> Any:
+        if places[1].loop.policy_version == VERSION:
+            await places[1].apply_weights(VERSION + 1)
+        return await execute(function)
+
+    monkeypatch.setattr(places[1].loop, "execute", behind_the_update)
+    assert (await move(movers, relay))[1] == "VERSION"
     await stays(movers)
 
 
