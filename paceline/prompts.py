@@ -130,7 +130,7 @@ class EpochOrder:
         before, number = self._now, 0
         if before is not None:
             self._end(before)
-            number, self._stride = before.number + 1, request.step - before.step
+            number, self._stride = before.number + bool(before.samples), request.step - before.step
         now = self._now = AskedStep(number, request.step)
         self._seed = request.run_seed
         self._shared.clear()
@@ -153,7 +153,8 @@ class EpochOrder:
                 self._needed = min(2 * self._needed, MOST_NEEDED)
         for prompt_id in now.samples:
             self._prompts[prompt_id].last = now.number
-        self._over.append(now)
+        if now.samples:
+            self._over.append(now)
         repeated = self._expected if is_true else self._most_similar()
         self._expected = None if repeated is None else self._after(repeated)
 

@@ -35,6 +35,10 @@ MOST_SLOTS = 1 << 10
 """Slots of a prompt in a step; further samples reuse them with another seed. Each slot is kept as a draft."""
 _SLOTS = range(1 << 31)
 _STEPS = range(1 << 63)
+_LONGEST = {RUN: 128, PROMPT: 256}
+"""Most characters of names, as in the gateway. Names are kept here before the gateway checks them."""
+_MOST_TOKENS = (1 << 31) - 1
+"""Largest number of tokens in the protocol: callers use it for "no limit"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,12 @@ def given_names(headers: Mapping[str, str], run_id: str) -> GivenNames:
         found.append(Violation(name, text))
         return None
 
+    for name, most in _LONGEST.items():
+        if len(given := headers.get(name, "")) > most:
+            text = (
+                f"has {len(given)} characters; at most {most} are allowed: shorten it, or send a hash of it"
+            )
+            found.append(Violation(name, text))
     names = GivenNames(
         headers.get(RUN) or run_id,
         number(STEP, _STEPS),
@@ -259,6 +269,8 @@ def _after(sampling: t.SamplingParams, prefix: int) -> t.SamplingParams:
         return sampling
     return replace(
         sampling,
-        max_tokens=None if sampling.max_tokens is None else sampling.max_tokens + prefix,
-        min_tokens=sampling.min_tokens + prefix if sampling.min_tokens else sampling.min_tokens,
+        max_tokens=None if sampling.max_tokens is None else min(sampling.max_tokens + prefix, _MOST_TOKENS),
+        min_tokens=min(sampling.min_tokens + prefix, _MOST_TOKENS)
+        if sampling.min_tokens
+        else sampling.min_tokens,
     )

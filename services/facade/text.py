@@ -300,14 +300,22 @@ def longest_beginning(stop: Sequence[str]) -> int:
     return max(map(len, stop), default=1) - 1
 
 
+def settled(token_ids: Sequence[int], stop: Sequence[str]) -> Sequence[int]:
+    """Return the tokens of an unfinished sample that complete no string of `stop`, for the last one may.
+
+    A sample ends with the token that completes a stop string, and its end comes after its tokens.
+    """
+    return token_ids[:-1] if stop else token_ids
+
+
 class TextStream:
     """Text of a growing sample, in whole characters, although their bytes may be in several tokens."""
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special: bool, held: int = 0) -> None:
-        """Hold the last `held` characters back until the end, since they may be the beginning of a stop string."""
+    def __init__(self, tokenizer: Tokenizer | None, skip_special: bool, stop: Sequence[str] = ()) -> None:
+        """Give no part of the strings in `stop`, one of which the last token may complete."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._held = held
+        self._stop = stop
         self._waiting = ""
         self._begin = 0
         self._given = 0
@@ -319,12 +327,13 @@ class TextStream:
         """
         if self._tokenizer is None:
             return ""
-        text = self._waiting + self._decoded(token_ids, ended, self._tokenizer)
+        known = token_ids if ended else settled(token_ids, self._stop)
+        text = self._waiting + self._decoded(known, ended, self._tokenizer)
         if ended and stop_string:
             whole = text_of(self._tokenizer, token_ids, self._skip_special)
             kept = text_of(self._tokenizer, token_ids, self._skip_special, stop_string)
             text = text[: max(0, len(text) - (len(whole) - len(kept)))]
-        given = len(text) if ended else max(0, len(text) - self._held)
+        given = len(text) if ended else max(0, len(text) - longest_beginning(self._stop))
         self._waiting = text[given:]
         return text[:given]
 

@@ -17,7 +17,7 @@ from services.facade.dialects.body import (
 )
 from services.facade.dialects.vllm import SamplingBody
 from services.facade.samples import SampleOutput
-from services.facade.text import TextStream, Tokenizer, longest_beginning, text_of
+from services.facade.text import TextStream, Tokenizer, text_of
 
 Json = dict[str, Any]
 Kind = Literal["completion", "chat"]
@@ -37,8 +37,7 @@ class AnswerWriter:
         self._sent: dict[int, int] = {}
         self._texts: dict[int, TextStream] = {}
         self._ended: set[int] = set()
-        trims = not body.include_stop_str_in_output
-        self._held = longest_beginning(stops_of(body.stop)) if trims else 0
+        self._stop = () if body.include_stop_str_in_output else stops_of(body.stop)
         self._logprobs = body.has_logprobs()
 
     def whole(self, outputs: Sequence[SampleOutput], part: Part = as_it_is) -> Json:
@@ -85,7 +84,7 @@ class AnswerWriter:
         if index in self._ended or (not ended and len(output.token_ids) <= (sent or 0)):
             return None
         if (stream := self._texts.get(index)) is None:
-            stream = TextStream(self._tokenizer, self._body.skip_special_tokens, self._held)
+            stream = TextStream(self._tokenizer, self._body.skip_special_tokens, self._stop)
             self._texts[index] = stream
         text = stream.grow(output.token_ids, ended, self._trimmed(output))
         choice: Json = {"index": index}

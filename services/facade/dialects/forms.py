@@ -228,7 +228,7 @@ class TokensChoice(AnswerForm):
     token_ids: list[int]
     logprobs: TokensLogprobs | None
     finish_reason: Literal["stop", "length", "abort"] | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     weight_versions: list[VersionRange]
     paceline: SampleName
 

@@ -32,7 +32,7 @@ from services.facade.dialects.body import (
     weight_versions,
 )
 from services.facade.samples import SampleOutput
-from services.facade.text import Tokenizer, longest_beginning, needs_text, text_of
+from services.facade.text import Tokenizer, longest_beginning, needs_text, settled, text_of
 
 Json = dict[str, Any]
 
@@ -352,13 +352,13 @@ class SglangWriter:
         skip_special, trims = self._sampling.skip_special_tokens, not self._sampling.no_stop_trim
         if output.stop_string and trims:
             return text_of(self._tokenizer, output.token_ids, skip_special, output.stop_string)
+        if output.finish_reason is None:
+            # The end of the text may be the beginning of a stop string.
+            stop = stops_of(self._sampling.stop) if trims else ()
+            text = self._tokenizer.decode(settled(output.token_ids, stop), skip_special)
+            return text[: max(0, len(text) - longest_beginning(stop))]
         stopped = output.finish_reason is t.FinishReason.STOP and trims
-        text = self._tokenizer.decode(output.token_ids[:-1] if stopped else output.token_ids, skip_special)
-        # The end of an unfinished text may be the beginning of a stop string.
-        held = (
-            longest_beginning(stops_of(self._sampling.stop)) if output.finish_reason is None and trims else 0
-        )
-        return text[: max(0, len(text) - held)]
+        return self._tokenizer.decode(output.token_ids[:-1] if stopped else output.token_ids, skip_special)
 
     def _text_of(self, token: int) -> str | None:
         if self._tokenizer is None or not self._body.return_text_in_logprobs:

@@ -31,7 +31,7 @@ from services.facade.dialects.body import (
     token_ids_of,
     weight_versions,
 )
-from services.facade.dialects.vllm import SamplingFields, StreamOptions, sampling_of
+from services.facade.dialects.vllm import SamplingFields, StreamOptions, check_stream_options, sampling_of
 from services.facade.samples import SampleOutput
 from services.facade.text import Tokenizer, needs_text
 
@@ -117,6 +117,7 @@ class TokensBody(SamplesBody):
         given = self.sampling_params
         check_unsupported(self, NEUTRAL)
         check_unsupported(given, NEUTRAL_SAMPLING, "sampling_params.", self)
+        check_stream_options(self.stream_options, self)
         limits.check_model(self.model)
         checked_logprobs(given.logprobs)
         each = checked_count(given.n, "sampling_params.n")
@@ -238,7 +239,8 @@ class TokensWriter:
             "token_ids": output.token_ids[begin:].tolist(),
             "logprobs": self._logprobs_from(output, begin) if self._logprobs else None,
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
-            "stop_reason": last if reason is t.FinishReason.STOP and last in stops else None,
+            "stop_reason": output.stop_string
+            or (last if reason is t.FinishReason.STOP and last in stops else None),
         }
         if reason is not None:
             choice["weight_versions"] = weight_versions(output.version_spans)

@@ -90,6 +90,12 @@ class StreamOptions(Body):
     """True: a last event has the numbers of tokens."""
 
 
+def check_stream_options(options: StreamOptions | None, body: Body) -> None:
+    """Refuse options of a streamed answer that are not supported."""
+    if options is not None:
+        check_unsupported(options, {"continuous_usage_stats": (False,)}, "stream_options.", body)
+
+
 class SamplingFields(Body):
     """Sampling parameters, under vLLM's names and with vLLM's defaults."""
 
@@ -152,6 +158,7 @@ class SamplingBody(SamplingFields, SamplesBody):
     def samples(self, tokenizer: Tokenizer | None, limits: Limits) -> RequestedSamples:
         """Return the requested samples."""
         check_unsupported(self, NEUTRAL)
+        check_stream_options(self.stream_options, self)
         limits.check_model(self.model)
         self.fill_in(limits.defaults)
         sampling = sampling_of(self, self.most_tokens(), limits.logprobs_mode)
@@ -194,7 +201,8 @@ def schema_of(body: SamplingBody) -> str:
         )
         found.append(_schema_text(schema, "response_format", "{'type': 'json_schema', 'json_schema': ...}"))
     if (outputs := body.structured_outputs) is not None:
-        schema = outputs.get("json") if set(outputs) == {"json"} else None
+        given_keys = {key for key, value in outputs.items() if value is not None}
+        schema = outputs.get("json") if given_keys == {"json"} else None
         found.append(_schema_text(schema, "structured_outputs", "{'json': ...}"))
     if len(found) > 1:
         raise InvalidArgument([Violation("structured_outputs", "is set beside response_format")])

@@ -17,6 +17,7 @@ from services.facade.dialects import sglang, trl, vllm
 from services.facade.dialects.answers import AnswerWriter, usage
 from services.facade.dialects.body import (
     LEAST_LOGPROB,
+    Limits,
     check_samples,
     check_unsupported,
     finite,
@@ -25,6 +26,7 @@ from services.facade.dialects.body import (
 )
 from services.facade.dialects.chat import ChatBody
 from services.facade.dialects.sglang import SglangWriter
+from services.facade.dialects.tokens import TokensBody, TokensSampling, TokensWriter
 from services.facade.dialects.vllm import CompletionBody, completion_prompts
 from services.facade.sample_names import GivenNames, RequestedSamples, SampleNames
 from services.facade.samples import SampleOutput
@@ -118,6 +120,7 @@ SCHEMA = {"type": "object"}
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": json.dumps(SCHEMA)}, "response_format": {"type": "text"}},
+        {"structured_outputs": {"json": SCHEMA, "regex": None}},
     ],
 )
 def test_a_schema_reaches_the_sample(given: dict[str, Any]) -> None:
@@ -237,6 +240,10 @@ def test_reasons_and_stop_tokens() -> None:
     assert [info["finish_reason"]["type"] for info in infos] == ["stop", "stop", "length", "abort"]
     assert {info["weight_version"] for info in infos} == {"3"}
     assert infos[0]["finish_reason"]["matched"] == 5
+    asked = TokensBody(token_ids=[1], sampling_params=TokensSampling(stop="w4", stop_token_ids=[5]))
+    stopped = output_of([3, 4], finish_reason=t.FinishReason.STOP, stop_string="w4")
+    choices = TokensWriter(asked, "id", (0, "m")).whole([ends[0][0], stopped])["choices"]
+    assert [choice["stop_reason"] for choice in choices] == [5, "w4"]
 
 
 def test_a_resumed_sample_has_the_prompt_that_was_sent_and_may_have_no_token_of_its_own() -> None:
@@ -252,6 +259,19 @@ def test_a_resumed_sample_has_the_prompt_that_was_sent_and_may_have_no_token_of_
     (choice,) = AnswerWriter(body, "completion", ("cmpl-1", 0, "m"), None).whole([output])["choices"]
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([], [7, 8, 4, 5])
     assert (choice["finish_reason"], choice["paceline"]) == ("stop", info["paceline"])
+
+
+@pytest.mark.parametrize("wrong", [{"continuous_usage_stats": True}, {"include_usge": True}])
+def test_options_of_a_stream_are_checked_as_other_parameters_are(wrong: dict[str, bool]) -> None:
+    options = vllm.StreamOptions(include_usage=True, **wrong)
+    bodies = [
+        CompletionBody(prompt=[1], stream=True, stream_options=options),
+        TokensBody(token_ids=[1], sampling_params=TokensSampling(), stream=True, stream_options=options),
+    ]
+    for body in bodies:
+        with pytest.raises(InvalidArgument) as refused:
+            body.samples(None, Limits(("m",), vocab_size=256, max_model_len=32))
+        assert [each.field for each in refused.value.violations] == [f"stream_options.{next(iter(wrong))}"]
 
 
 class Words:
@@ -288,6 +308,19 @@ def test_the_text_is_without_the_stop_string_that_ended_it() -> None:
         assert isinstance(found, dict)
         assert found["text"] == text
         assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "w4 w5"}
+
+
+def test_a_growing_text_of_sglang_has_no_part_of_a_stop_string() -> None:
+    body = sglang.GenerateBody(input_ids=[1], sampling_params=sglang.SglangSampling(stop=["5"]))
+    texts = []
+    for tokens, ended in (([4], False), ([4, 5], False), ([4, 5], True)):
+        fields = (
+            {"finish_reason": t.FinishReason.STOP, "stop_string": "5"} if ended else {"finish_reason": None}
+        )
+        found = SglangWriter(body, "id", 3, Words()).whole([output_of(tokens, **fields)])
+        assert isinstance(found, dict)
+        texts.append(found["text"])
+    assert texts == ["", "w4", "w4 w"]
 
 
 def test_the_likeliest_tokens_are_told_in_every_dialect() -> None:

@@ -106,12 +106,22 @@ def test_headers_name_run_step_prompt_slot_and_prefix() -> None:
         ({"X-Paceline-Slot": "0"}, "seed"),
         ({"X-Paceline-Prefix": "2"}, "X-Paceline-Prefix"),
         ({"X-Paceline-Prompt": "p"}, "X-Paceline-Prompt"),
+        ({"X-Paceline-Prompt": "p" * 257}, "X-Paceline-Prompt"),
+        ({"X-Paceline-Run": "r" * 129}, "X-Paceline-Run"),
     ],
 )
 def test_a_header_that_does_not_fit_is_named(headers: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         SampleNames(alone=True).requests(asked([1, 2], [3, 4, 5]), given_names(headers, "http"), 0)
     assert [violation.field for violation in refused.value.violations] == [field]
+
+
+def test_a_limit_that_means_no_limit_stays_one_with_a_prefix() -> None:
+    most = (1 << 31) - 1
+    (sample,) = SampleNames(alone=True).requests(
+        asked([1, 2, 3], seed=5, max_tokens=most), GivenNames("mine", slot=0, prefix=2), 0
+    )
+    assert (sample.sampling.max_tokens, sample.sampling.min_tokens) == (most, None)
 
 
 @pytest.mark.parametrize("seed", [None, 9])

@@ -1,12 +1,13 @@
 """Text of samples that grow."""
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.contracts.errors import InvalidArgument
-from services.facade.text import TemplateTraits, TextStream, longest_beginning, needs_text, text_of
+from services.facade.text import TemplateTraits, TextStream, needs_text, text_of
 
 
 class Bytes:
@@ -40,7 +41,7 @@ def test_a_character_of_several_tokens_comes_when_it_is_whole() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 20])
 def test_no_part_of_a_stop_string_is_given_before_it_is_known(size: int) -> None:
     tokens, stop = list("aé</b> and </a>".encode()), "</a>"
-    stream, text = TextStream(Bytes(), skip_special=True, held=longest_beginning([stop, "b"])), ""
+    stream, text = TextStream(Bytes(), skip_special=True, stop=[stop, "b"]), ""
     for end in range(size, len(tokens) + size, size):
         ended = end >= len(tokens)
         text += stream.grow(tokens[:end], ended, stop if ended else "")
@@ -48,8 +49,20 @@ def test_no_part_of_a_stop_string_is_given_before_it_is_known(size: int) -> None
     assert text == "aé</b> and " == text_of(Bytes(), tokens, True, stop)
 
 
+@pytest.mark.parametrize("stop", ["\n", "</a>"])
+def test_the_token_that_completes_a_stop_string_may_come_before_the_end(stop: str) -> None:
+    words = ["one ", "two", f".{stop}\n", f"x{stop}y"]
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special: "".join(words[each] for each in ids))
+    stream = TextStream(tokenizer, skip_special=True, stop=[stop])
+    text = ""
+    for count in (1, 2, 3):
+        text += stream.grow([*range(count)], ended=False)
+        assert "one two.".startswith(text)
+    assert text + stream.grow([0, 1, 2], ended=True, stop_string=stop) == "one two."
+
+
 def test_what_is_held_back_comes_at_the_end() -> None:
-    stream = TextStream(Bytes(), skip_special=True, held=3)
+    stream = TextStream(Bytes(), skip_special=True, stop=["abc"])
     assert stream.grow([*b"abcd"], ended=False) == "a"
     assert stream.grow([*b"abcde"], ended=False) == "b"
     assert stream.grow([*b"abcde"], ended=True) == "cde"

@@ -253,3 +253,13 @@ def test_prompts_keep_the_sampling_parameters_that_they_had() -> None:
     assert by_step[5].policy_version == 15
     assert by_step[6].sampling == OTHER
     assert by_step[6].groups[0].sampling == SAMPLING
+
+
+def test_steps_of_which_no_prompt_counts_are_not_kept() -> None:
+    order = EpochOrder(1 << 16, 1 << 20)
+    for step in range(100):
+        order.ask(asked("1", step, slot=1 << 20))
+    assert not order._over
+    trainer = Trainer(order, step=100)
+    trainer.go_through([["1", "2"], ["3", "4"]] * 3)
+    assert trainer.forecast()
