@@ -75,9 +75,11 @@ class Sampled:
     """`to_host` does not move it."""
 
     def to_host(self) -> Sampled:
-        """Return the same in host memory, by one copy; waits for the device."""
+        """Return the same in host memory, by one copy if there is `memory`; waits for the device."""
         if self.memory is None:
-            return self
+            parts = ("tokens", "counts", "reused", "logprobs", "processed")
+            on_host = self.tokens.device.type == "cpu"
+            return self if on_host else replace(self, **{name: getattr(self, name).cpu() for name in parts})
         memory = downloaded(self.memory)
         layout, _ = outputs_layout(len(self.tokens), len(self.counts))
         return replace(self, **views(memory, layout), memory=memory)

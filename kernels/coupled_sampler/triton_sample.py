@@ -186,6 +186,8 @@ def scan(
         allowed = (wanted >= 0) & (own > -float("inf")) & (own >= threshold) & (odds < float("inf"))
         own = tl.where(by_raw, tl.load(raw_row + place_of_own).to(tl.float32), own)
         allowed = allowed & (own < float("inf"))
+        # At temperature 0 a proposal is accepted iff it is the arg-max, which `finish` compares.
+        weighed = allowed & (temperature != 0.0)
         excluded = tl.where(residual & (temperature != 0.0), wanted, -1)
         domain = tl.where(residual, _RESIDUAL_DOMAIN, tl.cast(domain, tl.int32))
         masses = tl.zeros((BLOCK // 4,), tl.int64)
@@ -202,7 +204,7 @@ def scan(
             m_raw, s_raw = _sum_up(m_raw, s_raw, x0, x1, x2, x3)
         # Not one condition: PROPOSED is a compile-time constant, and without it by_raw is undefined.
         if PROPOSED:  # noqa: SIM102
-            if by_raw & allowed:
+            if by_raw & weighed:
                 masses += _odds_against(own, odds, wanted, r0, r1, r2, r3, start + lanes)
         top = tl.max(_most(x0, x1, x2, x3), axis=0)
         bound = _quotient(top, divisor)
@@ -221,7 +223,7 @@ def scan(
                     near = 1.0 / divisor
                     m, s = _sum_up(m, s, x0 * near, x1 * near, x2 * near, x3 * near)
             if PROPOSED:
-                if by_kept & allowed:
+                if by_kept & weighed:
                     masses += _odds_against(own, odds, wanted, x0, x1, x2, x3, start + lanes)
                 x0, x1 = _without(excluded, x0, start + lanes), _without(excluded, x1, start + lanes + 1)
                 x2, x3 = _without(excluded, x2, start + lanes + 2), _without(excluded, x3, start + lanes + 3)

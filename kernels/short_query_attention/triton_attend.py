@@ -96,6 +96,8 @@ def find_unit(
 _LOG2E = tl.constexpr(1.4426950408889634)
 _OF_THE_BATCH = ["window", "requests", "programs"]
 """Integers on which no kernel is specialised (1, or multiples of 16)."""
+_OF_THE_CACHE = ["table_width", "num_blocks"]
+"""Further ones: vLLM measures its memory with a small cache, and serves with another one."""
 _ROWS_SUMMED = 4
 """Rows of a tile that a program of the second kernel sums up."""
 _PARTS_AT_ONCE = tl.constexpr(16)
@@ -170,7 +172,7 @@ def prepare(step: AttentionStep, longest_query: int, scratch: Scratch) -> None:
         attend_triton(replace(nothing, longest_query=longest), out=out, scratch=scratch)
 
 
-@triton.jit(do_not_specialize=_OF_THE_BATCH)
+@triton.jit(do_not_specialize=_OF_THE_BATCH + _OF_THE_CACHE)
 def _attend(
     query, keys, values, block_table, lengths, cu_queries, tree, out, parts, peaks, sums,
     scale, window, requests, programs,

@@ -80,10 +80,11 @@ def attention_step(
     *,
     tree: bool = False,
     longest: int = 5,
+    blocks: int = 9,
 ) -> AttentionStep:
     """Return a step of requests; `queries` lists the query tokens of each."""
     cu = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-    cache = torch.zeros(9, 16, kv_heads, 2 * size, dtype=torch.bfloat16)
+    cache = torch.zeros(blocks, 16, kv_heads, 2 * size, dtype=torch.bfloat16)
     keys, values = cache.split(size, dim=-1)
     return AttentionStep(
         query=torch.zeros(int(cu[-1]), group * kv_heads, size, dtype=torch.bfloat16),

@@ -1,10 +1,11 @@
 """Vectors that travel in one block of memory."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.coupled_sampler.sample import sample
+from kernels.coupled_sampler.sample import Sampled, sample
 from kernels.transfer import layout_of, uploaded, views
 
 DTYPES = st.sampled_from([torch.int64, torch.float32, torch.int32])
@@ -28,6 +29,13 @@ def test_only_what_is_elsewhere_travels_and_in_one_block():
     assert there["a"].device.type == there["b"].device.type == "meta"
     assert there["a"].untyped_storage()._cdata == there["b"].untyped_storage()._cdata
     assert uploaded({"a": here}, torch.device("cpu"))["a"] is here
+
+
+def test_a_result_without_a_block_of_memory_is_copied_from_where_it_is():
+    """As the reference's is, on a device: torch raises, because memory of `meta` has no content."""
+    part = torch.empty(1, device="meta")
+    with pytest.raises(NotImplementedError, match="no data"):
+        Sampled(part, part, part, part, part).to_host()
 
 
 def test_a_result_in_host_memory_stays_where_it_is():

@@ -177,6 +177,8 @@ def test_no_batch_is_a_reason_to_compile_attention_anew(variants):
     for requests in (1, 2, 15, 16, 17, 128):
         for longest in (1, 4, 16):
             attend_triton(attention_step([1] * requests, 2, longest=longest))
+    for blocks in (1, 16, 31):
+        attend_triton(attention_step([1], 2, longest=1, blocks=blocks))
     # Tiles of 16 and of 32 rows.
     assert {name: len(found) for name, found in variants.items()} == {"_attend": 2, "_sum_parts": 2}
 

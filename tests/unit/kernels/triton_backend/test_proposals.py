@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.coupled_sampler.proposals import RowProposals
 from kernels.tuning import Tuning, using
 from tests.support.proposal_steps import random_step, sampled
 
@@ -28,6 +29,28 @@ def test_steps_are_decided_as_on_the_host(seed, device):
     for name in ("logprobs", "processed"):
         torch.testing.assert_close(
             getattr(found, name), getattr(expected, name), equal_nan=True, rtol=1e-5, atol=1e-4
+        )
+
+
+def test_at_temperature_0_a_proposal_is_accepted_iff_it_is_the_arg_max(device):
+    """Whatever its odds are: they are of the sampled distribution, which has one token."""
+    logits = torch.from_numpy(np.random.default_rng(5).normal(0, 1, (3, 150)).astype(np.float32))
+    best = logits.argmax(1)
+    arguments = random_step(0, 150, 1, plain=True) | {
+        "logits": logits,
+        "temperature": torch.zeros(1),
+        "drafts": best[:2],
+        "cu_rows": torch.tensor([0, 3]),
+    }
+    wanted, none = torch.stack([best[0], best[1], best[2] - 1]), torch.zeros(1, dtype=torch.bool)
+    proposals = RowProposals(wanted, torch.full((3,), 2.0), torch.tensor([True, False, True]), none)
+    for where, backend in ((torch.device("cpu"), "reference"), (device, "triton")):
+        with using(SMALL):
+            found = sampled(arguments | {"proposals": proposals}, where, backend)
+        assert (found.tokens.tolist(), found.counts.tolist(), found.reused.tolist()) == (
+            best.tolist(),
+            [3],
+            [2],
         )
 
 
@@ -57,7 +80,5 @@ def test_the_decision_is_the_same_to_the_last_bit_of_the_odds(device):
 
 
 def proposing(arguments, token, odds):
-    from kernels.coupled_sampler.proposals import RowProposals
-
     tokens, none = torch.tensor([token]), torch.zeros(1, dtype=torch.bool)
     return arguments | {"proposals": RowProposals(tokens, torch.tensor([float(odds)]), none, none)}
