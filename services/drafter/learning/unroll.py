@@ -130,8 +130,13 @@ class Unroll(nn.Module):
         hidden = self.head.combine(features[:, :-1])
         positions = torch.arange(rows, device=features.device)
         real = self.head.enter(embeddings[:, 1:], hidden, positions)
+        # With `enable_gqa`, torch's kernels on CUDA either take no float32, or store all scores, [B, heads, L, L].
+        shared = real.query.shape[1] // real.key.shape[1]
         seen = nn.functional.scaled_dot_product_attention(
-            real.query, real.key, real.value, is_causal=True, enable_gqa=True
+            real.query,
+            real.key.repeat_interleave(shared, 1),
+            real.value.repeat_interleave(shared, 1),
+            is_causal=True,
         )
         outputs = [self.head.leave(hidden, seen)[:, first:]]
         own: list[Entries] = []
