@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -246,7 +247,10 @@ class CoupledGPUWorker(_CoupledWorkerMixin, Worker):
 
     def among_weights(self) -> AbstractContextManager[object]:
         """Return the memory pool of vLLM's sleep mode, if that is on."""
-        context: AbstractContextManager[object] = self._maybe_get_memory_pool_context(tag="weights")
+        if not self.vllm_config.model_config.enable_cumem_allocator:
+            return nullcontext()
+        # Not vLLM's own method for the tag: it asserts that the pool is empty, and the target is in it.
+        context: AbstractContextManager[object] = get_mem_allocator_instance().use_memory_pool(tag="weights")
         return context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_worker import Worker
 
 from kernels.coupled_sampler import triton_threshold
 from services.generation.engine import step_sizes as memory
+from services.generation.engine import worker
 from services.generation.engine.step_sizes import StepMemory, row_capacity, step_memory
 from services.generation.engine.worker import CoupledGPUWorker
 
@@ -81,3 +84,24 @@ def test_a_worker_takes_it_off_the_budget_of_kv(
     needed = step_memory(1789, 256, 150_000, ranks=8, counted=not v2).total
     expected = chosen or budget - (needed - (500 << 20))
     assert worker.determine_available_memory() == expected
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_draft_model_is_among_the_weights_although_the_target_is_in_their_pool(
+    monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    pools = list[str]()
+
+    def use_memory_pool(tag: str) -> AbstractContextManager[None]:
+        pools.append(tag)
+        return nullcontext()
+
+    allocator = SimpleNamespace(use_memory_pool=use_memory_pool, get_current_usage=lambda: 16 << 30)
+    for module in (worker, gpu_worker):
+        monkeypatch.setattr(module, "get_mem_allocator_instance", lambda: allocator)
+    platform = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False, is_cpu=lambda: False)
+    monkeypatch.setattr(gpu_worker, "current_platform", platform)
+    made: Any = object.__new__(CoupledGPUWorker)
+    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=sleeps))
+    with made.among_weights():
+        assert pools == (["weights"] if sleeps else [])
