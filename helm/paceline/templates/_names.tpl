@@ -50,7 +50,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   "redis" (dict "port" 6379 "callers" (list "gateway" "generation" "reallocator" "bubbles" "drafts" "policy"))
 -}}
 {{- if .Values.drafter.enabled }}
-{{- $_ := set $all "drafter" (dict "port" 7450 "callers" list) }}
+{{- $_ := set $all "drafter" (dict "port" 7450 "callers" (list "gateway")) }}
 {{- range list "generation" "redis" }}
 {{- $_ := set (get $all .) "callers" (append (get $all .).callers "drafter") }}
 {{- end }}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import grimp
 import pytest
 
 from tests.unit.helm.release import (
     CHART,
     COMPONENT,
+    ROOT,
     VALUE_SETS,
     Release,
     container,
@@ -157,14 +160,14 @@ def test_from_outside_the_namespace_only_what_trainers_call_is_reached_and_only_
 
 
 def test_each_service_is_reached_by_those_that_call_it() -> None:
-    # As services/*/ dial each other: whoever opens a channel to a record of the registry.
-    assert _callers(value_set("defaults")) == {
-        "generation": {"gateway", "reallocator", "policy", "generation"},
-        "drafts": {"gateway", "generation"},
-        "bubbles": {"gateway", "generation"},
-        "policy": {"gateway"},
-        "redis": {"gateway", "generation", "reallocator", "bubbles", "drafts", "policy"},
-    }
+    # All services, and a gateway that not everybody reaches.
+    named = {"trainers": [{"namespaceSelector": {"matchLabels": {"team": "rl"}}}]}
+    release = render({**VALUE_SETS["gpu"], "networkPolicy": named})
+    found = _callers(release)
+    stores = {"gateway", "generation", "reallocator", "bubbles", "drafts", "policy", "drafter"}
+    assert found.pop("redis") == stores
+    assert found == _callers_in_code({component for component, _ in release.services()})
+    assert "drafter" not in _callers(value_set("defaults"))["redis"]
 
 
 def test_instances_reach_each_other_at_both_ports() -> None:
@@ -204,11 +207,11 @@ def test_an_instance_has_a_certificate_for_the_address_that_it_announces() -> No
     assert (pod, f"*.{service}" in names) == ("paceline-generation-0", True)
 
 
-def test_the_learner_reaches_instances_and_the_store_and_nobody_reaches_it() -> None:
+def test_the_learner_reaches_instances_and_the_store_and_the_gateway_alone_reaches_it() -> None:
     callers = _callers(value_set("gpu"))
     assert "drafter" in callers["generation"]
     assert "drafter" in callers["redis"]
-    assert "drafter" not in callers
+    assert callers["drafter"] == {"gateway"}
 
 
 def test_kv_moves_between_instances_over_one_port_for_each_gpu_and_nobody_else_reaches_these() -> None:
@@ -310,3 +313,32 @@ def _callers(release: Release) -> dict[str, set[str]]:
                 if "podSelector" in each:
                     found.setdefault(component, set()).add(each["podSelector"]["matchLabels"][COMPONENT])
     return found
+
+
+def _callers_in_code(components: set[str]) -> dict[str, set[str]]:
+    """Return the callers of each component: those that import a module with a stub of one of its gRPC services."""
+    graph = grimp.build_graph("services", cache_dir=None)
+    modules, texts = {}, {}
+    for component in components:
+        package = f"services.{component}"
+        own = graph.find_descendants(package)
+        modules[component] = own | graph.find_upstream_modules(package, as_package=True)
+        texts[component] = _text(own)
+    servers = {
+        service: component
+        for component, text in texts.items()
+        for service in re.findall(r"add_(\w+)Servicer_to_server\(", text)
+    }
+    # Without a stub, the gateway forwards calls to its leader, and the facade calls it through the SDK.
+    found = {"gateway": {"gateway", "facade", "test"}}
+    for component, read in modules.items():
+        for service in re.findall(r"(\w+Service)Stub\b", _text(read)):
+            found.setdefault(servers[service], set()).add(component)
+    # The store itself imports what its client shares with it.
+    found["drafts"].remove("drafts")
+    return found
+
+
+def _text(modules: set[str]) -> str:
+    files = [ROOT / f"{module.replace('.', '/')}.py" for module in sorted(modules)]
+    return "\n".join(file.read_text() for file in files if file.is_file())
