@@ -216,7 +216,7 @@ def _reason_name(reason: int) -> str:
 
 
 class Evacuation:
-    """Evacuation of draining instances: one task for each, which ends when the instance is empty or gone.
+    """Evacuation of draining instances: one task for each, which ends when the instance is empty, gone or resumed.
 
     Each round lists the samples of a few instances with room, the emptiest first. After a round that moved nothing,
     the next round lists other instances: a large fleet has more samples than one process can look at.
@@ -250,11 +250,12 @@ class Evacuation:
     async def _empty(self, member: PolledInstance) -> None:
         log.info("evacuating", instance=member.instance_id, samples=member.samples)
         moved, turn, backoff = 0, 0, ExponentialBackoff(_FIRST_ROUND_DELAY, _LONGEST_ROUND_DELAY)
-        while self._members.known.get(member.instance_id) is member:
+        while self._is_leaving(member):
             listed = [member, *self._receivers(member, turn)]
             views = {each.instance_id: each for each in await self._list_views(listed)}
             donor = views.pop(member.instance_id, None)
-            if donor is None or not donor.samples:
+            # It may have been resumed meanwhile.
+            if donor is None or not donor.samples or not self._is_leaving(member):
                 break
             count = sum(await asyncio.gather(*map(self._round, self._plan(donor, views))))
             moved += count
@@ -264,6 +265,11 @@ class Evacuation:
             turn += 1
             await asyncio.sleep(backoff.failed())
         log.info("evacuated", instance=member.instance_id, moved=moved)
+
+    def _is_leaving(self, member: PolledInstance) -> bool:
+        """Return True unless it is gone or resumed. An instance that does not answer may still drain."""
+        drains = member.status is None or member.is_in(fleet_pb2.INSTANCE_STATE_DRAINING)
+        return drains and self._members.known.get(member.instance_id) is member
 
     def _receivers(self, donor: PolledInstance, turn: int) -> Sequence[PolledInstance]:
         """Return the instances to list in this turn, by status: the emptiest of those that could take samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,8 @@ class Rig:
         self.left = samples
         self.willing: set[str] = set()
         self.listed: list[list[str]] = []
+        # What happens once, during the first "listing" or the first "move".
+        self.meanwhile: dict[str, Callable[[], None]] = {}
         self.add("leaving", samples, state=fleet_pb2.INSTANCE_STATE_DRAINING)
         self.unreachable = UnreachableReceivers()
         members: Any = SimpleNamespace(known=self.known)
@@ -58,6 +60,7 @@ class Rig:
     async def list_views(self, members: list[PolledInstance]) -> list[InstanceView]:
         names = [member.instance_id for member in members]
         self.listed.append(names)
+        self.meanwhile.pop("listing", lambda: None)()
         return [view(name, self.left if name == "leaving" else self.known[name].samples) for name in names]
 
     async def report(self, transfer: Transfer, outcome: MoveOutcome) -> None:
@@ -68,7 +71,15 @@ class Rig:
         if transfer.receiver in self.willing:
             outcome.done.extend(transfer.moves)
             self.left -= len(transfer.moves)
+        self.meanwhile.pop("move", lambda: None)()
         return outcome
+
+    def resume(self) -> None:
+        """Serve again; the gateway places 5 samples there."""
+        status = self.known["leaving"].status
+        assert status is not None
+        status.state = fleet_pb2.INSTANCE_STATE_SERVING
+        self.left += 5
 
     async def run(self) -> Sequence[Sequence[str]]:
         self.evacuation.watch()
@@ -113,3 +124,26 @@ async def test_after_a_round_that_moved_nothing_others_are_listed_until_some_tak
     assert second == [f"i{number:03d}" for number in range(MOST_LISTED, 2 * MOST_LISTED)]
     assert rig.left == 0
     assert all(listed == second for listed in rest[:1]), "the round that moved some is followed by the same"
+
+
+@pytest.mark.parametrize(("during", "kept"), [("listing", 25), ("move", 5)])
+async def test_a_resumed_instance_keeps_its_samples(during: str, kept: int) -> None:
+    rig = Rig(20)
+    rig.add("other", 0)
+    rig.willing = {"other"}
+    rig.meanwhile[during] = rig.resume
+    assert await rig.run() == [["other"]]
+    assert rig.left == kept
+
+
+async def test_an_instance_that_does_not_answer_may_still_drain() -> None:
+    rig = Rig(20)
+    rig.add("other", 0)
+    rig.willing = {"other"}
+
+    def fall_silent() -> None:
+        rig.known["leaving"].status = None
+
+    rig.meanwhile["listing"] = fall_silent
+    await rig.run()
+    assert rig.left == 0
