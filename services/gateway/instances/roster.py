@@ -159,7 +159,13 @@ class Roster:
 
     def _connect(self, member: FleetMember) -> None:
         record = member.record
-        channel = open_channel(record.address, self.config)
+        try:
+            channel = open_channel(record.address, self.config)
+        except ValueError as error:
+            # The token must not be sent there. That costs this instance, not the fleet.
+            for loss in self.fleet.lost(member.instance_id, member.epoch, str(error), self._loop.time()):
+                self._lost(loss)
+            return
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         room = max(1, int(record.max_running * self.config.room_factor))
         slots = InstanceSlots(member.instance_id, member.version, room, 0.0)

@@ -67,7 +67,7 @@ def open_channel(address: str, config: ServiceConfig) -> grpc.aio.Channel:
     """Return a channel to "host:port", which connects at first use and sends the token and request id with calls.
 
     ValueError if the token would travel in plain text beyond loopback (and `config.insecure` is unset); OSError or
-    Unreadable if the certificates cannot be used.
+    Unreadable if no good certificates or token have been read in this process: bad ones are not used later either.
     """
     token = own_token(config)
     options = channel_options(config)

@@ -110,6 +110,10 @@ class Certificates:
     roots: bytes | None
 
 
+# By their files.
+_certificates: dict[tuple[Path | None, ...], Watched[Certificates]] = {}
+
+
 def read_certificates(tls: TlsConfig) -> Certificates:
     """Read and verify the files.
 
@@ -123,9 +127,16 @@ def read_certificates(tls: TlsConfig) -> Certificates:
 
 
 def watch_certificates(tls: TlsConfig) -> Watched[Certificates]:
-    """Return the certificates, reloaded when a file changes. Raises as `read_certificates`."""
-    paths = [path for path in (tls.key_file, tls.cert_file, tls.ca_file) if path is not None]
-    return Watched("certificate", paths, lambda: read_certificates(tls))
+    """Return the certificates, reloaded when a file changes: one value for all users of the files in this process.
+
+    So whoever begins to use them while files are being replaced gets the last good ones. Raises as
+    `read_certificates`, if none in this process has been good.
+    """
+    files = (tls.key_file, tls.cert_file, tls.ca_file)
+    if files not in _certificates:
+        paths = [path for path in files if path is not None]
+        _certificates[files] = Watched("certificate", paths, lambda: read_certificates(tls))
+    return _certificates[files]
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext:

@@ -261,13 +261,22 @@ def guard_of(config: ServiceConfig) -> Guard | None:
     return Guard(own_token(config), _grants_of(config.tokens_file))
 
 
+# The services' own token, by its file.
+_tokens: dict[Path, Watched[str]] = {}
+
+
 def own_token(config: ServiceConfig) -> Callable[[], str | None]:
-    """Return a function that returns the services' own token, from its current file if it came from one."""
+    """Return a function that returns the services' own token, from its current file if it came from one.
+
+    OSError or Unreadable if no good one has been read from that file in this process.
+    """
     path = config.rotating_token_file
     if path is None:
         fixed = config.token.get_secret_value() if config.token is not None else None
         return lambda: fixed
-    return Watched("token", [path], lambda: _read_token(path)).current
+    if path not in _tokens:
+        _tokens[path] = Watched("token", [path], lambda: _read_token(path))
+    return _tokens[path].current
 
 
 def _grants_of(path: Path | None) -> Callable[[], tuple[Grant, ...]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 
 from paceline.internal.v1 import weight_peer_pb2
+from services.gateway.instances import roster
 from services.gateway.state.fleet_health import MemberState
 from services.gateway.state.update_book import PublishedVersion
+from services.platform.config import ServiceConfig
 from services.platform.tasks import end
 from tests.unit.gateway.fake_engine import rpc_error
 from tests.unit.gateway.roster_parts import Fleet
@@ -70,6 +73,29 @@ async def test_nothing_is_loaded_while_an_update_is_being_applied(fleet: Fleet) 
     fleet.roster.changed.notify()
     await fleet.serving("a")
     assert engine.version == 8
+
+
+async def test_an_instance_that_must_not_be_dialled_costs_itself_only(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dial = roster.open_channel
+
+    def guarded(address: str, config: ServiceConfig) -> Any:
+        if address == "a":
+            raise ValueError("will not send the token")
+        return dial(address, config)
+
+    monkeypatch.setattr(roster, "open_channel", guarded)
+    first, second = fleet.engine("a"), fleet.engine("b")
+    await fleet.registry.show(first, second)
+    await fleet.serving("b")
+    assert (fleet.state("a"), fleet.health.members["a"].reason) == (
+        MemberState.DEAD,
+        "will not send the token",
+    )
+    monkeypatch.setattr(roster, "open_channel", dial)
+    await fleet.registry.show(first, second)
+    await fleet.serving("a")
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from services.drafts.client import DraftStores
+from services.gateway.api.bubble_coordinator import CoordinatorClient
+from services.gateway.config import GatewayConfig
+from services.generation.pregeneration.pregenerator import CoordinatorConnection
 from services.platform.config import ServiceConfig
-from services.platform.grpc.channel import Link, Links
+from services.platform.grpc.channel import Link, Links, open_channel
 from services.platform.redis.registry import InstanceRecord, Registry
+from services.platform.security import certificates
 from services.platform.tasks import Notifier, end
+from services.reallocator.config import ReallocatorConfig
+from services.reallocator.members import PolledInstances, Rooflines
+from tests.support.certificates import Authority, replace
 
 WAIT = 60.0
 Records = dict[str, InstanceRecord] | None
@@ -136,3 +147,101 @@ async def test_a_round_that_fails_is_counted_and_made_again(rig: Rig) -> None:
     before = link.rounds
     await rig.until(lambda: link.rounds > before)
     assert not rig.task.done()
+
+
+class Idle(Link):
+    """A link that calls nothing."""
+
+    async def call(self) -> float:
+        return 3600.0
+
+
+class OneReading:
+    """A registry with one process of each service, which is read once."""
+
+    def __init__(self) -> None:
+        self._records = {"a": record("a")}
+
+    async def list(self, service: str) -> Records:
+        return self._records
+
+    async def watch(self, service: str, __: float, tell: Callable[[Records], Awaitable[None]]) -> None:
+        await tell(self._records)
+
+    def present(self, service: str, __: float) -> Any:
+        return SimpleNamespace(read=partial(self.list, service))
+
+
+async def dialled_by_links(config: ServiceConfig, registry: Any) -> bool:
+    failures = Counter("failures", "Of the test.", registry=CollectorRegistry())
+    links = Links(registry, lambda found: Idle(found, config, Notifier(), failures), lambda _: None)
+    await links.run()
+    return bool(links.known)
+
+
+async def dialled_by_a_client_of_the_draft_store(config: ServiceConfig, registry: Any) -> bool:
+    stores = DraftStores(config, registry)
+    await stores.run()
+    found = bool(stores.replicas)
+    await stores.close()
+    return found
+
+
+async def dialled_by_the_reallocator(config: ServiceConfig, registry: Any) -> bool:
+    members = PolledInstances(config, registry, Rooflines(ReallocatorConfig()))
+    await members.refresh()
+    found = bool(members.known)
+    await members.close()
+    return found
+
+
+async def dialled_by_an_instance(config: ServiceConfig, registry: Any) -> bool:
+    connection = CoordinatorConnection(config, registry)
+    await connection.find()
+    await connection.leave()
+    return True
+
+
+async def dialled_by_a_client_of_the_coordinator(config: ServiceConfig, registry: Any) -> bool:
+    found: list[bool] = []
+    client = CoordinatorClient(cast("GatewayConfig", config), registry, lambda: found.append(True))
+    await client.run()
+    return bool(found)
+
+
+@pytest.mark.parametrize(
+    "dialled",
+    [
+        dialled_by_links,
+        dialled_by_a_client_of_the_draft_store,
+        dialled_by_the_reallocator,
+        dialled_by_an_instance,
+        dialled_by_a_client_of_the_coordinator,
+    ],
+)
+@pytest.mark.parametrize("changed", ["the key alone", "no authorities", "no token"])
+async def test_peers_that_join_while_secrets_are_being_replaced_are_dialled_with_the_last_good_ones(
+    dialled: Callable[[ServiceConfig, Any], Awaitable[bool]],
+    changed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(certificates, "CHECK_SECONDS", 0.0)
+    authority = Authority(tmp_path, "ours")
+    tls, token = authority.tls("peer"), tmp_path / "token"
+    token.write_text("t")
+    config = ServiceConfig(tls=tls, token_file=token)
+    # As every service does when it starts.
+    await open_channel("127.0.0.1:1", config).close()
+    assert tls.key_file is not None
+    assert tls.ca_file is not None
+    match changed:
+        case "the key alone":
+            other = authority.tls("other").key_file
+            assert other is not None
+            replace(tls.key_file, other.read_bytes())
+        case "no authorities":
+            tls.ca_file.unlink()
+        case "no token":
+            replace(token, b"")
+    assert await dialled(config, OneReading())
