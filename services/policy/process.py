@@ -190,7 +190,7 @@ class KnobController:
         self._config = config
         self._decisions = decisions
         self._metrics = metrics
-        self._statistics = StepStatistics(config.settle_seconds)
+        self._statistics = StepStatistics(config.settle_seconds, config.report_seconds)
         # The latest step for which the ladder of a run was climbed.
         self._climbed: dict[str, int] = {}
 

@@ -14,11 +14,13 @@ from services.contracts.modes import PlanReason
 from services.platform.redis.decision_log import DecisionRecord
 
 MAX_STEPS = 64
-"""Most steps that are remembered, over all runs."""
+"""Most steps, over all runs, that are remembered although no instance has reported them lately."""
 LEAST_VERIFICATIONS = 16
 """Fewest verifications of a step for the ladder to consider it."""
 # Share of the settling time after which a step ends once a later one has begun.
 _LATE = 0.25
+# Intervals between reports for which a step counts as lately reported: instances may miss some reports.
+_INTERVALS = 20
 # The cap binds if drafts have at least this share of its length on average.
 _BINDS = 0.5
 
@@ -38,6 +40,9 @@ class _Entry:
     by_instance: dict[tuple[str, int], StepTotals] = field(default_factory=dict)
     returned: StepTotals = field(default_factory=StepTotals)
     changed_at: float = 0.0
+    reported_at: float = 0.0
+    # True while it may have totals that were not returned.
+    open: bool = True
 
     def totals(self) -> StepTotals:
         whole = StepTotals()
@@ -52,10 +57,17 @@ class StepStatistics:
     An instance reports totals since it began a step, so lost and repeated reports do no harm. A step ends when a
     later one of its run is reported, or when nothing has changed for a while. Totals that arrive after that, from a
     paused instance for example, make one more end of the same step.
+
+    Every report repeats the latest steps of its instance, so these are remembered, however many there are: a step
+    that was forgotten would begin anew with the next report.
     """
 
-    def __init__(self, settle: float) -> None:
+    def __init__(self, settle: float, interval: float) -> None:
+        """Expect a report of each instance every `interval` seconds."""
         self._settle = settle
+        # Longer than a step takes to settle.
+        self._lately = settle + _INTERVALS * interval
+        # The one that was not reported for the longest time first.
         self._entries: OrderedDict[StepKey, _Entry] = OrderedDict()
 
     def report(
@@ -63,14 +75,13 @@ class StepStatistics:
     ) -> None:
         """Record the totals of steps from an instance, which is named by id and epoch."""
         for key, totals in steps:
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = self._entries[key] = _Entry(changed_at=now)
-                while len(self._entries) > MAX_STEPS:
-                    self._entries.popitem(last=False)
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            entry.reported_at = now
             if entry.by_instance.get(instance) != totals:
                 entry.by_instance[instance] = totals
-                entry.changed_at = now
+                entry.changed_at, entry.open = now, True
+        self._forget(now - self._lately)
 
     def ended(self, now: float) -> list[StepEnd]:
         """Return the ends of steps since the last call, earliest step first."""
@@ -81,14 +92,21 @@ class StepStatistics:
         for (run_id, step), entry in self._entries.items():
             # Once a later step has begun, the last reports of this one are under way.
             wait = self._settle if step == newest[run_id] else self._settle * _LATE
-            if now - entry.changed_at < wait:
+            if not entry.open or now - entry.changed_at < wait:
                 continue
-            totals = entry.totals()
+            totals, entry.open = entry.totals(), False
             new = totals.plus(entry.returned, -1)
             if new.engine_steps > 0:
                 entry.returned = totals
                 found.append(StepEnd(run_id, step, new, len(entry.by_instance)))
         return sorted(found, key=lambda each: (each.run_id, each.step))
+
+    def _forget(self, before: float) -> None:
+        while len(self._entries) > MAX_STEPS:
+            key, oldest = next(iter(self._entries.items()))
+            if oldest.reported_at >= before:
+                return
+            del self._entries[key]
 
 
 @dataclass(frozen=True, slots=True)
