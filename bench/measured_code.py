@@ -67,8 +67,19 @@ MEASURED: Mapping[str, MeasuredCode] = {
     ),
     "migration": MeasuredCode((*_MOVES, "services/reallocator")),
     "gpu": MeasuredCode((*_DRAFTING, "services/generation/engine", "kernels"), 0.3),
-    "learner": MeasuredCode(("services/drafter/learning", "services/drafter/training")),
-    "simulate": MeasuredCode(("services/simulator", "services/bubbles", "services/reallocator")),
+    "learner": MeasuredCode(
+        ("services/drafter/learning", "services/drafter/training", *_DRAFTING, "services/simulator")
+    ),
+    "simulate.replays": MeasuredCode(("services/simulator", "services/bubbles", "services/reallocator")),
+    "simulate": MeasuredCode(
+        (
+            *_DRAFTING,
+            "services/simulator",
+            "services/bubbles",
+            "services/reallocator",
+            "services/gateway/scheduler",
+        )
+    ),
 }
 """The measured code of each benchmark; NAME.SUBJECT has NAME's unless it is listed."""
 

@@ -124,6 +124,8 @@ class MigrationMetrics(MetricSet, prefix="paceline_migration_"):
         # A series that begins at 1 hides its first increase from rate().
         for outcome in ("moved", "handed_on"):
             self._moves.labels(outcome, "")
+        for reason in Reason:
+            self._moves.labels("failed", reason.name.lower())
         for stage in ("reserve", "copy", "stall"):
             self._stages.labels(stage)
 
