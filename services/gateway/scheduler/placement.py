@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Generic, TypeVar
@@ -244,7 +244,7 @@ class Placement(Generic[Ref]):
 
 
 @dataclass(slots=True, eq=False)
-class _Share(Generic[Ref]):
+class _Share:
     """Waiting samples of one run, and the virtual time up to which it has had its share."""
 
     weight: int = 1
@@ -252,27 +252,33 @@ class _Share(Generic[Ref]):
     # Samples that wait; the heap also has void entries.
     waiting: int = 0
     in_turn: bool = False
-    # (predicted tokens, negative; order; stamp; sample)
-    heap: list[tuple[float, int, int, Ref]] = field(default_factory=list)
+    # (predicted tokens, negative; order; stamp). Without the sample, so that no void entry keeps a batch in memory.
+    heap: list[tuple[float, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class _Level(Generic[Ref]):
+class _Level:
     """Runs of one priority. `clock` is the virtual time of the run that was served last."""
 
     clock: float = 0.0
-    shares: dict[str, _Share[Ref]] = field(default_factory=dict)
+    shares: dict[str, _Share] = field(default_factory=dict)
     # (virtual time, run) of the runs with samples
     turns: list[tuple[float, str]] = field(default_factory=list)
+
+
+def _has_samples(levels: Mapping[int, _Level]) -> bool:
+    return any(share.waiting for level in levels.values() for share in level.shares.values())
 
 
 class WaitingQueue(Generic[Ref]):
     """Queue of waiting samples. All operations are O(log n) per sample concerned."""
 
     def __init__(self) -> None:
-        self._entries: dict[Ref, tuple[int, WaitingSample[Ref], _Share[Ref]]] = {}
+        self._entries: dict[Ref, tuple[int, WaitingSample[Ref], _Share]] = {}
+        # By stamp; void entries are not in it.
+        self._refs: dict[int, Ref] = {}
         # By policy version, so that versions that no instance has are skipped at no cost; then by priority.
-        self._levels: dict[int, dict[int, _Level[Ref]]] = {}
+        self._levels: dict[int, dict[int, _Level]] = {}
         self._stamp = 0
 
     def __len__(self) -> int:
@@ -284,7 +290,11 @@ class WaitingQueue(Generic[Ref]):
     def push(self, waiting: WaitingSample[Ref]) -> None:
         """Add a sample, or move it to its new position."""
         self.take(waiting.ref)
-        levels = self._levels.setdefault(waiting.policy_version, {})
+        levels = self._levels.get(waiting.policy_version)
+        if levels is None:
+            # No sample may be left with a former version.
+            self._levels = {version: kept for version, kept in self._levels.items() if _has_samples(kept)}
+            levels = self._levels[waiting.policy_version] = {}
         level = levels.setdefault(waiting.priority, _Level())
         share = level.shares.setdefault(waiting.run, _Share())
         share.weight = waiting.weight
@@ -293,15 +303,12 @@ class WaitingQueue(Generic[Ref]):
             heapq.heappush(level.turns, (share.had, waiting.run))
         self._stamp += 1
         share.waiting += 1
-        self._entries[waiting.ref] = (self._stamp, waiting, share)
+        self._entries[waiting.ref], self._refs[self._stamp] = (self._stamp, waiting, share), waiting.ref
         rank = -math.inf if waiting.home else -waiting.predicted
-        heapq.heappush(share.heap, (rank, waiting.order, self._stamp, waiting.ref))
-        if len(share.heap) > 4 * share.waiting + 64:
-            share.heap = [each for each in share.heap if self._is_valid(each)]
-            heapq.heapify(share.heap)
+        heapq.heappush(share.heap, (rank, waiting.order, self._stamp))
 
     def discard(self, ref: Ref) -> bool:
-        """Remove a sample; return False if it was not waiting. Its void heap entry is dropped later."""
+        """Remove a sample; return False if it was not waiting."""
         return self.take(ref) is not None
 
     def take(self, ref: Ref) -> WaitingSample[Ref] | None:
@@ -309,8 +316,12 @@ class WaitingQueue(Generic[Ref]):
         entry = self._entries.pop(ref, None)
         if entry is None:
             return None
-        _, waiting, share = entry
+        stamp, waiting, share = entry
         share.waiting -= 1
+        del self._refs[stamp]
+        if len(share.heap) > 4 * share.waiting + 64:
+            share.heap = [each for each in share.heap if each[2] in self._refs]
+            heapq.heapify(share.heap)
         return waiting
 
     def place_next(self, pool: InstancePool, slack: float = 1.0) -> Placement[Ref] | None:
@@ -340,7 +351,7 @@ class WaitingQueue(Generic[Ref]):
         del self._levels[version]
         return None
 
-    def _pop_fairly(self, level: _Level[Ref]) -> WaitingSample[Ref] | None:
+    def _pop_fairly(self, level: _Level) -> WaitingSample[Ref] | None:
         while level.turns:
             had, run = level.turns[0]
             share = level.shares[run]
@@ -355,13 +366,9 @@ class WaitingQueue(Generic[Ref]):
             share.in_turn = False
         return None
 
-    def _pop_longest(self, share: _Share[Ref]) -> WaitingSample[Ref] | None:
+    def _pop_longest(self, share: _Share) -> WaitingSample[Ref] | None:
         while share.heap:
-            entry = heapq.heappop(share.heap)
-            if self._is_valid(entry):
-                return self.take(entry[3])
+            _, _, stamp = heapq.heappop(share.heap)
+            if stamp in self._refs:
+                return self.take(self._refs[stamp])
         return None
-
-    def _is_valid(self, entry: tuple[float, int, int, Ref]) -> bool:
-        known = self._entries.get(entry[3])
-        return known is not None and known[0] == entry[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
@@ -200,6 +201,44 @@ def test_a_discarded_sample_is_never_placed() -> None:
     assert queue.discard(1)
     assert not queue.discard(1)
     assert [a.waiting.ref for a in _place(queue, _fleet([5]))] == [0]
+
+
+class _Batch:
+    """A batch whose samples wait."""
+
+
+def test_samples_that_continue_under_another_version_leave_nothing_under_the_former_one() -> None:
+    queue, slots = WaitingQueue[tuple[_Batch, int]](), InstanceSlots("a", 0, 0)
+    pool, former = _pool([slots]), list[weakref.ref[_Batch]]()
+    for version in range(5):
+        batch = _Batch()
+        former.append(weakref.ref(batch))
+        for each in (version, version + 1):
+            for index in range(100):
+                queue.push(WaitingSample((batch, index), "p", each, 5.0, index))
+        slots.room = 100
+        slots.serve(version + 1)
+        assert len(list(iter(lambda: queue.place_next(pool), None))) == 100
+        assert len(queue._levels) <= 2
+    del batch
+    assert [each() for each in former] == [None] * 5
+
+
+def test_a_discarded_sample_is_not_kept_while_others_wait() -> None:
+    queue = WaitingQueue[tuple[_Batch, int]]()
+    batch, waiting = _Batch(), _Batch()
+    former = weakref.ref(batch)
+    for index in range(1000):
+        queue.push(WaitingSample((batch, index), "p", 1, 5.0, index, run="a"))
+    queue.push(WaitingSample((waiting, 0), "p", 1, 9.0, 0, run="a"))
+    for index in range(1000):
+        assert queue.discard((batch, index))
+    del batch
+    assert former() is None
+    assert len(queue._levels[1][0].shares["a"].heap) <= 4 + 64
+    assert [each.waiting.ref for each in iter(lambda: queue.place_next(_pool(_fleet([1]))), None)] == [
+        (waiting, 0)
+    ]
 
 
 def test_one_that_is_taken_is_taken_once_whoever_waits_before_it() -> None:
