@@ -326,9 +326,9 @@ class JournalWrite:
 def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> JournalWrite:
     """Take the next write out of a batch: at most one write's size of what the journal does not have.
 
-    Of unfinished samples it takes those with at least `least_tokens` new tokens, and all that end with a tool call
-    or with tokens of their environment, for which a trainer waits. Afterwards only the record has the tokens of
-    ended samples. Must not be called again before `settle` or `undo`.
+    Of unfinished samples it takes those with at least `least_tokens` new tokens, and all whose new tokens end with
+    a tool call or include tokens of their environment, for which a trainer waits. Afterwards only the record has
+    the tokens of ended samples. Must not be called again before `settle` or `undo`.
     """
     write = JournalWrite(batch.key, len(record.stored), record.repairing)
     write.forgotten += islice(record.forgotten, MOST_PARTS)
@@ -337,7 +337,9 @@ def collect(batch: RolloutBatch, record: BatchRecord, least_tokens: int = 1) -> 
         state = batch.samples[index]
         # `settled` usually excludes the last token, which may be sampled again.
         begin, end = state.journaled, state.settled
-        if end - begin >= (1 if end == len(state.tokens) else least_tokens):
+        # An instance may have continued the sample since its answer.
+        awaited = end == len(state.tokens) or (state.environment and state.environment[-1][1] > begin)
+        if end - begin >= (1 if awaited else least_tokens):
             payload = pack(state.columns, begin, end) + state.turns(begin, end)
             write.extensions.append(TokenChunk(index, state.chunks, begin, end, payload))
             state.journaled, state.chunks = end, state.chunks + 1

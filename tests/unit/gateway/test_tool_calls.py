@@ -17,7 +17,7 @@ from services.contracts.errors import AlreadyExists, FailedPrecondition
 from services.contracts.sampling import ModelLimits
 from services.gateway.api.validation import check_groups, check_submit
 from services.gateway.journal.chunks import Head, PartialSample
-from services.gateway.journal.record import collect, settle
+from services.gateway.journal.record import collect, settle, undo
 from services.gateway.scheduler.placement import InstancePool, InstanceSlots, WaitingQueue, WaitingSample
 from services.gateway.state.calls import (
     CallAnswer,
@@ -209,6 +209,30 @@ def test_chunks_and_rest_are_the_sample_however_they_were_cut(
     for each in (told, own):
         del each.tokens.versions[:]
     assert told == own
+
+
+def test_an_answer_is_written_at_once_though_the_sample_has_gained_tokens_since() -> None:
+    batch = calling_batch()
+    record, sample = record_of(batch), batch.samples[0]
+
+    def written(least_tokens: int = 1000) -> list[tuple[int, int]]:
+        write = collect(batch, record, least_tokens)
+        settle(batch, record, write, [])
+        return [(chunk.begin, chunk.end) for chunk in write.extensions]
+
+    speak(batch, 5, CALL)
+    assert written() == [(0, 2)]
+    batch.answer(0, [7, 7])
+    attempt = batch.assign(0, "i0", 4.0)
+    batch.extend(0, attempt, columns([6, 6, 6], [-1.0] * 3), 5.0)
+    # Redis loses this write.
+    undo(batch, collect(batch, record, 1000))
+    assert sample.journaled == 2
+    assert written() == [(2, 6)]
+    batch.extend(0, attempt, columns([6, 6], [-1.0] * 2), 6.0)
+    assert written() == [], "nobody waits for these tokens"
+    batch.extend(0, attempt, columns([6], [-1.0]), 7.0)
+    assert written(3) == [(6, 9)]
 
 
 # Answers ------------------------------------------------------------------------------------------------
