@@ -168,6 +168,8 @@ class RunningBatch:
     calls: WaitingCalls = field(default_factory=WaitingCalls)
     # Sample index -> number of tokens that the journal must have, and the future that waits for them.
     unsafe: dict[int, tuple[int, asyncio.Future[None]]] = field(default_factory=dict)
+    # True once its deadline has passed.
+    expired: bool = False
     # True once this process no longer works on the batch.
     dropped: bool = False
     # Streams that wait for its samples, and the monotonic time at which a trainer last used it.

@@ -106,9 +106,11 @@ class Scheduler:
         self._begin_in_step(batch, len(samples), time.time(), pregenerated)
         added = range(first, len(batch.samples))
         self.turns.run(self._enqueue(running, added))
+        # Its version was replaced, or its deadline passed, after the samples were checked.
         if batch.superseded:
-            # Its version was replaced after the samples were checked.
             self.cancel(running, added, keep_partial=True)
+        elif running.expired:
+            self._expire(running, first)
 
     def close(self, running: RunningBatch) -> None:
         """Let an open batch end with its last sample."""
@@ -253,8 +255,10 @@ class Scheduler:
             log.warning("abort_unanswered", batch=running.batch.key, samples=unanswered)
             self.save(running)
 
-    def _expire(self, running: RunningBatch) -> None:
-        expiring = self.cancel(running, range(len(running.batch.samples)), keep_partial=True)
+    def _expire(self, running: RunningBatch, first: int = 0) -> None:
+        """End the samples from index `first` on: the deadline has passed."""
+        running.expired = True
+        expiring = self.cancel(running, range(first, len(running.batch.samples)), keep_partial=True)
         expiring.add_done_callback(partial(self._expired, running))
 
     def _expired(self, running: RunningBatch, expiring: asyncio.Future[int]) -> None:

@@ -19,7 +19,7 @@ from services.gateway.state.messages import BatchBuilder, build_groups
 from services.gateway.state.sample import BatchGroup, EventEffect, GatewaySample, SamplePhase
 from services.gateway.state.update_book import PublishedVersion, UpdateBook
 from tests.support.token_columns import columns
-from tests.unit.gateway.scheduler_parts import SchedulerParts, a_batch
+from tests.unit.gateway.scheduler_parts import SchedulerParts, a_batch, turn
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64)
 BUILDER = BatchBuilder(max_seconds=10.0, max_attempts=3)
@@ -194,8 +194,27 @@ async def test_samples_that_are_added_when_their_version_has_just_gone_end_like_
     batch = a_batch(1, open=True)
     running = parts.scheduler.add(batch)
     parts.scheduler.continue_under(running, None)
-    group = BatchGroup("q", [1], sample_pb2.SamplingParams(), first=1, count=2)
-    parts.scheduler.extend(running, [group], [GatewaySample(index, 1, index - 1, 7) for index in (1, 2)])
+    parts.scheduler.extend(running, *two_more())
     await parts.until(lambda: batch.ended == 3)
     assert {each.status for each in batch.endings} == {sample_pb2.SAMPLE_STATUS_ABORTED}
     assert (parts.batches.unfinished, parts.batches.held) == (0, 3)
+
+
+async def test_samples_that_are_added_when_the_deadline_has_just_passed_end_like_the_others() -> None:
+    parts = SchedulerParts()
+    link = parts.link("a")
+    batch = a_batch(1, seconds=0.0, open=True)
+    running = parts.scheduler.add(batch)
+    await turn()
+    assert link.aborted == [link.items[0].handle], "and is not answered"
+    parts.scheduler.extend(running, *two_more())
+    await turn()
+    assert [each.cancelled for each in batch.samples] == [True] * 3
+    assert parts.metric("expired_samples_total") == 3
+    assert batch.ended == 2
+
+
+def two_more() -> tuple[list[BatchGroup], list[GatewaySample]]:
+    """Return a second group, of two samples."""
+    group = BatchGroup("q", [1], sample_pb2.SamplingParams(), first=1, count=2)
+    return [group], [GatewaySample(index, 1, index - 1, 7) for index in (1, 2)]
