@@ -237,18 +237,19 @@ class IdleTimeBook:
             report.pregenerated = pregenerated + (report.pregenerated or 0)
 
     def begin_single(
-        self, run_id: str, step: int, now: float, *, hinted: bool, version: int = 0
+        self, run_id: str, step: int, now: float, *, hinted: bool, version: int = 0, resumed: bool = False
     ) -> tuple[bool, list[StepReport]]:
-        """Begin a single sample of a step.
+        """Begin a single sample of a step, `resumed` if it continues tokens of an earlier request.
 
         Returns:
             True if it belongs to a step, whose `end` or `drop` is called then: no sample of a run that submits
-            batches does, and no late one of a step that the run has passed. And the reports of the steps that
-            this ends.
+            batches does, and no late or resumed one of a step that is not in work. And the reports of the steps
+            that this ends.
         """
         own, over = self._steps.get(run_id, {}), self._over.get(run_id)
         batches = any(not each.single for each in own.values())
-        late = step not in own and any(each > step and own[each].unfinished > 0 for each in own)
+        # An update of the weights ends a step, and its aborted samples come again with its number.
+        late = step not in own and (resumed or any(each > step and own[each].unfinished > 0 for each in own))
         if batches or late or (not own and over is not None and not over.single):
             return False, []
         reports = [] if step in own else self.pass_on(run_id, step)

@@ -78,7 +78,12 @@ class Scheduler:
         if private:
             hinted, version = coverage is not None, batch.current_version
             running.in_step, reports = self._steps.begin_single(
-                run_id, batch.step, batch.accepted_at, hinted=hinted, version=version
+                run_id,
+                batch.step,
+                batch.accepted_at,
+                hinted=hinted,
+                version=version,
+                resumed=bool(batch.groups[0].prefix),
             )
             for report in reports:
                 self._report(report)

@@ -481,6 +481,14 @@ async def test_a_step_is_over_with_its_last_sample_and_shows_the_idle_time_of_it
     assert parts.metric("step_coverage_ratio") == 0.5
 
 
+async def test_a_sample_with_a_prefix_begins_no_step() -> None:
+    parts = SchedulerParts()
+    for prefix, counts in (([5], False), ([], True), ([5], True)):
+        batch = a_batch(1, batch_id=f"generate/{len(parts.batches.by_key)}")
+        batch.groups[0] = replace(batch.groups[0], prefix=prefix)
+        assert parts.scheduler.add(batch, private=True).in_step is counts
+
+
 # Moves -------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from paceline.report.facts import RunStep, number_attempts, read_facts
 from paceline.times import STEP_PARTS
 from services.gateway.api.reports import RewardBook
 from services.gateway.feeds.step_report import (
@@ -25,6 +26,7 @@ from services.gateway.instances.updater import update_record
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.state.sample import GatewaySample, GenerationSpan
 from services.platform.redis.decision_log import DecisionRecord
+from tests.unit.report.facts_of_a_run import entry
 
 SECONDS = st.floats(0, 50, allow_nan=False)
 METRICS = GatewayMetrics(CollectorRegistry())
@@ -211,6 +213,28 @@ def test_a_step_that_the_run_has_passed_ends_with_its_last_sample_and_counts_no_
     assert book.begin_single("run", 3, 105.0, hinted=False) == (False, [])
     assert book.end("run", 4, ended(101.0, 107.0)) is None
     assert [each.step for each in book.pass_on("run")] == [4]
+
+
+def test_a_resumed_sample_joins_its_step_but_begins_none_under_later_weights() -> None:
+    book, steps = IdleTimeBook(), list[RunStep]()
+    for step in range(4):
+        begin = 100.0 + 10 * step
+        # What the update has aborted comes first, with the number of the former step.
+        assert book.begin_single("run", step - 1, begin, hinted=False, version=step, resumed=True) == (
+            False,
+            [],
+        )
+        assert book.begin_single("run", step, begin + 1, hinted=False, version=step) == (True, [])
+        assert book.begin_single("run", step, begin + 2, hinted=False, version=step, resumed=True)[0]
+        for end in (3.0, 5.0):
+            assert book.end("run", step, ended(begin + 1, begin + end)) is None
+        (report,) = book.pass_on("run")
+        book.updated("run", begin + 6, begin + 8)
+        assert report.waits == ({"trainer": 4.0, "weights": 2.0} if step else {})
+        record = step_record(report, report.bubbles([]), report.version)
+        steps += read_facts([entry(record)]).steps
+    number_attempts(steps)
+    assert [(each.step, each.samples, each.attempt) for each in steps] == [(step, 2, 1) for step in range(4)]
 
 
 def test_single_samples_of_a_run_that_submits_batches_belong_to_no_step() -> None:
