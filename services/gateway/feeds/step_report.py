@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate, islice, zip_longest
 from typing import Any, NamedTuple
 
 from services.gateway.state.sample import GatewaySample
@@ -129,7 +129,10 @@ SHOWN = 24
 """Most instances with a separate curve in an entry."""
 _LAST_SAMPLES = 3
 _MOST_RUNS = 1000
-"""Most runs whose last step is known; a further run replaces the one whose step ended first."""
+"""Most runs whose last step is known; a further run replaces the one whose step ended first.
+
+Also the most runs with an idle step of single samples: above it the ones that were used least recently are passed.
+"""
 _MOST_UPDATES = 16
 """Most updates of weights that are known of the time after a step: the latest ones."""
 
@@ -209,6 +212,8 @@ class IdleTimeBook:
     def __init__(self) -> None:
         # By run and step.
         self._steps: dict[str, dict[int, StepReport]] = {}
+        # Run and step of the steps of single samples without work, the one that was used last at the end.
+        self._idle: OrderedDict[tuple[str, int], None] = OrderedDict()
         # By run, the one that ended last at the end.
         self._over: OrderedDict[str, _LastStep] = OrderedDict()
 
@@ -231,6 +236,7 @@ class IdleTimeBook:
             waits = self._waits(run_id, step, version, now)
             report = StepReport(run_id, step, now, now, version=version, waits=waits)
             self._steps.setdefault(run_id, {})[step] = report
+        self._idle.pop((run_id, step), None)
         report.unfinished += samples
         report.single = single
         if pregenerated is not None:
@@ -253,9 +259,11 @@ class IdleTimeBook:
         if batches or late or (not own and over is not None and not over.single):
             return False, []
         reports = [] if step in own else self.pass_on(run_id, step)
-        if len(self._steps) > _MOST_RUNS:
-            reports += [report for run in list(self._steps) if run != run_id for report in self.pass_on(run)]
         self.begin(run_id, step, 1, now, 0 if hinted else None, version, single=True)
+        # Two, so that their number falls again; not all at once: a report takes time on the event loop.
+        surplus = max(0, min(2, len(self._idle) - _MOST_RUNS))
+        for run, _ in list(islice(self._idle, surplus)):
+            reports += self.pass_on(run)
         return True, reports
 
     def pass_on(self, run_id: str, step: int | None = None) -> list[StepReport]:
@@ -316,8 +324,12 @@ class IdleTimeBook:
         """Return the report of a step if it is over; it is the last step of its run then."""
         own = self._steps[run_id]
         report = own[step]
-        if report.unfinished > 0 or (report.single and not report.passed):
+        if report.unfinished > 0:
             return None
+        if report.single and not report.passed:
+            self._idle[run_id, step] = None
+            return None
+        self._idle.pop((run_id, step), None)
         del own[step]
         if not own:
             del self._steps[run_id]

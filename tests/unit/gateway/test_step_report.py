@@ -266,6 +266,24 @@ def test_steps_of_single_samples_are_bounded_however_many_runs_there_are() -> No
     assert 0 < 5000 - reports <= 1001
 
 
+def test_many_runs_pass_only_the_idle_steps_that_were_used_least_recently() -> None:
+    book = IdleTimeBook()
+    for number in range(3000):
+        assert book.begin_single(f"busy-{number}", 0, 100.0, hinted=False) == (True, [])
+    for number in range(8):
+        assert single(book, 7, 100.0 + number, 100.5 + number) == [], "the others have work"
+    for number in range(3000):
+        assert book.end(f"busy-{number}", 0, ended(100.0, 109.0)) is None
+    passed = list[StepReport]()
+    for number in range(1100):
+        reports = single(book, 7, 110.0 + number, 110.5 + number)
+        assert len(reports) <= 2, "the event loop is not held up"
+        passed += reports
+    assert [each.run_id for each in passed] == [f"busy-{number}" for number in range(2000)]
+    (report,) = book.pass_on("run")
+    assert report.samples == 8 + 1100
+
+
 def test_an_entry_of_a_large_fleet_is_bounded_and_shows_the_busiest_and_the_idlest() -> None:
     report = report_of(1000, 5000)
     bubbles = report.bubbles([])
