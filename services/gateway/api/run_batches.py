@@ -76,6 +76,7 @@ class RunBatches:
                 ended = await self._ended(record)
                 released += not ended.is_acknowledged
                 await self.delivery.acknowledge(ended.key, ended.last)
+        self.recovery.scheduler.forget_run(run_id)
         await self.hinting.forget(run_id)
         log.info("run_ended", run=run_id, batches=released, cancelled=cancelled)
         return pb.EndRunResponse(batches=released, cancelled=cancelled)

@@ -193,7 +193,10 @@ class StepReport:
 
 @dataclass(slots=True)
 class _LastStep:
-    """Step of a run that ended last, and the updates of weights since then, from their begin to their end."""
+    """Step of a run that ended last, and the updates of weights since then, from their begin to their end.
+
+    The run is `single` unless it has submitted batches.
+    """
 
     step: int
     version: int
@@ -227,11 +230,15 @@ class IdleTimeBook:
         version: int = 0,
         *,
         single: bool = False,
-    ) -> None:
-        """Begin `samples` samples of a step, `pregenerated` tokens of which exist (None: it was not hinted)."""
+    ) -> list[StepReport]:
+        """Begin `samples` samples of a step, `pregenerated` tokens of which exist (None: it was not hinted).
+
+        Returns the reports of the steps of single samples that this ends.
+        """
         if not samples:
-            return
+            return []
         report = self._steps.get(run_id, {}).get(step)
+        reports = [] if single and report is not None else self.pass_on(run_id, step)
         if report is None:
             waits = self._waits(run_id, step, version, now)
             report = StepReport(run_id, step, now, now, version=version, waits=waits)
@@ -241,6 +248,7 @@ class IdleTimeBook:
         report.single = single
         if pregenerated is not None:
             report.pregenerated = pregenerated + (report.pregenerated or 0)
+        return reports
 
     def begin_single(
         self, run_id: str, step: int, now: float, *, hinted: bool, version: int = 0, resumed: bool = False
@@ -253,13 +261,12 @@ class IdleTimeBook:
             that this ends.
         """
         own, over = self._steps.get(run_id, {}), self._over.get(run_id)
-        batches = any(not each.single for each in own.values())
+        batches = any(not each.single for each in own.values()) or (over is not None and not over.single)
         # An update of the weights ends a step, and its aborted samples come again with its number.
         late = step not in own and (resumed or any(each > step and own[each].unfinished > 0 for each in own))
-        if batches or late or (not own and over is not None and not over.single):
+        if batches or late:
             return False, []
-        reports = [] if step in own else self.pass_on(run_id, step)
-        self.begin(run_id, step, 1, now, 0 if hinted else None, version, single=True)
+        reports = self.begin(run_id, step, 1, now, 0 if hinted else None, version, single=True)
         # Two, so that their number falls again; not all at once: a report takes time on the event loop.
         surplus = max(0, min(2, len(self._idle) - _MOST_RUNS))
         for run, _ in list(islice(self._idle, surplus)):
@@ -290,18 +297,24 @@ class IdleTimeBook:
         report.add(ended, ahead)
         return self._close(run_id, step)
 
-    def drop(self, run_id: str, step: int, samples: int) -> StepReport | None:
-        """Give up `samples` samples of a step; return the report if a step of single samples ends by it."""
+    def drop(self, run_id: str, step: int, samples: int, *, single: bool = False) -> StepReport | None:
+        """Give up samples of a step; return the report if it was `single` and the last sample in work."""
         report = self._steps.get(run_id, {}).get(step)
         if report is None:
             return None
         report.unfinished -= samples
         closed = self._close(run_id, step)
-        if closed is not None and not closed.single:
+        if not single and report.unfinished <= 0:
             # Its end is unknown, so the time until the next step is, too.
             self._over.pop(run_id, None)
             return None
         return closed
+
+    def forget(self, run_id: str) -> list[StepReport]:
+        """Forget a run, since another may begin under its name; return the reports of the steps that this ends."""
+        reports = self.pass_on(run_id)
+        self._over.pop(run_id, None)
+        return reports
 
     def updated(self, run_id: str, begin: float, end: float) -> None:
         """Record an update of a run's weights, from its begin to its end in unix seconds."""
@@ -321,7 +334,7 @@ class IdleTimeBook:
         return {"trainer": whole - weights, "weights": weights}
 
     def _close(self, run_id: str, step: int) -> StepReport | None:
-        """Return the report of a step if it is over; it is the last step of its run then."""
+        """Return the report of a step that is over and had samples; it is the last step of its run then."""
         own = self._steps[run_id]
         report = own[step]
         if report.unfinished > 0:
@@ -333,7 +346,14 @@ class IdleTimeBook:
         del own[step]
         if not own:
             del self._steps[run_id]
-        self._over[run_id] = _LastStep(step, report.version, report.ended_at, report.single)
+        former = self._over.get(run_id)
+        single = report.single and (former is None or former.single)
+        if not report.samples:
+            # As in `drop`. Runs that submit batches have other steps to measure the time from.
+            if single:
+                self._over.pop(run_id, None)
+            return None
+        self._over[run_id] = _LastStep(step, report.version, report.ended_at, single)
         self._over.move_to_end(run_id)
         if len(self._over) > _MOST_RUNS:
             self._over.popitem(last=False)

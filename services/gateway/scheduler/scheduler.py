@@ -148,6 +148,11 @@ class Scheduler:
             self._report(report)
         self._steps.updated(run_id, begin, end)
 
+    def forget_run(self, run_id: str) -> None:
+        """Report the step of single samples of a run that has ended, and forget the run."""
+        for report in self._steps.forget(run_id):
+            self._report(report)
+
     def drop(self, running: RunningBatch) -> None:
         """Forget a batch, and abort its samples on instances."""
         batch = running.batch
@@ -160,7 +165,7 @@ class Scheduler:
         self.batches.count(batch.account, -batch.unfinished, -batch.most_tokens)
         self.estimator.forget(batch)
         if running.in_step:
-            report = self._steps.drop(batch.key[0], batch.step, batch.unfinished)
+            report = self._steps.drop(batch.key[0], batch.step, batch.unfinished, single=running.private)
             if report is not None:
                 self._report(report)
         self.batches.progress.set()
@@ -461,7 +466,9 @@ class Scheduler:
     def _begin_in_step(
         self, batch: RolloutBatch, samples: int, now: float, pregenerated: int | None = None
     ) -> None:
-        self._steps.begin(batch.key[0], batch.step, samples, now, pregenerated, batch.current_version)
+        version = batch.current_version
+        for report in self._steps.begin(batch.key[0], batch.step, samples, now, pregenerated, version):
+            self._report(report)
 
     def _end_in_step(self, running: RunningBatch, ending: SampleEnding) -> None:
         """Record the end of a sample in its step, and report the step with its last sample."""

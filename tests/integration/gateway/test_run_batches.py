@@ -68,6 +68,11 @@ async def test_the_end_of_a_run_cancels_and_lets_go_of_its_samples_and_of_no_oth
     # What the others have in work goes on, and the run may begin again with a batch of the same name.
     fake.hold_at = None
     check_samples(other, await gateway.trainer.collect(other))
+    single = rollout_pb2.GenerateRequest(run_id="run", prompt_token_ids=[1], sampling=request.sampling)
+    before = gateway.metric("step_seconds_count")
+    assert [event async for event in gateway.trainer.rollouts.Generate(single, timeout=CALL)]
+    await gateway.trainer.rollouts.EndRun(rollout_pb2.EndRunRequest(run_id="run"), timeout=CALL)
+    assert gateway.metric("step_seconds_count") == before + 1, "its single samples have a step"
     answer = await gateway.trainer.submit(request)
     assert not answer.already_submitted
     check_samples(request, await gateway.trainer.collect(request))

@@ -489,6 +489,45 @@ async def test_a_sample_with_a_prefix_begins_no_step() -> None:
         assert parts.scheduler.add(batch, private=True).in_step is counts
 
 
+async def test_a_caller_of_a_single_sample_that_leaves_takes_no_report_of_a_batch_with_it() -> None:
+    parts = SchedulerParts()
+    link = parts.link("a")
+    leaving = parts.scheduler.add(a_batch(1, batch_id="generate/1"), private=True)
+    await turn()
+    parts.scheduler.add(a_batch(1))
+    await turn()
+    parts.events.responded(link, tokens(link.items[1].handle, 5))
+    parts.events.responded(link, finished(link.items[1].handle))
+    parts.journal.write(parts.scheduler)
+    assert parts.recorded == []
+    parts.scheduler.drop(leaving)
+    assert [(each.kind, each.details["samples"]) for each in parts.recorded] == [("step", 1)]
+
+
+async def test_a_batch_and_the_end_of_the_run_end_a_step_of_single_samples() -> None:
+    parts = SchedulerParts()
+    link = parts.link("a")
+
+    async def generate(step: int) -> None:
+        running = parts.scheduler.add(a_batch(1, batch_id=f"generate/{step}", step=step), private=True)
+        await turn()
+        parts.events.responded(link, finished(link.items[-1].handle))
+        parts.scheduler.drop(running)
+
+    await generate(1)
+    parts.scheduler.add(a_batch(1, step=2))
+    assert [each.details["step"] for each in parts.recorded] == [1]
+    await turn()
+    parts.events.responded(link, finished(link.items[-1].handle))
+    await generate(2)
+    parts.scheduler.forget_run("run")
+    assert [each.details["step"] for each in parts.recorded] == [1, 2]
+    # Another run of the same name.
+    await generate(0)
+    parts.scheduler.forget_run("run")
+    assert [each.details["step"] for each in parts.recorded] == [1, 2, 0]
+
+
 # Moves -------------------------------------------------------------------------------------------------
 
 

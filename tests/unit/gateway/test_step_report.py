@@ -207,7 +207,7 @@ def test_a_step_that_the_run_has_passed_ends_with_its_last_sample_and_counts_no_
     assert book.begin_single("run", 3, 103.0, hinted=False) == (True, [])
     assert book.end("run", 3, ended(103.0, 104.0)) is None
     # A client that leaves takes its sample with it.
-    report = book.drop("run", 3, 1)
+    report = book.drop("run", 3, 1, single=True)
     assert report is not None
     assert (report.step, report.samples) == (3, 2)
     assert book.begin_single("run", 3, 105.0, hinted=False) == (False, [])
@@ -251,10 +251,56 @@ def test_single_samples_of_a_run_that_submits_batches_belong_to_no_step() -> Non
         assert single(book, step, 111.0, 112.0) == []
         assert book.pass_on("run") == []
     assert begun(book, 4, 120.0, 121.0).samples == 1
+    # Nor after a step of single samples that was idle, or in work, when it began to submit them.
+    book = IdleTimeBook()
+    assert single(book, 2, 100.0, 101.0) == []
+    (report,) = book.begin("run", 3, 1, 103.0)
+    assert (report.step, report.samples) == (2, 1)
+    batch = book.end("run", 3, ended(103.0, 110.0))
+    assert batch is not None
+    assert batch.waits == {"trainer": 2.0, "weights": 0.0}
+    assert single(book, 3, 111.0, 112.0) == book.pass_on("run") == []
+    book = IdleTimeBook()
+    assert book.begin_single("run", 2, 100.0, hinted=False) == (True, [])
+    assert begun(book, 3, 101.0, 102.0).samples == 1
+    assert book.end("run", 2, ended(100.0, 103.0)) is not None
+    assert single(book, 4, 111.0, 112.0) == book.pass_on("run") == []
     # And if it begins to submit them within a step, the step ends with them.
     book = IdleTimeBook()
     assert single(book, 3, 100.0, 101.0) == []
     assert begun(book, 3, 102.0, 103.0).samples == 2
+
+
+def test_a_single_sample_that_leaves_a_step_of_batches_takes_only_itself() -> None:
+    book = IdleTimeBook()
+    assert book.begin_single("run", 3, 100.0, hinted=False) == (True, [])
+    book.begin("run", 3, 2, 101.0)
+    for end in (105.0, 110.0):
+        assert book.end("run", 3, ended(101.0, end)) is None
+    report = book.drop("run", 3, 1, single=True)
+    assert report is not None
+    assert (report.samples, report.ended_at) == (2, 110.0)
+    assert begun(book, 4, 113.0, 114.0).waits == {"trainer": 3.0, "weights": 0.0}
+
+
+def test_a_step_whose_samples_were_all_given_up_is_not_reported() -> None:
+    book = IdleTimeBook()
+    assert single(book, 1, 100.0, 104.0) == []
+    assert [each.step for each in book.begin_single("run", 2, 110.0, hinted=False)[1]] == [1]
+    assert book.drop("run", 2, 1, single=True) is None
+    assert single(book, 3, 190.0, 191.0) == []
+    (report,) = book.pass_on("run")
+    assert (report.step, report.waits) == (3, {}), "when the one before ended is unknown"
+
+
+def test_a_run_that_has_ended_is_forgotten() -> None:
+    book = IdleTimeBook()
+    begun(book, 5, 100.0, 110.0)
+    assert book.forget("run") == []
+    assert single(book, 0, 900.0, 901.0) == []
+    (report,) = book.forget("run")
+    assert (report.step, report.samples, report.waits) == (0, 1, {})
+    assert begun(book, 0, 950.0, 951.0).waits == {}
 
 
 def test_steps_of_single_samples_are_bounded_however_many_runs_there_are() -> None:
