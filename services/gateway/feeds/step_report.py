@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, zip_longest
 from typing import Any, NamedTuple
@@ -141,9 +141,10 @@ _MOST_UPDATES = 16
 class StepReport:
     """Report of a step.
 
-    `shares` has the instances with samples of the step. Of the `tokens` of its samples, `pregenerated` existed
-    before the step; None: the step was not hinted. `last` has the samples that ended last, in order. `waits` has
-    the seconds of trainer and weights between the run's step before and this one, if they are known.
+    `shares` has the instances with samples of the step, `serving` the instances with a link when its last sample
+    ended. Of the `tokens` of its samples, `pregenerated` existed before the step; None: the step was not hinted.
+    `last` has the samples that ended last, in order. `waits` has the seconds of trainer and weights between the
+    run's step before and this one, if they are known.
 
     A `single` step consists of samples that are requested one by one. It ends once the run has `passed` it.
     """
@@ -162,6 +163,7 @@ class StepReport:
     waits: Mapping[str, float] = field(default_factory=dict)
     single: bool = False
     passed: bool = False
+    serving: Sequence[str] = ()
 
     def add(self, ended: TimedSample, ahead: int) -> None:
         """Count a sample that has ended; `ahead` of its tokens existed when the step began."""
@@ -286,15 +288,19 @@ class IdleTimeBook:
                     reports.append(report)
         return reports
 
-    def end(self, run_id: str, step: int, ended: TimedSample, ahead: int = 0) -> StepReport | None:
+    def end(
+        self, run_id: str, step: int, ended: TimedSample, ahead: int = 0, serving: Iterable[str] = ()
+    ) -> StepReport | None:
         """Record the end of a sample; return the report if it was the last sample of the step.
 
-        `ahead` of its tokens existed when the step began.
+        `ahead` of its tokens existed when the step began. The instances `serving` have a link now; when the report
+        of a step of single samples is made, it may be others.
         """
         report = self._steps.get(run_id, {}).get(step)
         if report is None:
             return None
         report.add(ended, ahead)
+        report.serving = tuple(serving)
         return self._close(run_id, step)
 
     def drop(self, run_id: str, step: int, samples: int, *, single: bool = False) -> StepReport | None:

@@ -479,14 +479,14 @@ class Scheduler:
         draft = self.estimator.covered(batch, ending.index)
         existed = sample.reuse[0] if running.private else 0 if draft is None else draft.tokens
         # A draft may be longer than the response.
-        report = self._steps.end(batch.key[0], batch.step, ended, min(existed, tokens))
+        report = self._steps.end(batch.key[0], batch.step, ended, min(existed, tokens), self.placer.links)
         if report is not None:
             report.version = batch.current_version
             self._report(report)
 
     def _report(self, report: StepReport) -> None:
         """Report a step that is over."""
-        bubbles = report.bubbles(self.placer.links)
+        bubbles = report.bubbles(report.serving)
         seconds = report.ended_at - report.begun_at
         self.metrics.step_over(
             seconds, report.parts(), list(bubbles.values()), report.tokens, report.pregenerated

@@ -481,6 +481,21 @@ async def test_a_step_is_over_with_its_last_sample_and_shows_the_idle_time_of_it
     assert parts.metric("step_coverage_ratio") == 0.5
 
 
+async def test_instances_that_come_or_go_after_a_step_of_single_samples_change_nothing_about_it() -> None:
+    parts = SchedulerParts()
+    link, idle = parts.link("a"), parts.link("b", room=0)
+    running = parts.scheduler.add(a_batch(1, batch_id="generate/1"), private=True)
+    await turn()
+    parts.events.responded(link, tokens(link.items[0].handle, 5))
+    parts.events.responded(link, finished(link.items[0].handle))
+    parts.scheduler.drop(running)
+    parts.link("late")
+    parts.events.link_lost(idle, "gone")
+    parts.scheduler.weights_updated("run", 0.0, 0.0)
+    (record,) = parts.recorded
+    assert [row[0] for row in record.details["rows"]] == ["a", "b"]
+
+
 async def test_a_sample_with_a_prefix_begins_no_step() -> None:
     parts = SchedulerParts()
     for prefix, counts in (([5], False), ([], True), ([5], True)):
