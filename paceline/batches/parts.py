@@ -5,6 +5,7 @@ Usually one `BatchPart` is all of a trainer's batch. A batch on several deployme
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -46,6 +47,8 @@ class BatchPart(BatchReading):
         """Cursor of the last sample that the trainer was given, and their number; more may have been read."""
         self.submitted: t.Submitted | None = None
         """The gateway's answer; None until it has room for the batch."""
+        self._refused_until = 0.0
+        """Time before which the gateway, which was full, wants no other attempt."""
 
     @property
     def known(self) -> bool:
@@ -64,11 +67,14 @@ class BatchPart(BatchReading):
         """Submit the batch, if it has not been. Without `queues`, return False if the gateway has no room yet."""
         if self.submitted is not None:
             return True
+        if not queues and time.monotonic() < self._refused_until:
+            return False
         try:
             self.submitted = await self._submit(self.batch, queues)
         except ResourceExhaustedError as error:
             if queues or error.retry_after is None:
                 raise
+            self._refused_until = time.monotonic() + error.retry_after
             return False
         return True
 
@@ -204,7 +210,8 @@ async def read_in_turn(parts: Sequence[BatchPart]) -> AsyncGenerator[tuple[Batch
     while missing:
         for part in list(missing):
             alone = len(missing) == 1
-            if not await part.submit(queues=alone):
+            # While there is a part to read, the others are offered in between; else this one waits for room.
+            if not await part.submit(queues=all(each.submitted is None for each in missing)):
                 continue
             async with aclosing(part.events(part.read, None if alone else TURN_SECONDS)) as events:
                 async for event in events:

@@ -6,11 +6,36 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import status_pb2
 
+from paceline.errors import STATUS_KEY
 from paceline.transport.channel import Tls
 from paceline.transport.interface import Ended, Stream, Unary
 
 R = TypeVar("R")
+
+
+class ScriptedFailure(grpc.RpcError):
+    """Error of a call, with google.rpc.* details."""
+
+    def __init__(self, code: grpc.StatusCode, *details: Message) -> None:
+        self._code = code
+        self._status = status_pb2.Status()
+        for each in details:
+            packed = any_pb2.Any()
+            packed.Pack(each)
+            self._status.details.append(packed)
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return f"{self._code.name} by the script"
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return ((STATUS_KEY, self._status.SerializeToString()),)
 
 
 class ScriptedTransport:
@@ -26,6 +51,8 @@ class ScriptedTransport:
         self.made: list[str] = []
         self.seconds: list[float | None] = []
         """Time limits of the attempts at streams."""
+        self.slept: list[float] = []
+        """Seconds of each wait, which ends at once."""
 
     async def send(self, unary: Unary) -> Any:
         self.made.append(unary.method)
@@ -51,6 +78,7 @@ class ScriptedTransport:
             yield answer
 
     async def sleep(self, seconds: float) -> bool:
+        self.slept.append(seconds)
         return True
 
     async def run_work(self, work: Callable[[], R]) -> R:
