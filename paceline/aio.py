@@ -172,7 +172,7 @@ class AsyncRun(RunRollouts):
     """One training job of a client.
 
     The nth batch of a step and policy version always has the same id, so that a trainer that was restarted gets the
-    samples that exist already.
+    samples that exist already. Batches that are begun concurrently count in the order of the calls.
     """
 
     def __init__(self, client: GatewayCalls, run_id: str, seed: int, weights: WeightTransport | None) -> None:

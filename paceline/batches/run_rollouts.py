@@ -5,12 +5,16 @@ A warning is logged for likely mistakes: the same samples twice, weights of anot
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Self, Unpack
+from heapq import heappop, heappush
+from typing import Self, TypeVar, Unpack
 
 from paceline import convert
 from paceline import types as t
@@ -23,6 +27,8 @@ from paceline.errors import NotFoundError
 from paceline.shards import OpenShard
 
 log = logging.getLogger("paceline")
+
+R = TypeVar("R", bound=AsyncRollout)
 
 _KEPT_STEPS = 8
 """Steps whose figures, and whose requested prompts, are kept."""
@@ -112,8 +118,11 @@ class RunRollouts:
         self.client = client
         self.run_id = run_id
         self._seed = seed
-        self._numbers: dict[tuple[int, int], int] = {}
-        """Batches so far of each step and policy version."""
+        self._numbers: dict[str, list[int]] = {}
+        """Heap of free numbers for the batches of each step and policy version; all above the last are free."""
+        self._numbering = threading.Lock()
+        self._asking: dict[int, list[asyncio.Event]] = {}
+        """Calls of each thread that ask for the published version, in order; the event of the first may be set."""
         self._rollouts: list[AsyncRollout] = []
         """Rollouts that are not acknowledged, of the newest step and of earlier steps that are still read."""
         self._stats: dict[int, list[StepStats]] = {}
@@ -161,8 +170,7 @@ class RunRollouts:
         are the fields of `BatchOptions`: exactness, deadline, priority, weight, max_staleness and stale.
         """
         batch = await self._batch(step, sampling, policy_version, groups, None, **options)
-        rollout = AsyncRollout(self.client, batch)
-        await self._begin(rollout)
+        rollout = await self._begin(batch, AsyncRollout)
         self._warnings.requested(batch, batch.groups)
         self._warnings.begins(batch.step)
         return rollout
@@ -209,9 +217,9 @@ class RunRollouts:
 
     async def _opened(self, batch: t.Batch) -> AsyncOpenBatch:
         """Open a batch."""
-        opened = AsyncOpenBatch(self.client, batch, partial(self._warnings.requested, batch))
-        await self._begin(opened)
-        return opened
+        return await self._begin(
+            batch, partial(AsyncOpenBatch, added=partial(self._warnings.requested, batch))
+        )
 
     async def _batch(
         self,
@@ -223,14 +231,25 @@ class RunRollouts:
         /,
         **options: Unpack[t.BatchOptions],
     ) -> t.Batch:
-        """Return the next batch of a step, of the published version unless another is named."""
+        """Return a batch of a step, of the published version unless another is named. Its id has no number yet."""
         if unknown := sorted(options.keys() - t.BatchOptions.__annotations__.keys()):
             raise TypeError(
                 f"{unknown[0]!r} is not an option; options are {', '.join(t.BatchOptions.__annotations__)}"
             )
         step = integer(step, "step", *UINT64)
         if policy_version is None:
-            published = await self.client.shards.published()
+            # Batches take their numbers in the order of the calls, so that a resumed run gives them the same ids:
+            # an answer that overtakes an earlier one waits for it. Threads have no order to keep.
+            turn, line = asyncio.Event(), self._asking.setdefault(threading.get_ident(), [])
+            line.append(turn)
+            try:
+                published = await self.client.shards.published()
+                if line[0] is not turn:
+                    await turn.wait()
+            finally:
+                line.remove(turn)
+                if line:
+                    line[0].set()
             self._warnings.served(published)
             policy_version = published.policy_version
         policy_version = integer(policy_version, "policy_version", *UINT64)
@@ -238,7 +257,7 @@ class RunRollouts:
             options["exactness"] = t.Exactness()
         return t.Batch(
             run_id=self.run_id,
-            batch_id=f"step-{step:06d}.v{policy_version}.{self._numbers.get((step, policy_version), 0)}",
+            batch_id=f"step-{step:06d}.v{policy_version}",
             step=step,
             policy_version=policy_version,
             groups=convert.whole_groups(groups),
@@ -248,17 +267,29 @@ class RunRollouts:
             **options,  # type: ignore[arg-type]  # no exactness is None
         )
 
-    async def _begin(self, rollout: AsyncRollout) -> None:
-        """Submit or open a batch, and count it."""
-        await rollout.begin()
-        key = (rollout.batch.step, rollout.batch.policy_version)
-        self._numbers[key] = self._numbers.get(key, 0) + 1
-        step = rollout.batch.step
+    async def _begin(self, batch: t.Batch, rollout_of: Callable[[GatewayCalls, t.Batch], R]) -> R:
+        """Give a batch its number, and submit or open it."""
+        # Taken before the first await, because other tasks and threads may begin batches of the step meanwhile.
+        with self._numbering:
+            free = self._numbers.setdefault(batch.batch_id, [0])
+            number = heappop(free)
+            if not free:
+                free.append(number + 1)
+        try:
+            rollout = rollout_of(self.client, replace(batch, batch_id=f"{batch.batch_id}.{number}"))
+            await rollout.begin()
+        except BaseException:
+            # The next batch gets it: in a run that is resumed, only batches that begin are counted.
+            with self._numbering:
+                heappush(free, number)
+            raise
+        step = batch.step
         self._acknowledge(step)
         self._rollouts.append(rollout)
         self._stats[step] = [*self._stats.pop(step, []), rollout.step_stats]
         while len(self._stats) > _KEPT_STEPS:
             del self._stats[next(iter(self._stats))]
+        return rollout
 
     def _acknowledge(self, before: float) -> None:
         """Acknowledge in the background the rollouts of earlier steps that were read to their ends."""

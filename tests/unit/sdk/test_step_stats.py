@@ -126,25 +126,28 @@ def test_a_division_among_rollouts_changes_nothing(parts: list[list[t.Sample]]) 
     assert joined == pytest.approx(whole)
 
 
-def rollout(step: int, samples: list[t.Sample]) -> AsyncRollout:
-    batch = SimpleNamespace(step=step, batch_id=f"b{step}", policy_version=1)
+async def begin(run: RunRollouts, step: int, samples: list[t.Sample]) -> None:
+    """Begin a rollout that has read some samples."""
 
-    async def begin() -> None:
+    async def begun() -> None:
         pass
 
-    made: Any = SimpleNamespace(
-        batch=batch, begin=begin, complete=True, post_ack=lambda: None, step_stats=stats_of(samples)
-    )
-    return cast(AsyncRollout, made)
+    def rollout(_: object, batch: t.Batch) -> AsyncRollout:
+        made: Any = SimpleNamespace(
+            batch=batch, begin=begun, complete=True, post_ack=lambda: None, step_stats=stats_of(samples)
+        )
+        return cast(AsyncRollout, made)
+
+    await run._begin(t.Batch("run", f"b{step}", step, 1, ()), rollout)
 
 
 async def test_a_run_keeps_the_figures_of_its_last_steps() -> None:
     run = RunRollouts(cast(Any, None), "run", 0)
-    await run._begin(rollout(0, [sample(4)]))
-    await run._begin(rollout(0, [sample(6)]))
+    await begin(run, 0, [sample(4)])
+    await begin(run, 0, [sample(6)])
     assert run.stats(0)["rollout/tokens"] == 10
     for step in range(1, 9):
-        await run._begin(rollout(step, [sample(step)]))
+        await begin(run, step, [sample(step)])
     assert run.stats(8)["rollout/tokens"] == 8
     with pytest.raises(ValueError, match=r"step 0: .* it has figures of 1, 2"):
         run.stats(0)
