@@ -89,7 +89,7 @@ class OpenBatch(Rollout):
         """Add groups, and return how many samples they have; samples of groups added before do not count.
 
         A prompt id names one group of the batch: the same group again is skipped, so a call that failed may be
-        repeated. Waits while the gateway is full.
+        repeated. After an error, groups that the gateway may have count as added. Waits while the gateway is full.
 
         FailedPreconditionError: nothing can be added. Reasons: BATCH_CLOSED, after `close` or `cancel`, after the
         deadline, or where the gateway has closed a batch that no client used; BATCH_STALE, where newer

@@ -367,7 +367,7 @@ class AsyncOpenBatch(AsyncRollout):
         """Add groups, and return how many samples they have; samples of groups added before do not count.
 
         A prompt id names one group of the batch: the same group again is skipped, so a call that failed may be
-        repeated. Waits while the gateway is full.
+        repeated. After an error, groups that the gateway may have count as added. Waits while the gateway is full.
 
         FailedPreconditionError: nothing can be added. Reasons: BATCH_CLOSED, after `close` or `cancel`, after the
         deadline, or where the gateway has closed a batch that no client used; BATCH_STALE, where newer
@@ -379,22 +379,23 @@ class AsyncOpenBatch(AsyncRollout):
         parts = self._shards.spread(given)
 
         async def add(member: OpenShard) -> int:
-            groups = parts[member.name]
-            new = [group for group in groups if group.prompt_id not in self._wanted]
+            groups, part = parts[member.name], self._opened[member.name]
             # Counted before the call, because another task may read their samples before it returns.
             self._want(groups)
             try:
-                return await self._opened[member.name].add(groups)
+                return await part.add(groups)
             except BaseException:
-                # The gateway has not accepted them.
-                for group in new:
-                    self._wanted.pop(group.prompt_id, None)
+                # The part has what the gateway accepted before, and what it may have received without an answer.
+                for group in groups:
+                    if not part.has(group.prompt_id):
+                        self._wanted.pop(group.prompt_id, None)
                 raise
 
         members = [each for each in self._members if each.name in parts]
-        added = sum(await self._shards.all(add, members)) if members else 0
-        self._added(fresh)
-        return added
+        try:
+            return sum(await self._shards.all(add, members)) if members else 0
+        finally:
+            self._added([group for group in fresh if group.prompt_id in self._wanted])
 
     async def close(self) -> int:
         """Close the batch, so that iterations end; return how many samples it has.
