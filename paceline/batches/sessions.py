@@ -141,6 +141,8 @@ class AsyncSessions:
         """Sessions with a turn that was not taken yet, in order of arrival."""
         self._early: dict[t.SampleKey, t.SampleCall | t.Sample] = {}
         """Events of sessions that an earlier trainer has begun."""
+        self._failed: dict[t.SampleKey, AsyncSession] = {}
+        """Sessions whose call to begin them failed. They may have turns, where only its answer was lost."""
         self._ahead: deque[PartEvent] = deque()
         self._events: AsyncGenerator[PartEvent, None] | None = None
         self._reading = False
@@ -149,19 +151,21 @@ class AsyncSessions:
     async def begin(self, group: t.Group) -> list[AsyncSession]:
         """Begin a session for each sample of a group. Raises as `OpenBatch.add` does."""
         (group,) = convert.whole_groups([group])
-        begun = [AsyncSession(self, group.prompt_id, slot) for slot in range(group.samples)]
-        if any(session.key in self._sessions for session in begun):
+        keys = [t.SampleKey(group.prompt_id, slot) for slot in range(group.samples)]
+        if any(key in self._sessions for key in keys):
             raise ValueError(f"sessions of prompt {group.prompt_id!r} were begun before")
+        begun = [self._failed.get(key) or AsyncSession(self, key.prompt_id, key.slot) for key in keys]
         self._sessions |= {session.key: session for session in begun}
-        self._unfinished += len(begun)
+        self._unfinished += sum(session.sample is None for session in begun)
         try:
             await self.batch.add([group])
         except BaseException:
             for session in begun:
-                del self._sessions[session.key]
-            self._unfinished -= len(begun)
+                self._failed[session.key] = self._sessions.pop(session.key)
+            self._unfinished -= sum(session.sample is None for session in begun)
             raise
         for session in begun:
+            self._failed.pop(session.key, None)
             if (early := self._early.pop(session.key, None)) is not None:
                 await self._route(session, early)
         return begun

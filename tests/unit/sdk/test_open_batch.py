@@ -1,7 +1,8 @@
-"""Groups of an open batch after a call to add them that failed."""
+"""Groups and sessions of an open batch after a call to add them that failed."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 
 from paceline import AsyncOpenBatch, Batch, Group, PacelineError
 from paceline.batches.parts import runs_of
+from paceline.batches.sessions import AsyncSessions
 from paceline.calls import GatewayCalls
 from paceline.calls.caller import RetryPolicy
+from paceline.transport.interface import Unary
 from paceline.v1 import rollout_pb2, sample_pb2
 from tests.unit.sdk.scripted_transport import ScriptedFailure, ScriptedTransport
 
@@ -93,3 +96,43 @@ async def test_a_call_that_failed_may_be_repeated(failure: ScriptedFailure) -> N
     assert await batch.add(GROUPS) == 1
     assert (len(batch), noted) == (2, ["p0", "p1"])
     assert await given(batch) == ["p0", "p1"]
+
+
+class LateTransport(ScriptedTransport):
+    """Answers additions after `read` is set."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        super().__init__(answers)
+        self.arrived, self.read = asyncio.Event(), asyncio.Event()
+
+    async def send(self, unary: Unary) -> Any:
+        if unary.method == "AddSamples":
+            self.arrived.set()
+            await self.read.wait()
+        return await super().send(unary)
+
+
+async def test_sessions_that_are_begun_again_keep_the_turns_of_a_call_that_failed() -> None:
+    transport = LateTransport(
+        {
+            "OpenBatch": rollout_pb2.OpenBatchResponse(),
+            "AddSamples": [UNANSWERED, rollout_pb2.AddSamplesResponse()],
+            "StreamRollouts": [events("p0")],
+        }
+    )
+    batch = await opened_on(transport)
+    sessions = AsyncSessions(batch)
+    async with asyncio.timeout(60):
+        begin = asyncio.create_task(sessions.begin(GROUPS[0]))
+        await transport.arrived.wait()
+        turns = []
+        async for session, turn in sessions.turns():
+            turns.append((session.key.prompt_id, turn.done))
+            transport.read.set()
+            with pytest.raises(PacelineError, match="by the script"):
+                await begin
+        assert turns == [("p0", True)]
+        (again,) = await sessions.begin(GROUPS[0])
+        assert again is session
+        assert again.sample is not None
+        assert [each async for each in sessions.turns()] == []
