@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -34,6 +35,8 @@ R = TypeVar("R")
 FAREWELL_SECONDS = 1.0
 """Seconds for which closing a transport waits for its background calls."""
 _MOST_WORKERS = 64
+
+log = logging.getLogger("paceline")
 
 
 def stubs_on(channel: Any) -> dict[str, Any]:
@@ -104,11 +107,17 @@ class Dialer(Generic[C]):
                 await self._hang_up(lent.channel)
 
     def give_up(self, connection: DialedChannel[C]) -> None:
-        """Dial the next address, unless this connection was replaced already."""
+        """Dial the next address, unless this connection was replaced already, or nothing can be dialled now."""
         with self._lock:
-            if connection is self._current and not self._closed:
-                connection.given_up = True
+            if connection is not self._current or self._closed:
+                return
+            try:
                 self._current = self._dialled()
+            except (OSError, ValueError) as error:
+                # Such as a certificate that is just being replaced. This connection also tries to connect again.
+                log.warning("the connection is kept, because no other can be made: %s", error)
+            else:
+                connection.given_up = True
 
     async def close(self) -> None:
         """Stop dialling, and close all connections."""

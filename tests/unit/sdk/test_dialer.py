@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from paceline.errors import FailedPreconditionError
+from paceline.transport.channel import TlsFileError
 from paceline.transport.grpc import Dialer
 
 
@@ -18,12 +19,16 @@ class Line:
 
     dialled: list[str] = field(default_factory=list)
     closed: list[grpc.Channel] = field(default_factory=list)
+    failure: Exception | None = None
+    """What dialling raises."""
 
     def __post_init__(self) -> None:
         self.dialer: Dialer[grpc.Channel] = Dialer(("a:1", "b:1"), self._dial, self._hang_up)
 
     def _dial(self, address: str) -> grpc.Channel:
         self.dialled.append(address)
+        if self.failure is not None:
+            raise self.failure
         return grpc.insecure_channel(address)
 
     async def _hang_up(self, channel: grpc.Channel) -> None:
@@ -57,6 +62,24 @@ async def test_a_connection_that_was_given_up_is_closed_with_its_last_call() -> 
     async with line.dialer.connection() as second:
         assert second is not first
     assert line.closed == [first.channel], "the second one is in use"
+
+
+@pytest.mark.parametrize("failure", [FileNotFoundError("tls.crt"), TlsFileError("another's key")])
+async def test_a_connection_is_kept_while_no_other_can_be_made(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = Line()
+    line.failure = failure
+    async with line.dialer.connection() as first:
+        line.dialer.give_up(first)
+    async with line.dialer.connection() as again:
+        assert again is first
+        assert not line.closed
+        assert str(failure) in caplog.text
+        line.failure = None
+        line.dialer.give_up(first)
+    assert line.closed == [first.channel]
+    assert line.dialled == ["a:1", "b:1", "b:1"]
 
 
 async def test_only_connections_in_use_stay_open() -> None:
