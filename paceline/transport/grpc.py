@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from paceline.blocking import StopSignal, may_be_stopped, on_stop
-from paceline.errors import client_closed
+from paceline.errors import CancelledError, PacelineError, client_closed
 from paceline.transport import channel
 from paceline.transport.channel import Address, parse_address, speaks_tls
 from paceline.transport.interface import Ended, Stream, Unary
@@ -83,6 +83,11 @@ class Dialer(Generic[C]):
     def current(self) -> DialedChannel[C]:
         """The connection for a new call."""
         return self._current
+
+    @property
+    def closed(self) -> bool:
+        """True once nothing is dialled any more."""
+        return self._closed
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[DialedChannel[C]]:
@@ -163,6 +168,9 @@ class GrpcTransport(ABC, Generic[C]):
             except grpc.RpcError as error:
                 self._failed(connection, error, silent=True)
                 raise
+            except asyncio.CancelledError:
+                self._check_open()
+                raise
 
     async def open(self, stream: Stream[Any], seconds: float | None) -> AsyncGenerator[Any, None]:
         """Open a stream and iterate over its answers."""
@@ -175,6 +183,9 @@ class GrpcTransport(ABC, Generic[C]):
                     yield answer
             except grpc.RpcError as error:
                 self._failed(connection, error, silent)
+                raise
+            except asyncio.CancelledError:
+                self._check_open()
                 raise
             finally:
                 if call is not None:
@@ -203,6 +214,12 @@ class GrpcTransport(ABC, Generic[C]):
         lost = error.code() is grpc.StatusCode.UNAVAILABLE
         if lost or (silent and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
             self._dialer.give_up(connection)
+
+    def _check_open(self) -> None:
+        """Raise CancelledError if `close` has ended a call, which grpc.aio reports as if its task was cancelled."""
+        task = asyncio.current_task()
+        if self._dialer.closed and not (task and task.cancelling()):
+            raise CancelledError(grpc.StatusCode.CANCELLED, "the client was closed during the call")
 
     @abstractmethod
     async def _answer(self, connection: DialedChannel[C], unary: Unary) -> Any:
@@ -254,6 +271,9 @@ class AioTransport(GrpcTransport[grpc.aio.Channel]):
             ended(grpc.StatusCode.OK)
         except grpc.aio.AioRpcError as error:
             ended(error.code())
+        except PacelineError as error:
+            # The client was closed.
+            ended(error.code)
 
     async def _answer(self, connection: DialedChannel[grpc.aio.Channel], unary: Unary) -> Any:
         return await self._options.begin(connection.stubs, unary)
