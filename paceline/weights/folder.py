@@ -149,7 +149,11 @@ class WeightFolder(WeightTransport):
     def prune(self) -> None:
         """Remove all but the newest folders of each kind."""
         for kind in ("v[0-9]*", "delta-*", "adapter-*"):
-            for folder in sorted(self.root.glob(kind))[: -self.keep]:
+            # By time, because a fleet that has lost its state counts versions from the beginning again.
+            written = sorted(
+                self.root.glob(kind), key=lambda folder: (folder.stat().st_mtime_ns, folder.name)
+            )
+            for folder in written[: -self.keep]:
                 _remove(folder)
 
 

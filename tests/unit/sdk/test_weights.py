@@ -273,6 +273,18 @@ def test_the_newest_versions_stay(tmp_path: Path, model: Path) -> None:
     assert sorted(path.name for path in weights.root.iterdir()) == ["v00000009", "v00000010"]
 
 
+def test_the_newest_versions_stay_where_versions_count_from_the_beginning_again(
+    tmp_path: Path, model: Path
+) -> None:
+    weights = WeightFolder(tmp_path / "weights", model)
+    for second, version in enumerate((500, 501, 1)):
+        folder = weights.write(version, {"w": np.ones(2, np.float32)})
+        # Trainers take longer between two versions than the clock of a file system.
+        os.utime(folder, (second, second))
+    weights.prune()
+    assert sorted(path.name for path in weights.root.iterdir()) == ["v00000001", "v00000501"]
+
+
 def test_a_version_written_again_is_replaced(tmp_path: Path, model: Path) -> None:
     weights = WeightFolder(tmp_path / "weights", model)
     weights.write(3, {"w": np.ones(2, np.float32)})
