@@ -350,10 +350,11 @@ class SampleQueue:
             rollout = AsyncRollout(self._client, batch)
             await rollout.begin()
         except InvalidArgumentError as error:
-            if len(groups) == 1:
-                _fail(calls, error)
-                return
+            # Without the calls that wait for the next batch.
             members = [call for group in groups.values() for call in group]
+            if len(groups) == 1:
+                _fail(members, error)
+                return
             middle = len(members) // 2
             await self._submit_calls(members[:middle])
             await self._submit_calls(members[middle:])

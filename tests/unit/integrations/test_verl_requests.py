@@ -36,7 +36,10 @@ class Refusal(grpc.RpcError):
 
 
 class GatewayInMemory:
-    """Transport to a gateway that refuses the token BAD. Batches end when `end` is called, or are cancelled."""
+    """Transport to a gateway that refuses the token BAD, and BAD as `max_tokens`.
+
+    Batches end when `end` is called, or are cancelled.
+    """
 
     def __init__(self) -> None:
         self.batches: list[rollout_pb2.SubmitRolloutsRequest] = []
@@ -56,7 +59,7 @@ class GatewayInMemory:
             return rollout_pb2.CancelRolloutsResponse(cancelled=1)
         assert unary.method == "SubmitRollouts"
         await self.taken.wait()
-        if any(BAD in group.prompt_token_ids for group in request.groups):
+        if any(BAD in (*group.prompt_token_ids, group.sampling.max_tokens) for group in request.groups):
             self.refused += 1
             raise Refusal
         self.batches.append(request)
@@ -170,6 +173,23 @@ async def test_only_the_request_that_is_wrong_is_refused(
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(each, InvalidArgumentError) for each in found] == [False, False, True, False]
     assert gateway.refused == 3
+
+
+@pytest.mark.parametrize("bad_first", [True, False])
+async def test_other_parameters_for_the_prompt_of_a_wrong_request_are_served(
+    bad_first: bool, queue: SampleQueue, gateway: GatewayInMemory
+) -> None:
+    wrong, right = SamplingParams(max_tokens=BAD), SHORT
+    tasks = {
+        sampling: ask(queue, A, A, sampling=sampling)
+        for sampling in ((wrong, right) if bad_first else (right, wrong))
+    }
+    await until(lambda: gateway.refused and gateway.batches)
+    gateway.end()
+    refused = await asyncio.gather(*tasks[wrong], return_exceptions=True)
+    assert [type(each) for each in refused] == [InvalidArgumentError] * 2
+    assert [sample.slot for sample in await asyncio.gather(*tasks[right])] == [0, 1]
+    assert [groups(batch) for batch in gateway.batches] == [[(A, 2)]]
 
 
 async def test_a_pause_ends_what_runs_and_lets_the_rest_wait(
