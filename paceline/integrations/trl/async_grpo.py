@@ -13,7 +13,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -283,7 +283,7 @@ class ContinuousGroups:
         return len(batch.known) + len(batch.waiting) < self._most
 
     def _send(self, batch: _Batch) -> _Batch:
-        """Add the waiting prompts; return their batch, which is a new one if the gateway has closed this one."""
+        """Add the waiting prompts; return their batch, which is a new one if this one is closed or full."""
         if not batch.waiting:
             return batch
         try:
@@ -294,6 +294,9 @@ class ContinuousGroups:
                 # A new batch would be refused as well.
                 raise
             _log.info("groups are added to another batch: %s", error)
+        with suppress(FailedPreconditionError):
+            # Unless the gateway has closed it, it would stay open, and its reader would wait until the end.
+            batch.opening.result().close()
         another = self._open()
         another.waiting = batch.waiting
         another.add(self._request.samples)

@@ -8,9 +8,10 @@ from itertools import count
 from typing import Any
 
 import grpc
+import pytest
 
 from paceline import Sample, SamplingParams
-from paceline.errors import FailedPreconditionError
+from paceline.errors import FailedPreconditionError, PacelineError, ResourceExhaustedError
 from paceline.integrations.trl.async_grpo import ContinuousGroups, GroupRequest, Prompt
 from tests.support.open_batches import WAIT, RunInMemory
 
@@ -95,14 +96,22 @@ def test_a_prompt_that_comes_again_has_another_step() -> None:
     assert rewarded == [(0, 1.0), (0, 1.0)], "one of each group; the other has no reward"
 
 
-def test_where_the_gateway_has_closed_a_batch_groups_go_to_another() -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, "the batch is closed"),
+        ResourceExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "close it and open another"),
+    ],
+)
+def test_where_a_batch_is_closed_or_full_groups_go_to_another(refusal: PacelineError) -> None:
     run, taken = RunInMemory(), Taken(1)
     groups = generated(run, taken, *([n] for n in range(9)), most=1)
     groups.start()
     taken.wait(1)
-    run.refuses.append(FailedPreconditionError(grpc.StatusCode.FAILED_PRECONDITION, "the batch is closed"))
+    run.refuses.append(refusal)
     taken.allow(3)
     taken.wait(4)
+    assert 0 in run.closed, "else the batch and its reader would stay until the end"
     assert groups.stop(WAIT)
     assert [step for step, _ in run.steps()] == [0, 1]
     assert [number for number, _ in taken.groups] == [0, 1, 2, 3]
