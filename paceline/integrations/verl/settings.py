@@ -104,9 +104,8 @@ class FleetSettings:
         return {"tls": self._tls(), "insecure": self.insecure}
 
     def _tls(self) -> Tls | None:
-        if self.ca_file is None and self.cert_file is None:
-            return None
-        return Tls(self.ca_file, self.cert_file, self.key_file, self.server_name)
+        given = self.ca_file, self.cert_file, self.key_file, self.server_name
+        return Tls(*given) if any(given) else None
 
 
 def _address(given: str | Sequence[str]) -> str | tuple[str, ...]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from paceline import InFlight, LogprobsMode, SamplingParams
+from paceline import InFlight, LogprobsMode, SamplingParams, Tls
 from paceline.integrations.verl import FleetSettings, UnsupportedTrainerError
 from paceline.integrations.verl.requests import RolloutDefaults, wants_logprobs
 from paceline.integrations.verl.settings import push
+from paceline.transport.channel import TlsFileError
 
 
 def rollout(**changed: Any) -> RolloutDefaults:
@@ -106,6 +107,20 @@ def test_settings_are_read() -> None:
 def test_wrong_settings_are_named(given: Any, message: str) -> None:
     with pytest.raises(UnsupportedTrainerError, match=message):
         FleetSettings.read(given, "here")
+
+
+@pytest.mark.parametrize("field", ["ca_file", "cert_file", "key_file", "server_name"])
+def test_each_field_of_tls_turns_it_on(field: str) -> None:
+    assert FleetSettings.read({"address": "a:1"}, "here")._tls() is None
+    value = "name" if field == "server_name" else Path("name")
+    assert FleetSettings.read({"address": "a:1", field: "name"}, "here")._tls() == Tls(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_key_without_its_certificate_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    key.touch()
+    with pytest.raises(TlsFileError, match="key_file is given without cert_file"):
+        FleetSettings.read({"address": "a:1", "key_file": key}, "here").client()
 
 
 class RefusedPush:
