@@ -44,16 +44,18 @@ def keep(path: Path, data: Any, indent: int | None = None) -> None:
 
 
 def console() -> Console:
-    """Return the console. Output to a file or a pipe is as wide as the widest table."""
+    """Return a console without markup. Output to a file or a pipe is as wide as the widest table."""
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=_WIDTH)
+    found = Console(markup=False, emoji=False)
+    if not found.is_terminal:
+        found.width = _WIDTH
+    return found
 
 
 def say(line: str) -> None:
     """Print a line of progress."""
-    console().print(line, markup=False, highlight=False)
+    console().print(line, highlight=False)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from examples.tinymath.plainly import PlainComparison, SampledStep, compare
 from examples.tinymath.records import StepRecord, percentiles, save_steps, summarize
 from examples.tinymath.train import new_learner, train
 from paceline import Client, ExactnessLevel, Group, KnobSetting, Sample, WeightFolder
+from paceline.cli.options import plain_console
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.child import ProgressLines
@@ -129,7 +129,7 @@ class Screen:
                 self._print("\n".join(["", *lines]))
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(line, soft_wrap=True)
 
 
 def step_tables(records: Sequence[StepRecord]) -> list[list[str]]:
@@ -187,8 +187,7 @@ def run_demo(setup: Setup, options: Options, console: Console) -> dict[str, Any]
         learner_options=LEARNER_OPTIONS,
         instance_options=(f"--dtype={setup.dtype}", *setup.instance_options),
     )
-    tell = partial(console.print, markup=False, highlight=False)
-    with Platform(config, report=tell) as platform, platform.client() as client:
+    with Platform(config, report=console.print) as platform, platform.client() as client:
         ready = time.monotonic()
         console.print(f"Gateway on {platform.gateway_address}; ready after {ready - began:.0f} s.")
         device = client.instances()[0].device
@@ -275,17 +274,16 @@ def _link_latest(out: Path) -> None:
 
 
 def _print_summary(summary: dict[str, Any], console: Console) -> None:
-    tell = partial(console.print, markup=False, highlight=False)
-    tell(
+    console.print(
         f"\nReward {summary['reward_first']:.3f} in the first step, {summary['reward_last']:.3f} in the last."
     )
-    tell(
+    console.print(
         f"{summary['samples']} samples, {summary['tokens']} tokens, "
         f"{summary['tokens_per_second']:.0f} tokens/s; {summary['wall_seconds']:.0f} s in all."
     )
     if summary["plainly"] is not None:
-        tell(str(PlainComparison(**summary["plainly"])))
-    tell(f"Report: {summary['report']}", soft_wrap=True)
+        console.print(str(PlainComparison(**summary["plainly"])))
+    console.print(f"Report: {summary['report']}", soft_wrap=True)
 
 
 def read_setup(given: argparse.Namespace, model: Path) -> tuple[Setup, Options]:
@@ -308,7 +306,7 @@ def read_setup(given: argparse.Namespace, model: Path) -> tuple[Setup, Options]:
 
 def main(given: argparse.Namespace) -> int:
     """Run the demo with flags of `parse`, and return the exit status."""
-    console = Console()
+    console = plain_console()
     try:
         # Before a download that may be long.
         machine = PlatformConfig(
@@ -328,7 +326,7 @@ def main(given: argparse.Namespace) -> int:
     try:
         summary = run_demo(setup, options, console)
     except PlatformError as error:
-        console.print(f"The platform failed: {error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"The platform failed: {error}", soft_wrap=True)
         return 1
     _link_latest(setup.out)
     _print_summary(summary, console)

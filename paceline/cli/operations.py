@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.cli.options import (
     GatewayOptions,
@@ -19,6 +20,7 @@ from paceline.cli.options import (
     add_columns,
     connected,
     least_width,
+    plain_console,
     plain_table,
     print_json,
     print_whole,
@@ -72,12 +74,12 @@ def status(
     if as_json:
         print_json({"instances": instances, "versions": versions})
     else:
-        _print_fleet(Console(), instances, versions)
+        _print_fleet(plain_console(), instances, versions)
 
 
 def _watch_fleet(client: Client, *, as_json: bool) -> None:
     """Show the fleet at each change, until interrupted."""
-    console = Console()
+    console = plain_console()
     for instances in client.watch_fleet():
         versions = client.versions()
         if as_json:
@@ -92,7 +94,7 @@ def _print_fleet(console: Console, instances: Sequence[Instance], versions: Vers
         print_whole(console, table)
         console.print()
     print_whole(console, place_table(instances))
-    console.print(f"\n{versions_line(versions)}", highlight=False, markup=False)
+    console.print(f"\n{versions_line(versions)}")
 
 
 def load_tables(instances: Sequence[Instance], console: Console) -> list[Table]:
@@ -118,7 +120,7 @@ def _numbers(instances: Sequence[Instance], columns: Mapping[str, Callable[[Inst
     add_columns(table, "instance", "state", whole=True)
     add_columns(table, *columns, number=True)
     for instance in instances:
-        state = f"[{_STYLES.get(instance.state, 'default')}]{instance.state}[/]"
+        state = Text(instance.state, _STYLES.get(instance.state, "default"))
         table.add_row(instance.instance_id, state, *(column(instance) for column in columns.values()))
     return table
 
@@ -233,7 +235,7 @@ def batches(
     if as_json:
         print_json(found)
     elif found:
-        print_whole(Console(), batches_table(found, time.time()))
+        print_whole(plain_console(), batches_table(found, time.time()))
     else:
         typer.echo("there are no batches" + (f" of {run}" if run else ""))
 

@@ -261,6 +261,14 @@ def _value_name(option: str, kind: Any) -> str | None:
     return {Path: "PATH", int: "N", float: "X"}.get(kinds[0], word)
 
 
+def plain_console() -> Console:
+    """Return a console that prints texts as they are: brackets are not markup, and names between colons no emoji.
+
+    Texts such as addresses and paths have both. Give a `rich.text.Text` to print in colour.
+    """
+    return Console(markup=False, emoji=False, highlight=False)
+
+
 def plain_table() -> Table:
     """Return a table without lines. Long cells fold into several lines and are not cut."""
     return Table(box=None, padding=(0, _PADDING, 0, 0), header_style="bold")

@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from paceline.cli.options import (
     GatewayOptions,
     Json,
     add_columns,
     connected,
+    plain_console,
     plain_table,
     print_json,
     print_whole,
@@ -154,7 +154,7 @@ def _print_knobs(setting: KnobSetting) -> None:
         values = [(each, values.get(name, "")) for each, values in used]
         table.add_row(name, given.get(name, ""), _in_use(values))
     if table.row_count:
-        print_whole(Console(), table)
+        print_whole(plain_console(), table)
 
 
 def _in_use(values: Sequence[tuple[EffectiveKnobs, str]]) -> str:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from paceline.cli.options import Json, add_columns, plain_table, print_json
+from paceline.cli.options import Json, add_columns, plain_console, plain_table, print_json
 from paceline.errors import how_to_install
 from services.generation.engine.model_support import by_reason
 from services.local.config import DeviceChoice, PlatformConfig
@@ -256,7 +255,7 @@ def doctor(
     if as_json:
         print_json([{"about": each.about, "state": each.state.value, "text": each.text} for each in found])
     else:
-        Console().print(findings_table(found))
+        plain_console().print(findings_table(found))
     raise typer.Exit(bool(lacking(found)))
 
 
@@ -289,7 +288,7 @@ def refused(found: Sequence[Finding]) -> bool:
     """Return True and print the findings without which nothing starts, if there are any."""
     if not (missing := lacking(found)):
         return False
-    console = Console()
+    console = plain_console()
     console.print("paceline: this machine lacks what the platform needs (paceline doctor):")
     console.print(findings_table(missing))
     return True

@@ -7,7 +7,6 @@ import signal
 import threading
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import PacelineError, RetryPolicy
-from paceline.cli.options import Token, add_columns, plain_table
+from paceline.cli.options import Token, add_columns, plain_console, plain_table
 from paceline.cli.report import write_report
 from services.local import Platform, PlatformConfig, PlatformError
 from services.local.config import LOG_BYTES, DeviceChoice, RestartPolicy
@@ -142,28 +141,28 @@ def _run_with_model(config: PlatformConfig, model: str) -> int:
 
 def run_until_stopped(config: PlatformConfig) -> int:
     """Start the platform, show its processes, stop it on SIGINT or SIGTERM; return the exit status."""
-    console = Console()
+    console = plain_console()
     _interrupt_on_sigterm()
     if refused(examine(config, config.model)):
         return 1
     count = f"{config.instances} instance{'s' if config.instances != 1 else ''}"
-    console.print(f"Starting {count} of {config.model} ...", markup=False)
+    console.print(f"Starting {count} of {config.model} ...")
     try:
-        with Platform(config, report=partial(console.print, markup=False, highlight=False)) as platform:
+        with Platform(config, report=console.print) as platform:
             console.print(processes_table(platform))
             logs = platform.processes[0].spec.log.parent
-            console.print(f"\nLogs: {logs}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"\nLogs: {logs}", soft_wrap=True)
             stopping = _stop_on_signals()
             for line in how_to_connect(platform):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-            console.print(f"Gateway: {platform.gateway_address}   (Ctrl-C to stop)", highlight=False)
+                console.print(line, soft_wrap=True)
+            console.print(f"Gateway: {platform.gateway_address}   (Ctrl-C to stop)")
             while not stopping.wait(_CHECK_SECONDS):
                 platform.check()
             console.print("Stopping ...")
             if (report := leave_report(platform)) is not None:
-                console.print(f"Report: {report}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"Report: {report}", soft_wrap=True)
     except PlatformError as error:
-        console.print(f"paceline: {error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"paceline: {error}", soft_wrap=True)
         _explain(console, config)
         return 1
     except KeyboardInterrupt:

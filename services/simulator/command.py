@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from paceline.cli.options import Json, add_columns, plain_table, print_json
+from paceline.cli.options import Json, add_columns, plain_console, plain_table, print_json
 from paceline.errors import how_to_install
 from services.bubbles.config import BubblesConfig
 from services.contracts.knobs import Knobs
@@ -170,7 +169,7 @@ def _search(setup: SimulationSetup, deadline: float, least: int, most: int, as_j
         for count, step in sorted(answer.tried.items()):
             figures = (step.seconds, step.longest_bubble, step.busy, step.tokens_per_second)
             table.add_row(str(count), *(f"{each:,.4g}" for each in figures))
-        Console().print(table)
+        plain_console().print(table)
         if answer.instances is None:
             typer.echo(f"{most} instances do not meet {deadline:g} s")
         else:
@@ -188,5 +187,5 @@ def _run(setup: SimulationSetup, as_json: bool) -> int:
     add_columns(table, *(f"step {n}" for n in range(len(steps))), number=True)
     for name in (*asdict(steps[0]), "tokens_per_second"):
         table.add_row(name, *(f"{getattr(each, name):,.5g}" for each in steps))
-    Console().print(table)
+    plain_console().print(table)
     return 0

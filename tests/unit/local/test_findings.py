@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.local.doctor import FindingState, Needs, findings
+from services.local.doctor import FindingState, Needs, findings, refused
 from services.local.machine import Machine
 
 GB = 1_000_000_000
@@ -61,6 +61,14 @@ def test_what_a_machine_lacks_is_found_and_nothing_else(
     ]
     assert (found.about, found.state) == (about, state)
     assert found.text.startswith(said)
+
+
+def test_advice_is_printed_with_its_brackets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert refused(findings(replace(GOOD, missing_packages=("vllm",)), CPU))
+    assert "pip install '.[cpu]'" in capsys.readouterr().out
 
 
 def test_without_gpus_asked_for_a_driver_is_not_looked_at() -> None:

@@ -350,7 +350,9 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def at_80_columns() -> Iterator[Console]:
-    yield Console(width=80, file=io.StringIO(), force_terminal=False)
+    console = options.plain_console()
+    console.width, console.file = 80, io.StringIO()
+    yield console
 
 
 @pytest.mark.parametrize("width", [40, 60])
@@ -414,6 +416,30 @@ def test_a_name_that_is_longer_than_the_terminal_is_whole() -> None:
 )
 def test_counts_are_short(count: int, shown: str) -> None:
     assert operations.short_count(count) == shown
+
+
+@pytest.mark.usefixtures("connected")
+def test_brackets_and_colons_are_no_markup_and_states_have_colours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = replace(INSTANCES[1], address="[fd00:100::5]:7401", model="/models/x[/y]", device="[red]")
+    knobs = t.KnobSetting(3, {}, (t.EffectiveKnobs({"drafters": ["suffix", "reference"]}, ("[i]",)),))
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "INSTANCES", (replace(named, instance_id="i[b]1"),))
+    monkeypatch.setattr(module, "VERSIONS", replace(VERSIONS, policy_path="/weights/[b]/5"))
+    monkeypatch.setattr(module, "BATCHES", (replace(BATCHES[0], run_id="run[a]", batch_id=":key:"),))
+    monkeypatch.setattr(module, "KNOBS", knobs)
+    for name, value in {"COLUMNS": "200", "FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for command, shown in {
+        "status": ("i[b]1", *(named.address, named.model, named.device), "/weights/[b]/5", "\x1b[32mserving"),
+        "batches": ("run[a]", ":key:"),
+        "policy get": ('["suffix","reference"]',),
+    }.items():
+        assert run(command.split()) == 0
+        said = capsys.readouterr().out
+        assert [text for text in shown if text not in said] == []
 
 
 @pytest.mark.usefixtures("connected")
