@@ -323,14 +323,16 @@ def _parse(header: bytes, file: int) -> dict[str, _Tensor]:
         entries = parse_object(header[8:])
         entries.pop("__metadata__", None)
         return {
-            name: _tensor(file, str(each["dtype"]), tuple(each["shape"]), len(header), each["data_offsets"])
+            name: _tensor(
+                file, str(each["dtype"]), tuple(each["shape"]), len(header), safetensors.data_offsets(each)
+            )
             for name, each in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a safetensors header is corrupt: {error!r}") from error
 
 
-def _tensor(file: int, dtype: str, shape: tuple[int, ...], start: int, offsets: list[int]) -> _Tensor:
+def _tensor(file: int, dtype: str, shape: tuple[int, ...], start: int, offsets: tuple[int, int]) -> _Tensor:
     begin, end = offsets
     tensor = _Tensor(file, dtype, shape, start + begin, end - begin)
     if not 0 <= begin <= end or tensor.size % tensor.width:

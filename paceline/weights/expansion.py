@@ -101,7 +101,9 @@ def read(folder: Path) -> Expansion | None:
         base, files = BaseWeights(**manifest["base"]), manifest["files"].items()
         if not (type(base.version) is int and isinstance(base.checksum, str) and isinstance(base.path, str)):
             raise ValueError("its base is not one")
-        stored = {str(name): StoredFile(int(file["bytes"]), str(file["sha256"])) for name, file in files}
+        if not all(type(file["bytes"]) is int for _, file in files):
+            raise ValueError("the size of a file is no integer")
+        stored = {str(name): StoredFile(file["bytes"], str(file["sha256"])) for name, file in files}
         if wrong := [name for name in stored if Path(name).name != name or name == MANIFEST]:
             raise ValueError(f"{wrong[0]!r} is no file name")
         return Expansion(ExpansionKind(manifest["kind"]), base, stored)

@@ -339,6 +339,18 @@ def write(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> Non
     finish_folder(folder, len(files), index)
 
 
+def data_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Return where a tensor begins and ends, in bytes after the header, from its entry there.
+
+    KeyError, TypeError or ValueError: the entry has no such integers.
+    """
+    begin, end = entry["data_offsets"]
+    # True and 8.0 equal integers, but no bytes can be read or mapped there.
+    if type(begin) is not int or type(end) is not int:
+        raise ValueError(f"data_offsets are {begin!r} and {end!r}, which must be integers")
+    return begin, end
+
+
 def unfinished_file(folder: Path, number: int) -> Path:
     """Return the path of a file of a version that is being written."""
     return folder / f"{number:05d}.unfinished"

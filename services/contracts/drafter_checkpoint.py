@@ -265,7 +265,7 @@ def _config_fault(config: Mapping[str, Any]) -> str:
             return f"{name} is {value!r}, expected a positive integer"
     eagle = config.get("eagle_config")
     layers = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
-    if not isinstance(layers, list) or not layers or not all(isinstance(each, int) for each in layers):
+    if not isinstance(layers, list) or not layers or not all(type(each) is int for each in layers):
         return "eagle_config names no eagle_aux_hidden_state_layer_ids"
     if layers != sorted(set(layers)) or layers[0] < 1:
         return f"eagle_aux_hidden_state_layer_ids is {layers}, expected rising numbers from 1"

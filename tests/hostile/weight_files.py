@@ -151,6 +151,17 @@ def one_tensor(**fields: Any) -> Callable[[int], bytes]:
     return lambda _: json.dumps({"model.embed_tokens.weight": whole}).encode()
 
 
+def behind(spoil: Spoil, content: bytes) -> Spoil:
+    """A file with these bytes after what another spoils."""
+
+    def write(place: Path, size: int) -> None:
+        spoil(place, size)
+        with place.open("ab") as file:
+            file.write(content)
+
+    return write
+
+
 def dimensions(count: int) -> bytes:
     """Return a header of a tensor of so many dimensions."""
     return one_tensor(shape=[1] * count, data_offsets=[0, 4])(0)
@@ -220,6 +231,14 @@ SPOILT: list[tuple[str, str, Spoil, Expected, int, int]] = [
     ("shape of 2**80", SHARD, header(one_tensor(shape=[1 << 40, 1 << 40])), REFUSED, 1, 1),
     ("shape in fractions", SHARD, header(one_tensor(shape=[6.0, 4.5])), REFUSED, 1, 1),
     ("offsets below none", SHARD, header(one_tensor(data_offsets=[-96, 0])), REFUSED, 1, 1),
+    (
+        "offsets in fractions",
+        SHARD,
+        behind(header(one_tensor(data_offsets=[0.0, 96.0])), bytes(96)),
+        REFUSED,
+        1,
+        1,
+    ),
     (
         "number of 5,000 digits",
         SHARD,

@@ -94,7 +94,9 @@ def plan_merge(
     most = max((length for shape in shapes.values() for length in shape), default=sys.maxsize)
     if type(rank) is not int or not 1 <= rank <= most:
         violations.append(Violation(f"{CONFIG}.r", f"is {rank!r}, must be an integer from 1 to {most}"))
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    # Compared, since an integer may be too large to become a float.
+    largest = sys.float_info.max
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not -largest <= alpha <= largest:
         violations.append(Violation(f"{CONFIG}.lora_alpha", f"is {alpha!r}, must be a number"))
     if violations:
         raise InvalidArgument(violations)

@@ -23,7 +23,7 @@ import torch
 
 from paceline.errors import Violation
 from paceline.files import open_regular, parse_object, read_object
-from paceline.weights.safetensors import INDEX, MOST_INDEX_BYTES, OverlappedSha256
+from paceline.weights.safetensors import INDEX, MOST_INDEX_BYTES, OverlappedSha256, data_offsets
 from services.contracts.errors import DataLoss, InvalidArgument
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -232,7 +232,7 @@ def open_weight_file(file: Path, sha256: str, most: int | None = None) -> Weight
     start, header = read_header(file, most)
     try:
         entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+        spans = {name: data_offsets(entry) for name, entry in header.items()}
         unknown = sorted({str(dtype) for dtype, _ in entries.values()} - DTYPES.keys())
         if unknown:
             text = f"{file} has a tensor of dtype {unknown[0]}, allowed are {', '.join(sorted(FLOATS))}"
@@ -254,7 +254,7 @@ def _size(dtype: str, shape: tuple[int, ...]) -> int:
     return prod(shape) * DTYPES[dtype].itemsize
 
 
-def _check_spans(spans: list[tuple[int, ...]], tensors: list[StoredTensor], size: int) -> None:
+def _check_spans(spans: list[tuple[int, int]], tensors: list[StoredTensor], size: int) -> None:
     """Raise ValueError unless the tensors are contiguous and fill the `size` bytes after the header."""
     ends = [0, *(end for _, end in spans)]
     holes = [begin for (begin, _), end in zip(spans, ends, strict=False) if begin != end]

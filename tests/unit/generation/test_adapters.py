@@ -108,6 +108,8 @@ def test_a_merge_is_that_of_peft() -> None:
         ("r", 0),
         ("lora_alpha", None),
         ("lora_alpha", math.nan),
+        ("lora_alpha", True),
+        pytest.param("lora_alpha", 10**400, id="lora_alpha-huge"),
     ],
 )
 def test_options_that_cannot_be_merged_are_refused_by_name(option: str, value: Any) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -410,6 +411,17 @@ def test_random_damage_to_the_header_is_refused_with_a_typed_error_or_harmless(
                 name: spec.shape for name, spec in served.items()
             }
     assert refused > 400
+
+
+@pytest.mark.parametrize("offsets", [[0.0, 96], [0, 96.0], [False, 96]])
+def test_offsets_that_equal_integers_and_are_none_are_data_loss(tmp_path: Path, offsets: list[Any]) -> None:
+    folder = written(tmp_path / "served", model={EMBEDDING: torch.ones(6, 4)})
+    expected = read_manifest(folder)
+    header = json.dumps({EMBEDDING: {"dtype": "F32", "shape": [6, 4], "data_offsets": offsets}}).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(96)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(DataLoss, match="must be integers"):
+        stage(folder, 1, expected)
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F8_E8M0", "F99"])

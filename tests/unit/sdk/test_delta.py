@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -165,14 +167,32 @@ def test_a_corrupt_delta_is_refused(tmp_path: Path, folders: tuple[Path, Path, P
         file.write_bytes(content)
 
 
+@pytest.mark.parametrize("end", [8.0, True])
+def test_offsets_that_equal_integers_and_are_none_are_refused(
+    tmp_path: Path, folders: tuple[Path, Path, Path], end: object
+) -> None:
+    base, _, change = folders
+    first = min(change.glob("*.delta"))
+    header = json.dumps({"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, end]}}).encode()
+    packed = zlib.compress(len(header).to_bytes(8, "little") + header)
+    first.write_bytes(b"PLDELTA1" + len(packed).to_bytes(4, "little") + packed)
+    with pytest.raises(ValueError, match="must be integers"):
+        expanded(base, change, tmp_path / "made")
+
+
 def test_a_manifest_may_name_files_of_its_folder_only(tmp_path: Path) -> None:
     assert expansion.read(tmp_path) is None
     text = (
         '{"format": %d, "kind": "delta", "base": {"version": 1, "checksum": "c"}, '
-        '"files": {"%s": {"bytes": 1, "sha256": ""}}}'
+        '"files": {"%s": {"bytes": %s, "sha256": ""}}}'
     )
-    for version, name, complaint in ((1, "../x", "no file name"), (2, "x", "format is 2")):
-        (tmp_path / expansion.MANIFEST).write_text(text % (version, name))
+    for version, name, size, complaint in (
+        (1, "../x", "1", "no file name"),
+        (2, "x", "1", "format is 2"),
+        (1, "x", "1e999", "no integer"),
+        (1, "x", "true", "no integer"),
+    ):
+        (tmp_path / expansion.MANIFEST).write_text(text % (version, name, size))
         with pytest.raises(ValueError, match=complaint):
             expansion.read(tmp_path)
 

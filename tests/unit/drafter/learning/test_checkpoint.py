@@ -120,6 +120,7 @@ FAULTS = {
     "map": (_tensors(lambda found: found["d2t"].add_(1)), "do not name the same tokens"),
     "another model": (_config(architectures=["LlamaForCausalLM"]), "architectures"),
     "no layers": (_config(eagle_config={}), "names no"),
+    "bool": (_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [True, 2]}), "names no"),
     "layers": (_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [3, 1]}), "rising"),
     "hidden size": (_config(hidden_size=32), "shape"),
     "count": (_config(num_attention_heads="4"), "positive integer"),
