@@ -76,35 +76,63 @@ def test_pieces_that_are_corrupt_or_not_the_next_change_nothing(tmp_path: Path) 
     assert stream.log.end == 8
 
 
-@pytest.mark.parametrize("offset", [8, 1 << 40], ids=["bytes", "hole"])
-def test_files_of_more_bytes_than_the_model_has_are_refused(tmp_path: Path, offset: int) -> None:
-    stream, data = StoredStream(tmp_path, most_bytes=2000), bytes(1000)
+def placed(stream: StoredStream, file: int, offset: int, size: int, *, index: bool = False) -> pb.WeightPiece:
+    """Return the next bytes of a stream, for a place of a file."""
+    data = bytes(size)
+    position, crc = stream.log.end, zlib.crc32(data)
+    return pb.WeightPiece(position=position, file=file, offset=offset, data=data, crc=crc, index=index)
 
-    def piece(file: int, offset: int) -> pb.WeightPiece:
-        position = stream.log.end
-        return pb.WeightPiece(position=position, file=file, offset=offset, data=data, crc=zlib.crc32(data))
 
-    stream.put(piece(0, 8))
-    for file in (0, 1):
+def test_files_of_more_bytes_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    stream = StoredStream(tmp_path, most_bytes=2000)
+    stream.put(placed(stream, 0, 8, 1000))
+    # Of the same file, of the next one, and of a hole.
+    for file, offset in ((0, 1008), (1, 8), (1, 1 << 40)):
         with pytest.raises(InvalidArgument, match="than the model that is served can have"):
-            stream.put(piece(file, 8 + 1000 * (1 - file) + offset))
-    # Bytes in place of others take no room.
-    stream.put(piece(0, 0))
-    stream.put(piece(0, 1000))
-    assert stream.log.end == 3000
+            stream.put(placed(stream, file, offset, 1000))
+    stream.put(placed(stream, 0, 1008, 992))
+    # A header has the room before the tensors.
+    stream.put(placed(stream, 0, 0, 8))
+    assert stream.log.end == 2000
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 2000
+
+
+def test_each_byte_comes_once_the_tensors_before_their_header(tmp_path: Path) -> None:
+    """Otherwise a sender could write the same bytes again and again, without end."""
+    stream = StoredStream(tmp_path, most_bytes=100)
+
+    def refuses(*places: tuple[int, int, int], index: bool = False) -> None:
+        before = stream.log.end
+        for file, offset, size in places:
+            with pytest.raises(InvalidArgument, match=f"is {offset} of file {file}; "):
+                stream.put(placed(stream, file, offset, size, index=index))
+        assert stream.log.end == before
+
+    stream.put(placed(stream, 0, 8, 4))
+    refuses((0, 8, 4), (0, 11, 1), (0, 13, 1), (0, 4, 1), (0, 0, 9))
+    stream.put(placed(stream, 0, 12, 4))
+    stream.put(placed(stream, 0, 0, 4))
+    refuses((0, 0, 4), (0, 4, 5), (0, 16, 1))
+    stream.put(placed(stream, 0, 4, 4))
+    refuses((0, 8, 1), (0, 0, 1), (0, 16, 1))
+    # A file without tensors is its header.
+    stream.put(placed(stream, 1, 0, 4))
+    refuses((1, 0, 4))
+    refuses((1, 0, 4), (2, 1, 4), index=True)
+    stream.put(placed(stream, 2, 0, 4, index=True))
+    refuses((2, 0, 4), (3, 4, 4), index=True)
+    stream.put(placed(stream, 2, 4, 4, index=True))
+    assert stream.log.end == 16 + 4 + 8
 
 
 def test_an_index_of_more_bytes_than_any_has_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_stream, "MOST_INDEX_BYTES", 1500)
-    stream, data = StoredStream(tmp_path), bytes(1000)
-    first = pb.WeightPiece(position=0, file=0, offset=0, data=data, crc=zlib.crc32(data), index=True)
-    stream.put(first)
-    second = pb.WeightPiece(position=1000, file=0, offset=1000, data=data, crc=zlib.crc32(data), index=True)
+    stream = StoredStream(tmp_path)
+    stream.put(placed(stream, 0, 0, 1000, index=True))
     with pytest.raises(InvalidArgument, match="500 too many"):
-        stream.put(second)
+        stream.put(placed(stream, 0, 1000, 1000, index=True))
 
 
 LIMITED = """

@@ -39,6 +39,10 @@ class StoredStream:
         """Bytes that files may still take."""
         self._file_bytes = 0
         """Size of the last file."""
+        self._tensors_from = 0
+        """Offset in the last file at which its tensors begin."""
+        self._next = 0
+        """Offset in the last file behind the bytes that came last."""
         self.log = PieceLog()
         self.whole = False
         self._index = bytearray()
@@ -86,7 +90,7 @@ class StoredStream:
 
         Raises:
             DataLoss: they are not the bytes that were sent.
-            InvalidArgument: they are more than the served model can have.
+            InvalidArgument: they are more than the served model can have, or not the next ones of their file.
             FailedPrecondition: earlier bytes are missing.
             ResourceExhausted: the disk is full.
         """
@@ -99,17 +103,20 @@ class StoredStream:
             raise FailedPrecondition("NOT_NEXT", text, next=str(self.log.end))
         if self.whole or known >= len(data):
             return
-        data = data[known:]
+        data, offset = data[known:], piece.offset + known
         if piece.index:
+            if (piece.file, offset) != (self._files, len(self._index)):
+                wanted = f"{len(self._index)} of file {self._files}"
+                raise _misplaced(piece.file, offset, f"the next byte of the index must be {wanted}")
             self._check_room(len(self._index) + len(data), MOST_INDEX_BYTES, "an index")
             self._index_from = min(self._index_from, self.log.end)
             self._index += data
         else:
-            self._write(piece.file, piece.offset + known, data)
+            self._write(piece.file, offset, data)
         if piece.last:
             self._finish()
         # Only now, so that a reader of the last bytes learns that they are the last.
-        self.log.append(piece.file, piece.offset + known, len(data))
+        self.log.append(piece.file, offset, len(data))
 
     def read(self, position: int, most: int) -> pb.WeightPiece:
         """Return bytes from a position before the end; OSError if the folder was removed."""
@@ -134,22 +141,37 @@ class StoredStream:
         if file not in (self._files - 1, self._files) or self._index or file >= _MOST_FILES:
             raise FailedPrecondition("NOT_NEXT", f"file {file} came where {self._files} is the next")
         held = self._file_bytes if file < self._files else 0
+        end = offset + len(data)
+        if held and not self._follows(offset, end):
+            where = f"from {self._tensors_from} on, then the header in front"
+            raise _misplaced(file, offset, f"each byte must come once: the tensors {where}")
         # Holes in a file count as bytes: they cost its sender nothing, but its readers as much.
-        size = max(held, offset + len(data))
+        size = max(held, end)
         self._check_room(size - held, self._room, "files")
         try:
             if file == self._files:
                 self._close()
                 path = unfinished_file(self.folder, file)
                 self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-                self._files = file + 1
+                self._files, self._file_bytes = file + 1, 0
+            if not held:
+                self._tensors_from = offset
             while data:
                 written = os.pwrite(self._descriptor, data, offset)
                 data, offset = data[written:], offset + written
         except OSError as error:
             raise _refused(self.folder, error) from error
         self._room -= size - held
-        self._file_bytes = size
+        self._file_bytes, self._next = size, end
+
+    def _follows(self, offset: int, end: int) -> bool:
+        """Return True for the next bytes of the last file: its tensors in their order, then its header.
+
+        So each byte of a file comes once, and the room of the files bounds what is sent and kept in `log`.
+        """
+        if self._next < self._file_bytes:  # within the header
+            return offset == self._next and end <= self._tensors_from
+        return offset == self._next or (offset == 0 and end <= self._tensors_from)
 
     def _check_room(self, wanted: int, room: int, what: str) -> None:
         if wanted > room:
@@ -182,6 +204,10 @@ class StoredStream:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _misplaced(file: int, offset: int, allowed: str) -> InvalidArgument:
+    return InvalidArgument([Violation("piece.offset", f"is {offset} of file {file}; {allowed}")])
 
 
 def _refused(folder: Path, error: OSError) -> ServiceError:
