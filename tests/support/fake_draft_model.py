@@ -1,6 +1,6 @@
 """DraftModelService of an instance without an engine, for tests of who calls it.
 
-It keeps the contract: a checkpoint whose SHA-256 is not as said is refused and what is in use stays; a version
+It keeps the contract: a checkpoint whose SHA-256 is not as said is refused and what is in use stays; a head
 in use is not loaded again; what became of drafts counts from the swap on. A test says how drafts fare with
 `draft`.
 """
@@ -72,7 +72,7 @@ class FakeDraftModel(rpc.DraftModelServiceServicer):
         if self.deaf:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "deaf")
         before = self.version
-        if request.drafter_version == before:
+        if (request.drafter_version, request.sha256) == (before, self.status.sha256):
             return pb.LoadDraftModelResponse(previous_drafter_version=before)
         content = (Path(request.path) / "model.safetensors").read_bytes()
         if self.refuses or hashlib.sha256(content).hexdigest() != request.sha256:

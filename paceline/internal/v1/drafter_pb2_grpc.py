@@ -54,7 +54,7 @@ class DraftModelServiceServicer(object):
     def LoadDraftModel(self, request, context):
         """Drafts with these weights from its next engine step on; answers when it does. Running samples continue.
         INVALID_ARGUMENT: the checkpoint is broken or not of a drafter for this policy, and the one in use stays.
-        FAILED_PRECONDITION: the instance has no eagle3 drafter. A version that is in use already changes nothing.
+        FAILED_PRECONDITION: the instance has no eagle3 drafter. A head that is in use already changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

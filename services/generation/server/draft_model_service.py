@@ -82,7 +82,8 @@ class DraftModelService(rpc.DraftModelServiceServicer):
             raise InvalidArgument(violations)
         async with self._changing:
             before = self._version
-            if version == before:
+            # The number alone does not name a head: a learner that lost its records counts from 1 again.
+            if (version, sha256) == (before, self._sha256):
                 return before
             try:
                 tensors = await asyncio.to_thread(_staged, path, sha256, self._config)

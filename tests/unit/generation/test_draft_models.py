@@ -107,10 +107,21 @@ async def test_a_head_takes_the_place_of_another(rig: Rig) -> None:
     assert rig.drafter.versions == [2, 3]
     found = await in_use(models)
     assert (found.drafter_version, found.sha256) == (3, third.sha256)
-    # A version that is in use already changes nothing; an older one is a way back.
-    assert await models.load(3, Path("/nowhere"), "0") == 3
+    # A head that is in use already changes nothing; an older one is a way back.
+    assert await models.load(3, Path("/nowhere"), third.sha256) == 3
     assert len(rig.engine.swaps) == 2
     assert await models.load(2, second.path, second.sha256) == 3
+
+
+async def test_another_head_of_the_same_version_is_loaded(rig: Rig) -> None:
+    models, first, other = rig.models(), rig.other(2), rig.other(3)
+    await models.load(2, first.path, first.sha256)
+    assert await models.load(2, other.path, other.sha256) == 2
+    assert (await in_use(models)).sha256 == other.sha256
+    assert len(rig.engine.swaps) == 2
+    with pytest.raises(InvalidArgument, match="SHA-256"):
+        await models.load(2, other.path, first.sha256)
+    assert (await in_use(models)).sha256 == other.sha256
 
 
 async def test_what_became_of_drafts_is_told(rig: Rig) -> None:
