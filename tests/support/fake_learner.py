@@ -5,11 +5,13 @@ all of it back, a drafter that is broken is refused). What it learns is one numb
 update adds `GAIN` for each rollout, weighted. Its head is that number in a file.
 
 A test controls it through files in the folder that FAKE_LEARNER names: `hold` keeps an update from ending,
-`fail` makes it raise, `worse` makes what it learns make it worse. `log` has a line for each thing that it did.
+`fail` makes it raise, `worse` makes what it learns make it worse, `full` keeps its state from being written. `log`
+has a line for each thing that it did.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -83,6 +85,9 @@ class FakeLearner:
         return write_drafter(parent, version, self._length)
 
     def save_state(self, path: Path) -> None:
+        if (self._folder / "full").exists():
+            path.write_text("[")
+            raise OSError(errno.ENOSPC, "no space left")
         path.write_text(json.dumps([self._length, self._learned]))
 
     def load_state(self, path: Path) -> None:

@@ -196,6 +196,7 @@ class TrainingSession:
         self._states = States(config.states)
         # Samples learned from since the last state was written.
         self._unsaved: list[TrainingSample] = []
+        self._save_failed = False
         self._started = asyncio.Event()
         self._adopting: PublishedDrafter | None = None
         self._deaths = 0
@@ -268,6 +269,7 @@ class TrainingSession:
         self._metrics.restarts.inc()
         log.error("training_process_died", error=str(error), in_a_row=self._deaths)
         lost, self._unsaved = self._unsaved, []
+        self._save_failed = False
         if self._deaths >= _MAX_DEATHS:
             self.samples.finish(lost, cause="failed")
         else:
@@ -303,8 +305,13 @@ class TrainingSession:
     async def update(self) -> bool:
         """Update the drafter on samples of the buffer, and return True if that was possible.
 
+        While no state can be written there is no update: samples that are learned from stay in memory until a state
+        has them, and the buffer is bounded.
+
         TrainingDied: the process is gone; call `recover`, which keeps or drops the samples.
         """
+        if self._save_failed:
+            return False
         chosen = self.samples.draw(seed=self.manifest.updates + 1)
         if not chosen:
             return False
@@ -354,9 +361,12 @@ class TrainingSession:
             self._adopting = None
 
     async def _save_if_idle(self) -> None:
-        """Save the last updates when no more come, even if there are fewer than `save_every`."""
+        """Save the last updates when no more come, even if there are fewer than `save_every`.
+
+        A save that failed is repeated.
+        """
         now = time.monotonic()
-        if self._unsaved and now - self._updated_at >= _IDLE_SECONDS:
+        if (self._unsaved or self._save_failed) and now - self._updated_at >= _IDLE_SECONDS:
             self._updated_at = now
             await self._save()
 
@@ -381,6 +391,7 @@ class TrainingSession:
         used = self.samples.used | {each.entries[0] for each in self._unsaved}
         forced = tuple(sorted(self.samples.buffer.forced))
         manifest = replace(self.manifest, used=tuple(sorted(used)), forced=forced)
+        fresh: Path | None = None
         try:
             fresh = await asyncio.to_thread(self._states.new)
             await self._process.call("save_state", fresh / LEARNER)
@@ -388,7 +399,11 @@ class TrainingSession:
         except (TrainingFailed, OSError) as error:
             # Nothing is acknowledged until a save succeeds.
             log.error("state_not_saved", error=str(error))
+            self._save_failed = True
+            if fresh is not None:
+                await asyncio.to_thread(shutil.rmtree, fresh, ignore_errors=True)
             return
+        self._save_failed = False
         done, self._unsaved = self._unsaved, []
         self.samples.used.update(each.entries[0] for each in done)
         self.samples.finish(done)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from services.contracts.learner import DrafterHistory, PublishedDrafter
-from services.drafter.training.session import LEARNER, MANIFEST, Manifest, States
+from services.contracts.learner import DrafterHistory, FedSample, PublishedDrafter
+from services.drafter.config import DrafterConfig
+from services.drafter.metrics import DrafterMetrics
+from services.drafter.training import session as sessions
+from services.drafter.training.process import TrainingProcess
+from services.drafter.training.session import LEARNER, MANIFEST, Manifest, States, TrainingSession
+from services.platform.redis.connection import connect
+from tests.support.fake_learner import FACTORY, log_of
 
 published = st.builds(
     PublishedDrafter,
@@ -77,3 +87,58 @@ def test_half_a_state_and_a_broken_one_are_passed_over(tmp_path: Path) -> None:
     assert [manifest.updates for _, manifest in states.latest()] == [1]
     write(States(tmp_path), Manifest(updates=3))
     assert not list(tmp_path.glob(".*")), "what nobody committed is removed"
+
+
+@pytest.fixture
+async def opened(
+    redis_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[[], TrainingSession]]:
+    """Opens sessions of one learner, each with a training process without a model."""
+    monkeypatch.setenv("FAKE_LEARNER", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(sessions, "_IDLE_SECONDS", 0.0)
+    config = DrafterConfig(
+        redis_url=redis_url, namespace=namespace, model=tmp_path, folder=tmp_path, held_out_share=1e-9
+    )
+    redis, made = connect(config), list[TrainingSession]()
+
+    def session() -> TrainingSession:
+        metrics = DrafterMetrics(CollectorRegistry())
+        made.append(TrainingSession(config, redis, 1, metrics, TrainingProcess(config, FACTORY)))
+        return made[-1]
+
+    yield session
+    for each in made:
+        await each.stop()
+    await redis.aclose()
+
+
+def take(session: TrainingSession, *numbers: int) -> None:
+    """Takes in samples of one prompt, each an entry of the feed."""
+    session.samples.take_in(
+        (f"{number}-0", FedSample(("run", "step"), "p", number, None, 0, (1, 2), (3, 4)))
+        for number in numbers
+    )
+
+
+async def test_while_no_state_can_be_saved_no_more_is_learned_from(
+    opened: Callable[[], TrainingSession], tmp_path: Path
+) -> None:
+    """Samples that were learned from are in memory until a state has them."""
+    session = opened()
+    await session.start(None)
+    (tmp_path / "full").touch()
+    take(session, 1, 2)
+    assert await session.update()
+    take(session, 3)
+    await session.prepare()
+    assert not await session.update()
+    assert len(session.samples.buffer) == 1, "it waits, and the buffer is bounded"
+    assert session.samples.entries.take_done() == []
+    assert list((tmp_path / "state").iterdir()) == [], "half a state takes no room"
+    (tmp_path / "full").unlink()
+    await session.prepare()
+    assert sorted(session.samples.entries.take_done()) == ["1-0", "2-0"]
+    assert await session.update()
+    assert session.samples.entries.take_done() == ["3-0"]
+    assert [len(each["names"]) for each in log_of(tmp_path) if each["did"] == "updated"] == [2, 1]
