@@ -143,6 +143,7 @@ class PublishedDrafter:
     model.safetensors in hexadecimal. `acceptance_length` was measured on held-out samples (tokens per
     verification), `policy_version` is the latest version it was trained on, and `at` is the time of publishing in
     unix seconds. `before` has the live drafts, drafted tokens and accepted tokens of the version that it replaced.
+    `rolled_back_from` is the version that a rollback to this drafter replaced; 0: it was published by itself.
     """
 
     version: int
@@ -152,6 +153,7 @@ class PublishedDrafter:
     policy_version: int = 0
     at: float = 0.0
     before: tuple[int, int, int] = (0, 0, 0)
+    rolled_back_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)

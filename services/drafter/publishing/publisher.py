@@ -220,7 +220,9 @@ class Publisher:
                 log.error("earlier_drafter_unreadable", version=history.current.version, error=str(error))
                 continue
             # Its earlier live acceptance says nothing about today's policy.
-            current = replace(history.current, at=time.time(), before=(0, 0, 0))
+            current = replace(
+                history.current, at=time.time(), before=(0, 0, 0), rolled_back_from=left.version
+            )
             await self._deployment.put(DrafterHistory(current, history.earlier))
             return left, current
         raise FailedPrecondition("NO_EARLIER_DRAFTER", "there is no earlier drafter that can be read")

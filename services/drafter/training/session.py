@@ -99,7 +99,8 @@ class Manifest:
     """Counters and samples that belong to the learner's weights.
 
     `used` are feed entries that were learned from and may not be acknowledged yet, `forced` the hashes of
-    `ReplayBuffer`, and `since_roll_back` the updates since the last rollback (None: there was none).
+    `ReplayBuffer`, and `since_roll_back` the updates since the last rollback (None: there was none), which was from
+    version `rolled_back_from`.
     """
 
     updates: int = 0
@@ -109,6 +110,7 @@ class Manifest:
     rejected: int = 0
     rollbacks: int = 0
     since_roll_back: int | None = None
+    rolled_back_from: int = 0
     kd_loss: float = 0.0
     used: tuple[str, ...] = ()
     forced: tuple[int, ...] = ()
@@ -237,7 +239,8 @@ class TrainingSession:
     async def start(self, published: PublishedDrafter | None) -> None:
         """Start the training process at the latest state that can be loaded.
 
-        Without a state it begins with the published drafter, the configured one, or a fresh head.
+        Without a state it begins with the published drafter, the configured one, or a fresh head. A rollback that
+        the state does not have is made up for at the next `prepare`.
 
         Raises:
             TrainingFailed: the policy cannot be loaded, for example.
@@ -252,6 +255,9 @@ class TrainingSession:
                 await self._adopt(Path(published.path), published.sha256)
             elif self._config.checkpoint is not None:
                 await self._adopt(self._config.checkpoint, "")
+        if published is not None and published.rolled_back_from not in (0, self.manifest.rolled_back_from):
+            # Its process, or the leader, died before a state had the earlier weights.
+            self.roll_back_to(published)
         if not self._started.is_set():
             self.samples.resume(self.manifest.used, self.manifest.forced)
             self._started.set()
@@ -348,17 +354,23 @@ class TrainingSession:
 
     def roll_back_to(self, published: PublishedDrafter) -> None:
         """Continue training from this drafter at the next `prepare`; updates since then are discarded."""
-        self.manifest = replace(self.manifest, rollbacks=self.manifest.rollbacks + 1, since_roll_back=0)
+        self.manifest = replace(
+            self.manifest,
+            rollbacks=self.manifest.rollbacks + 1,
+            since_roll_back=0,
+            rolled_back_from=published.rolled_back_from,
+        )
         self._adopting = published
 
     async def _continue_from_rollback(self) -> None:
         back = self._adopting
         if back is None:
             return
-        if await self._adopt(Path(back.path), back.sha256):
-            await self._save()
+        adopted = await self._adopt(Path(back.path), back.sha256)
         if self._adopting is back:
             self._adopting = None
+        if adopted:
+            await self._save()
 
     async def _save_if_idle(self) -> None:
         """Save the last updates when no more come, even if there are fewer than `save_every`.
@@ -388,6 +400,9 @@ class TrainingSession:
 
     async def _save(self) -> None:
         """Write a durable state of all updates so far, and release its samples."""
+        if self._adopting is not None:
+            # The counters already belong to the earlier weights, which the process does not have yet.
+            return
         used = self.samples.used | {each.entries[0] for each in self._unsaved}
         forced = tuple(sorted(self.samples.buffer.forced))
         manifest = replace(self.manifest, used=tuple(sorted(used)), forced=forced)

@@ -147,6 +147,7 @@ async def test_roll_back_on_request(world: World) -> None:
         await until(lambda number=number: instance.version == number, f"version {number} is loaded")
     assert (await learner.roll_back("looks odd")).drafter_version == 1
     await until(lambda: instance.version == 1, "the one before is loaded")
+    assert (await world.published()).rolled_back_from == 2  # type: ignore[union-attr]
     (decision,) = await world.decided("drafter_rolled_back")
     assert decision.reason == "looks odd"
     assert decision.details == {"version": 2, "back_to": 1, "cause": "asked"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,7 @@ from services.drafter.training import session as sessions
 from services.drafter.training.process import TrainingProcess
 from services.drafter.training.session import LEARNER, MANIFEST, Manifest, States, TrainingSession
 from services.platform.redis.connection import connect
-from tests.support.fake_learner import FACTORY, log_of
+from tests.support.fake_learner import FACTORY, log_of, write_drafter
 
 published = st.builds(
     PublishedDrafter,
@@ -30,6 +31,7 @@ published = st.builds(
     st.integers(0, 99),
     st.floats(0, 1e9),
     st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
+    st.integers(0, 10**6),
 )
 
 
@@ -142,3 +144,34 @@ async def test_while_no_state_can_be_saved_no_more_is_learned_from(
     assert await session.update()
     assert session.samples.entries.take_done() == ["3-0"]
     assert [len(each["names"]) for each in log_of(tmp_path) if each["did"] == "updated"] == [2, 1]
+
+
+async def test_a_rollback_outlives_the_process_that_made_it(
+    opened: Callable[[], TrainingSession], tmp_path: Path
+) -> None:
+    """The record has it, and the leader or its training process died before a state had it."""
+    session, states = opened(), States(tmp_path / "state")
+    fresh = states.new()
+    (fresh / LEARNER).write_text("[2.0, []]")
+    states.commit(fresh, Manifest(updates=5, rollbacks=1, since_roll_back=4, rolled_back_from=3))
+    earlier = write_drafter(tmp_path / "checkpoints", 1, 7.0)
+    back = PublishedDrafter(1, str(earlier.path), earlier.sha256, rolled_back_from=4)
+
+    def counted() -> tuple[int, int | None]:
+        return session.manifest.rollbacks, session.manifest.since_roll_back
+
+    await session.start(back)
+    assert counted() == (2, 0)
+    # What is learned meanwhile is not saved as if it had gone back.
+    take(session, 1)
+    assert await session.update()
+    assert next(states.latest())[1].rolled_back_from == 3
+    await session.prepare()
+    path, manifest = next(states.latest())
+    assert json.loads((path / LEARNER).read_text())[0] == 7.0
+    assert (manifest.rollbacks, manifest.rolled_back_from) == (2, 4)
+    # Now a state has it.
+    await session.start(back)
+    await session.prepare()
+    assert counted() == (2, 1)
+    assert len([each for each in log_of(tmp_path) if each["did"] == "adopt"]) == 1
