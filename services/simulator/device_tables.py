@@ -48,7 +48,11 @@ class DeviceTable:
     """Tokens of context that fit in the KV cache, of all samples together."""
     rows: Floats
     milliseconds: Floats
-    """Time of a step with `rows` rows; a number of rows between two entries takes as long as the larger one."""
+    """Time of a step with `rows` rows.
+
+    With graphs, a number of rows between two entries takes as long as the larger one. Beyond the last entry each
+    row adds as much as between the last two.
+    """
     per_sample: float = 0.0
     """Milliseconds of the host and the sampler for each sample."""
     per_context: float = 0.0
@@ -72,9 +76,11 @@ class DeviceTable:
 
     def seconds(self, samples: int, rows: int, context: float, *, verifies: bool | None = None) -> float:
         """Return the time of a step. By default a step with more rows than samples verifies drafts."""
-        if self.graphs:
-            place = min(int(np.searchsorted(self.rows, rows)), len(self.rows) - 1)
-            found = float(self.milliseconds[place])
+        beyond = rows - float(self.rows[-1])
+        if beyond > 0:
+            found = float(self.milliseconds[-1]) + beyond * self._last_slope()
+        elif self.graphs:
+            found = float(self.milliseconds[int(np.searchsorted(self.rows, rows))])
         else:
             found = float(np.interp(rows, self.rows, self.milliseconds))
         reading = self.per_context * context
@@ -84,6 +90,12 @@ class DeviceTable:
         if rows > samples if verifies is None else verifies:
             found *= self.verifying
         return found / 1e3
+
+    def _last_slope(self) -> float:
+        """Return the milliseconds of a row beyond the listed ones."""
+        if len(self.rows) < 2:
+            return 0.0
+        return float((self.milliseconds[-1] - self.milliseconds[-2]) / (self.rows[-1] - self.rows[-2]))
 
 
 def _either(*limits: float) -> float:

@@ -41,7 +41,7 @@ class SampleDrafts:
         self._metrics = metrics
         # Shapes of the steps in flight; None if the time is not needed.
         self._shapes: deque[StepShape | None] = deque()
-        # Samples that verify cached rollouts in the latest step, and in the one before it, which may be in flight.
+        # Samples that verify cached rollouts in the latest step and in the previous one, which may be in flight.
         self._reusing: deque[Collection[str]] = deque(maxlen=2)
 
     def begin(self, sample: RunningSample, policy_version: int) -> None:

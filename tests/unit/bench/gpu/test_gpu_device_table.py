@@ -72,6 +72,13 @@ def test_the_table_has_the_times_of_the_device(run: Path, capsys: pytest.Capture
             expected = TABLE.seconds(cell.rows, cell.rows, cell.rows * cell.context)
             found = table.seconds(cell.rows, cell.rows, cell.rows * cell.context)
             assert found == pytest.approx(expected, rel=0.1), cell
+    # Other numbers of rows than the measured ones, among them more.
+    for samples, rows in ((200, 400), (128, 700), (256, 1500), (256, 2600), (1, 8192)):
+        expected = TABLE.seconds(samples, rows, samples * 1024)
+        assert table.seconds(samples, rows, samples * 1024) == pytest.approx(expected, rel=0.2), (
+            samples,
+            rows,
+        )
 
 
 def test_a_measured_table_is_a_device_by_name(run: Path) -> None:
