@@ -154,8 +154,13 @@ class VersionPush:
         """Finish the update of a shard. If the answer was lost, the published version decides if it succeeded."""
         try:
             finished = await member.calls.finish_update(self._updates[member.name], in_flight)
-        except PacelineError:
-            found = await member.calls.versions()
+        except PacelineError as error:
+            if keeps_staged(error):
+                raise
+            try:
+                found = await member.calls.versions()
+            except PacelineError:
+                raise error from None
             if version_of(found, self.target) != self.version:
                 raise
             finished = t.UpdateFinished(found.policy_version, found.drafter_version, found.instances)

@@ -18,6 +18,8 @@ from paceline.errors import (
     DataLossError,
     FailedPreconditionError,
     InternalError,
+    PacelineError,
+    UnavailableError,
     UnimplementedError,
 )
 from paceline.v1 import weight_pb2 as pb
@@ -177,6 +179,22 @@ def test_weights_that_samples_keep_waiting_stay_staged_and_are_finished_later(fo
     assert transport.made.count("UpdateWeights") == 1, "they are sent once"
     with pytest.raises(ValueError, match="no push that was refused"):
         finish(run.finish_push())
+
+
+@pytest.mark.parametrize("error", [refusal(), CancelledError(grpc.StatusCode.CANCELLED, "cut")])
+def test_why_an_update_was_not_finished_is_said_although_the_versions_are_unknown(
+    folder: Path, error: PacelineError
+) -> None:
+    gone = UnavailableError(grpc.StatusCode.UNAVAILABLE, "gone")
+    answers = {
+        **ACCEPTED,
+        "GetVersions": [versions(4), gone, gone],
+        "FinishUpdate": error,
+        "AbortUpdate": pb.AbortUpdateResponse(),
+    }
+    client, result = pushed(answers, lambda version: folder)
+    assert result is error
+    assert ("AbortUpdate" in client.made) == isinstance(error, CancelledError)
 
 
 def test_tensors_go_by_stream_and_a_folder_as_it_is_unless_the_run_names_a_transport(folder: Path) -> None:
