@@ -87,7 +87,9 @@ def check(path: str, response: httpx.Response) -> None:
     )
 
 
-@pytest.mark.parametrize("examples", [80, pytest.param(3000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "examples", [80, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+)
 async def test_random_bodies_are_answered_in_the_dialects_form(
     stack_of: StackMaker, tokenizer_folder: Path, examples: int
 ) -> None:
