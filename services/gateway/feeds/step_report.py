@@ -289,7 +289,7 @@ class IdleTimeBook:
         return reports
 
     def end(
-        self, run_id: str, step: int, ended: TimedSample, ahead: int = 0, serving: Iterable[str] = ()
+        self, run_id: str, step: int, ended: TimedSample, ahead: int = 0, serving: Sequence[str] = ()
     ) -> StepReport | None:
         """Record the end of a sample; return the report if it was the last sample of the step.
 
@@ -300,7 +300,7 @@ class IdleTimeBook:
         if report is None:
             return None
         report.add(ended, ahead)
-        report.serving = tuple(serving)
+        report.serving = serving
         return self._close(run_id, step)
 
     def drop(self, run_id: str, step: int, samples: int, *, single: bool = False) -> StepReport | None:

@@ -40,6 +40,8 @@ class Placer:
     # True while weights are being applied on the instances: nothing is placed.
     held: bool = field(init=False, default=False)
     links: dict[str, WorkLink] = field(init=False, default_factory=dict)
+    # Instances of the links. Every end of a sample notes them for its step's report, so they are not listed there.
+    serving: tuple[str, ...] = field(init=False, default=())
     queue: WaitingQueue[SampleRef] = field(init=False, default_factory=WaitingQueue)
     _pool: InstancePool = field(init=False)
     # Revision of the fleet that the pool reflects.
@@ -54,6 +56,7 @@ class Placer:
     def add(self, link: WorkLink) -> None:
         """Place samples on an instance from now on."""
         self.links[link.instance_id] = link
+        self.serving = tuple(self.links)
         self._pool.add(link.slots)
         self.metrics.running.labels(link.instance_id).set_function(lambda: len(link.held))
 
@@ -61,6 +64,7 @@ class Placer:
         """Place no more samples on an instance."""
         if self.links.get(link.instance_id) is link:
             del self.links[link.instance_id]
+            self.serving = tuple(self.links)
             self._pool.remove(link.slots)
 
     def enqueue(self, running: RunningBatch, index: int) -> None:

@@ -479,7 +479,7 @@ class Scheduler:
         draft = self.estimator.covered(batch, ending.index)
         existed = sample.reuse[0] if running.private else 0 if draft is None else draft.tokens
         # A draft may be longer than the response.
-        report = self._steps.end(batch.key[0], batch.step, ended, min(existed, tokens), self.placer.links)
+        report = self._steps.end(batch.key[0], batch.step, ended, min(existed, tokens), self.placer.serving)
         if report is not None:
             report.version = batch.current_version
             self._report(report)

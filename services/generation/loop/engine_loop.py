@@ -225,7 +225,7 @@ class EngineLoop(EngineThread):
         idle = self.paused or not self._engine.has_work
         if self._engine.in_flight and (idle or not self._commands.empty()):
             # Commands between two steps need the engine as the last step left it.
-            began = self._clock() if self._launched is None else self._launched
+            began = self._clock()
             self._record(self._engine.settle(), began)
             self.drafts.settled()
         unsettled = idle and self.drafts.idle_work()
@@ -249,7 +249,7 @@ class EngineLoop(EngineThread):
             # It was only launched; its outcome comes with a later step.
             self._launched = began
         else:
-            self._record(steps, began if self._launched is None else self._launched, in_flight)
+            self._record(steps, began, in_flight)
         if self.samples.background and self.samples.real_count and self._engine.load.waiting:
             # A real sample may be waiting because of them.
             self.end_background()
@@ -257,11 +257,15 @@ class EngineLoop(EngineThread):
             self.flush()
 
     def _record(self, steps: list[SampleStep], began: float, later: int = 0) -> None:
-        """Record the outcome of a step that began at `began`; drafts were put `later` times after its own."""
+        """Record the outcome of a step that began at `began`, or was launched before.
+
+        Drafts were put `later` times after its own.
+        """
+        began = began if self._launched is None else self._launched
+        self._launched = None
         now, background = self._clock(), self.samples.background
         seconds, real, had_background = now - began, self.samples.real_count, bool(background)
         tokens = pregenerated = forked = 0
-        self._launched = None
         for step, source in zip(steps, self.drafts.learn(steps, later), strict=True):
             if had_background and step.sample_id in background:
                 if self.samples[step.sample_id].origin.fork:
